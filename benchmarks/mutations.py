@@ -185,7 +185,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
-        _RUNTIME + "transfers/transfers.py",
+        _RUNTIME + "transfers/departures.py",
         "        self.count += 1\n        self._unread.add(block_id)\n",
         "        self._unread.add(block_id)\n",
         STEADY,
@@ -364,8 +364,8 @@ _ELSEWHERE = (
     Mutation(
         "checksums are not compared",
         "tiermem/transfer/file/jobs.py",
-        "self.check and self.checksum != self.expected",
-        "self.check and self.checksum is None",
+        "self.wanted and self.found != self.expected",
+        "self.wanted and self.found is None",
         DISKS,
     ),
     Mutation(
@@ -695,11 +695,6 @@ _PARTED = (
         "part.seen.written = self._follows",
         "part.seen.written = False",
     ),
-    (
-        "views of the whole state are not brought up to date",
-        "            if is_viewed(kept[key]):\n",
-        "            if False:\n",
-    ),
 )
 """A large parameter's step in parts."""
 
@@ -829,6 +824,13 @@ MUTATIONS = (
         for name, old, new in _PARTED
     ),
     Mutation(
+        "views of the whole state are not brought up to date",
+        "tiermem/optim/units/partsstate.py",
+        "            if is_viewed(kept[key]):\n",
+        "            if False:\n",
+        ("tests/unit/test_optim_parted.py",),
+    ),
+    Mutation(
         "a gradient that a step has unscaled is not written back",
         "tiermem/optim/units/held.py",
         "        return unit.sees(self.gradients[index]) and (",
@@ -884,7 +886,7 @@ MUTATIONS = (
     Mutation(
         "a read without a target takes every chunk",
         _PIECES,
-        "< self._most_parked",
+        "< self._most.parked",
         "< self._staging.count",
         FILES,
     ),

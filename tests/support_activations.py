@@ -102,7 +102,7 @@ def check_empty(tier: tiermem.TierManager) -> None:
     assert store is not None
     store.reap()
     assert store.pool.used == 0 == tier.stats().activations.used
-    assert not store._live and not store._held and not store._fetched and not store._seqs
-    assert store._held_bytes == store._fetched_bytes == 0
+    assert not store._order and not store._held and not store._fetched
+    assert store._held.nbytes == store._fetched.nbytes == 0
     assert not [row for row in tier.residency() if row.role == "activation"]
     check_table(tier)

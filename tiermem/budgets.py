@@ -11,7 +11,9 @@ from torch import nn
 
 from tiermem.config import Home, Policy, Settings
 from tiermem.core.block import align_up
+from tiermem.core.need import Played
 from tiermem.errors import StepError
+from tiermem.given import Size, default_hbm, device_of, hbm_of
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.blocks import Inventory
 from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared
@@ -31,7 +33,6 @@ from tiermem.optim.units.plan import kept_of
 from tiermem.optim.units.undo import cannot_fail_midway
 from tiermem.runtime.memory.hostmemory import available_memory
 from tiermem.runtime.services.host_staging import MOST_LOADS
-from tiermem.tier import Size, default_hbm, device_of, hbm_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,36 +109,53 @@ def budgets_for(
         StepError: If the class cannot be tried.
     """
     target = device_of(device)
-    asked = hbm_of(hbm, target)
-    room = (default_hbm(target) if asked is None else asked) // 4096 * 4096
-    limits = Settings(
-        device=str(target),
-        hbm=room,
-        dram=0,
-        nvme=("",) if nvme else (),
-        nvme_bytes=None,
-        policy=Policy.of(policy),
-        prefetch_depth="auto",
-    )
+    limits = _limits(target, hbm, nvme=nvme, policy=policy)
     check_module(model, 0)
     twins = _Twins(dtype, buffer_dtype)
-    wanted = floating("grad_dtype", grad_dtype)
-    kept: list[Kept] = []
-    program = Program(limits, _gradient_dtypes(wanted))
+    program = Program(limits, _gradient_dtypes(floating("grad_dtype", grad_dtype)))
     program.models.append(_inventory(model, twins, blocks, homes, resident))
+    stepped = None
+    kept: list[Kept] = []
     if cls is not None:
         given = groups_of(model if params is None else params)
         groups = [{**g, "params": [twins.param(p) for p in g["params"]]} for g in given]
         stepped = _Stepped(groups, optimizer_class(cls), settings, master_dtype)
         held = overlap not in (False, "auto")  # so that steps need room beside what a forward holds
         kept.append(stepped.kept(target, overlap=held, elementwise=where != "host"))
-    played = program.play(room, gradients=cls is not None, optimizers=kept)
+    played = program.play(limits.hbm, gradients=stepped is not None, optimizers=kept)
     dram, on_disk = program.below_hbm(played)
-    if cls is not None and where in ("host", "both"):
-        largest = align_up(max((step.nbytes for step in played.steps), default=0))
-        dram += largest * (stepped.may_fail_midway() + (MOST_LOADS if nvme else 0))
+    if stepped is not None and where in ("host", "both"):
+        dram += _beside_host_steps(stepped, played, in_files=nvme)
     everything = sum(nbytes for _, nbytes in played.homes)
-    return Budgets(room, played.hbm(), everything, align_up(dram), on_disk, available_memory())
+    return Budgets(
+        limits.hbm, played.hbm(), everything, align_up(dram), on_disk, available_memory()
+    )
+
+
+def _limits(
+    device: torch.device,
+    hbm: Size | None,
+    *,
+    nvme: bool,
+    policy: Policy | dict[str, Home] | str | None,
+) -> Settings:
+    """Returns a manager's settings with a budget of HBM and none for what is to be found."""
+    asked = hbm_of(hbm, device)
+    return Settings(
+        device=str(device),
+        hbm=(default_hbm(device) if asked is None else asked) // 4096 * 4096,
+        dram=0,
+        nvme=("",) if nvme else (),
+        nvme_bytes=None,
+        policy=Policy.of(policy),
+        prefetch_depth="auto",
+    )
+
+
+def _beside_host_steps(stepped: _Stepped, played: Played, *, in_files: bool) -> int:
+    """Returns the bytes of DRAM that steps on the host take beside the homes."""
+    largest = align_up(max((step.nbytes for step in played.steps), default=0))
+    return largest * (stepped.may_fail_midway() + (MOST_LOADS if in_files else 0))
 
 
 def _gradient_dtypes(wanted: torch.dtype | None) -> DtypeFor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,18 @@ from torch import nn
 
 from tiermem.config import Home, Policy, Settings, parse_budget, parse_size
 from tiermem.core.block import Role
-from tiermem.errors import REFUSALS, ConfigError, WrapError
+from tiermem.errors import REFUSALS, WrapError
+from tiermem.given import (
+    PathLike,
+    Size,
+    default_dram,
+    depth_of,
+    device_of,
+    folders_of,
+    hbm_of,
+    layers_of,
+    most_hbm,
+)
 from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.inspect import check_module
@@ -31,8 +41,7 @@ from tiermem.optim.rules.groups import Params
 from tiermem.optim.tiered import TieredOptimizer
 from tiermem.optim.timing import Overlap
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.hostmemory import available_memory, total_memory
-from tiermem.runtime.memory.opening import AT_ONCE
+from tiermem.runtime.memory.hostmemory import total_memory
 from tiermem.runtime.metrics.counters import PaceRow, ResidencyRow, Stats
 from tiermem.runtime.metrics.timeline import Timeline
 from tiermem.saving.later import SaveHandle
@@ -40,8 +49,6 @@ from tiermem.saving.load import load_run
 from tiermem.saving.save import make_plan, save_now
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Size = int | str
-PathLike = str | os.PathLike[str]
 
 
 class TierManager:
@@ -104,14 +111,14 @@ class TierManager:
         self._manager = BlockManager(
             Settings(
                 device=str(where),
-                hbm=_most_hbm(where) if room is None else room,
-                dram=_default_dram() if below is None else below,
-                nvme=_folders(nvme),
+                hbm=most_hbm(where) if room is None else room,
+                dram=default_dram() if below is None else below,
+                nvme=folders_of(nvme),
                 nvme_bytes=None if nvme_bytes is None else parse_size(nvme_bytes, "nvme_bytes"),
                 policy=Policy.of(policy),
-                prefetch_depth=_depth(prefetch_depth),
+                prefetch_depth=depth_of(prefetch_depth),
                 activation_min=parse_size(activation_min, "activation_min"),
-                activation_layers=_layers(activation_layers),
+                activation_layers=layers_of(activation_layers),
                 activation_ahead=(
                     None
                     if activation_ahead == "auto"
@@ -512,90 +519,3 @@ def _close(manager: weakref.ref[BlockManager]) -> None:
     found = manager()
     if found is not None:
         found.close()
-
-
-def device_of(device: str | torch.device) -> torch.device:
-    """Returns the device that a name says, with its number.
-
-    Raises:
-        ConfigError: If tiermem does not run there, or it is not there.
-    """
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r}: {error}") from error
-    if where.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={device!r}: tiermem runs on 'cuda' and on 'cpu'")
-    if where.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                f"device={device!r}: torch sees no CUDA device here; use device='cpu', or install "
-                "a CUDA build of torch"
-            )
-        if ":" not in str(where):  # no index given: the current one
-            where = torch.device("cuda", torch.cuda.current_device())
-    return where
-
-
-def _folders(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
-    if nvme is None:
-        return ()
-    try:
-        several = [nvme] if isinstance(nvme, str | os.PathLike) else list(nvme)
-        paths = tuple(os.fspath(path) for path in several)
-    except TypeError as error:
-        raise ConfigError(f"nvme must be a folder or several, not {nvme!r}") from error
-    for path in paths:
-        if not isinstance(path, str) or not path:
-            raise ConfigError(
-                f"nvme={nvme!r} names no folder: write its path (the current folder is '.'), or "
-                "leave nvme out for two tiers only"
-            )
-    return paths
-
-
-def _depth(depth: int | Literal["auto"]) -> int | Literal["auto"]:
-    if depth == "auto":
-        return "auto"
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise ConfigError(f"prefetch_depth must be 'auto' or a number of blocks, not {depth!r}")
-    return depth
-
-
-def _layers(layers: int | None) -> int | None:
-    if layers is None:
-        return None
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
-        raise ConfigError(f"activation_layers must be None or a number of layers, not {layers!r}")
-    return layers
-
-
-def hbm_of(hbm: Size | None, device: torch.device) -> int | None:
-    """Returns a budget of device memory in bytes; None where it is to be found out.
-
-    Raises:
-        ConfigError: If it is no budget.
-    """
-
-    def total() -> int:
-        return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else total_memory()
-
-    return parse_budget(hbm, "hbm", total)
-
-
-def default_hbm(device: torch.device) -> int:
-    """Returns the bytes of device memory that blocks are chosen for where nothing is said."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * AT_ONCE)
-    return _default_dram() // 4
-
-
-def _most_hbm(device: torch.device) -> int:
-    """Returns the bytes that ``hbm="auto"`` never passes; on the CPU its default."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return default_hbm(device)
-
-
-def _default_dram() -> int:
-    return available_memory() // 2

@@ -27,7 +27,7 @@ class Clipping:
         self._needed = mapping.needs_norm(plan.config)
         self._plain = plan.dtype is None
 
-    def settle(self, optimizer: TieredOptimizer, scale: float) -> bool:
+    def unscale_and_clip(self, optimizer: TieredOptimizer, scale: float) -> bool:
         """Undoes the loss scale and clips; returns whether a gradient is infinite or NaN.
 
         Norm and factor are float32 where there are masters, as if the masters' gradients were

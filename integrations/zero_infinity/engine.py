@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from tiermem import StepError, TieredOptimizer, TierManager
 
-from . import checkpoints, comm, mapping, utils
+from . import checkpoints, comm, precision, utils
 from .accumulation import Accumulation
-from .clipping import Clipping
+from .batches import Batches
+from .counts import Counts
 from .explaining import Explanation, explained
 from .mapping import Plan
-from .queries import Monitor, Queries, Throughput
-from .scaling import LossScale
+from .queries import Queries
+from .reporting import Reporting
+from .stepmaker import StepMaker
 
-logger = utils.logger
+
+def _of(part: str, name: str, doc: str) -> Any:
+    """Returns a property that is, under DeepSpeed's name, what a part of the engine has."""
+
+    def read(self: DeepSpeedEngine) -> Any:
+        return getattr(getattr(self, part), name)
+
+    def write(self: DeepSpeedEngine, value: Any) -> None:
+        setattr(getattr(self, part), name, value)
+
+    return property(read, write, doc=doc)
 
 
 class DeepSpeedEngine(Queries):
@@ -32,15 +43,23 @@ class DeepSpeedEngine(Queries):
         tier: The manager; ``tier.stats()`` and ``tier.residency()`` say what goes on.
         optimizer: In the tiers, or None.
         lr_scheduler: Or None.
-        training_dataloader: Or None.
         device: Where inputs belong.
         local_rank: Of this process.
         optimizer_class: What steps the blocks.
-        global_steps: Steps so far, those left out with them.
-        skipped_steps: Steps that were left out.
-        global_samples: Samples so far.
-        micro_steps: Calls of :meth:`step` so far.
+        config: The configuration as it was read.
     """
+
+    global_rank, world_size, dp_world_size = 0, 1, 1
+
+    training_dataloader = _of("_batches", "loader", "The loader of ``training_data``, or None.")
+    client_optimizer = _of("_maker", "client", "The user's own optimizer, or None.")
+    scaler = _of("_maker", "scaler", "The scale of the loss, or None.")
+    global_steps = _of("_counts", "steps", "Steps so far, those left out with them.")
+    skipped_steps = _of("_counts", "skipped", "Steps that were left out.")
+    global_samples = _of("_counts", "samples", "Samples so far.")
+    micro_steps = _of("_counts", "calls", "Calls of :meth:`step` so far.")
+    monitor = _of("_reporting", "monitor", "What scripts write events to.")
+    tput_timer = _of("_reporting", "throughput", "What scripts tell of epochs.")
 
     def __init__(
         self,
@@ -57,24 +76,17 @@ class DeepSpeedEngine(Queries):
         self.plan = plan
         self.optimizer = None
         self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
-        self.client_optimizer: torch.optim.Optimizer | None = None
         self.optimizer_class: type[torch.optim.Optimizer] = torch.optim.Optimizer
         self.config = plan.config.raw
         self.device = comm.device_of(plan.device)
         self.local_rank = comm.local_rank()
-        self.global_rank, self.world_size, self.dp_world_size = 0, 1, 1
-        self.global_steps = self.skipped_steps = self.global_samples = self.micro_steps = 0
-        self.scaler = LossScale.of(plan.config)
-        self.monitor, self.tput_timer = Monitor(), Throughput()
-        self._repeating: utils.RepeatingLoader | None = None
-        self._collate_fn = collate_fn
-        self._clipping = Clipping(plan)
+        self._maker = StepMaker(plan)
         self._accumulation = Accumulation(
             managed=bool(plan.config["managed_gradient_accumulation"])
         )
-        self._step_applied = False
-        self._times: dict[str, float] = {}
+        self._counts = Counts()
+        self._batches = Batches(plan, self.device, collate_fn)
+        self._reporting = Reporting(plan, self.device)
 
     def __getattr__(self, name: str) -> Any:
         """Returns what the model has and the engine has not."""
@@ -98,7 +110,7 @@ class DeepSpeedEngine(Queries):
             The mean of the losses.
         """
         if data_iter is None:
-            data_iter = iter(self._own_batches())
+            data_iter = iter(self._batches.repeated())
         losses = []
         for _ in range(self.gradient_accumulation_steps()):
             loss = self._loss_of(next(data_iter))
@@ -118,14 +130,6 @@ class DeepSpeedEngine(Queries):
         finally:
             self.train(training)
 
-    def _own_batches(self) -> Any:
-        """Returns the loader, begun anew where it ends."""
-        if self.training_dataloader is None:
-            raise StepError("train_batch() takes an iterator: there is no training_data")
-        if self._repeating is None:
-            self._repeating = utils.RepeatingLoader(self.training_dataloader)
-        return self._repeating
-
     def _loss_of(self, batch: Any) -> torch.Tensor:
         batch = utils.move_to_device(batch, self.device)
         if isinstance(batch, Mapping):
@@ -140,10 +144,10 @@ class DeepSpeedEngine(Queries):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the model."""
-        with self._timed("forward"):
+        with self._reporting.timed("forward"):
             if self.scaler is not None and self.plan.config["fp16.auto_cast"]:
-                inputs = _halved(inputs)
-            with self._autocast():
+                inputs = precision.halved(inputs)
+            with precision.autocast(self.plan, self.device):
                 found = self.module(*inputs, **kwargs)
         if self.optimizer is not None and torch.is_grad_enabled():
             self._watch(found)
@@ -172,8 +176,8 @@ class DeepSpeedEngine(Queries):
             )
         steps = self.gradient_accumulation_steps()
         divided = loss / steps if scale_wrt_gas and steps > 1 else loss
-        work = divided if self.scaler is None else divided.float() * self.scaler.scale
-        with self._accumulation.backward(), self._timed("backward"):
+        work = self._maker.scaled(divided)
+        with self._accumulation.backward(), self._reporting.timed("backward"):
             work.backward(retain_graph=retain_graph)
         return divided.detach()
 
@@ -181,8 +185,7 @@ class DeepSpeedEngine(Queries):
         """Returns the loss for a ``backward()`` of its own: divided, and times the loss scale."""
         self._refuse_without_optimizer("scale()")
         self._accumulation.scaled = True
-        divided = loss / self.gradient_accumulation_steps()
-        return divided if self.scaler is None else divided.float() * self.scaler.scale
+        return self._maker.scaled(loss / self.gradient_accumulation_steps())
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Makes the step where accumulation is complete; else counts.
@@ -196,37 +199,25 @@ class DeepSpeedEngine(Queries):
         """
         optimizer = self._refuse_without_optimizer("step()")
         self._accumulation.begin_step()
-        self._step_applied = False
+        self._counts.applied = False
         boundary = not self._accumulation.managed or self.is_gradient_accumulation_boundary()
         if boundary:
-            with self._timed("step"):
+            with self._reporting.timed("step"):
                 self._take_step(optimizer, lr_kwargs or {})
-            self._report()
-        self.micro_steps += 1
+            self._reporting.report(self._counts, lambda: (self.get_lr(), self.get_mom()))
+        self._counts.calls += 1
 
     def _take_step(self, optimizer: TieredOptimizer, lr_kwargs: dict[str, Any]) -> None:
-        scale = 1.0 if self.scaler is None else self.scaler.scale
-        overflow = self._clipping.settle(optimizer, scale)
-        if not overflow:
-            optimizer.step()
-            if self.client_optimizer is not None:  # which torch's schedulers look at
-                self.client_optimizer._opt_called = True  # type: ignore[attr-defined]
-        optimizer.zero_grad()
-        optimizer.__dict__["overflow"] = overflow
-        if self.scaler is not None:
-            self.scaler.update(overflow)
-            self.show_scale()
-        self._step_applied = not overflow
-        if overflow:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
+        self._counts.applied = self._maker.make(optimizer)
+        if self._counts.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self.global_steps += 1
-        self.global_samples += self.plan.batch
+        self._counts.count_step(self.plan.batch)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` steps."""
-        return self._accumulation.is_boundary(self.micro_steps, self.gradient_accumulation_steps())
+        return self._accumulation.is_boundary(
+            self._counts.calls, self.gradient_accumulation_steps()
+        )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Sets whether :meth:`step` steps, until it is set again."""
@@ -260,16 +251,14 @@ class DeepSpeedEngine(Queries):
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
         """Returns a loader of micro-batches, shuffled as DeepSpeed's for one process."""
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = DistributedSampler(dataset, 1, 0, shuffle=route == "train")
-        return DataLoader(
+        return self._batches.loader_of(
             dataset,
-            batch_size or self.plan.micro,
+            batch_size,
+            shuffle=route == "train",
+            pin_memory=pin_memory,
             sampler=data_sampler,
-            collate_fn=collate_fn or self._collate_fn,
-            num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and self.device.type == "cuda",
-            drop_last=self.plan.config["dataloader_drop_last"],
+            collate_fn=collate_fn,
+            workers=num_local_io_workers or 0,
         )
 
     def save_checkpoint(
@@ -340,9 +329,7 @@ class DeepSpeedEngine(Queries):
 
     def show_scale(self) -> None:
         """Sets the loss scale as attributes of the optimizer, as DeepSpeed does."""
-        if self.optimizer is not None and self.scaler is not None:
-            shown = {"loss_scale": self.scaler.scale, "cur_scale": self.scaler.scale}
-            self.optimizer.__dict__.update(shown)
+        self._maker.show_scale(self.optimizer)
 
     def _refuse_without_optimizer(self, what: str) -> TieredOptimizer:
         if self.optimizer is None:
@@ -351,55 +338,11 @@ class DeepSpeedEngine(Queries):
             )
         return self.optimizer
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        config = self.plan.config
-        if not config["torch_autocast.enabled"]:
-            return nullcontext()
-        return torch.autocast(self.device.type, mapping.dtype_of(config, "torch_autocast.dtype"))
-
     def _watch(self, found: Any) -> None:
         """Refuses a backward past the engine that would miss a factor."""
         if self.scaler is None and self.gradient_accumulation_steps() == 1:
             return
         self._accumulation.watch(found)
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        if not self.plan.config["wall_clock_breakdown"]:
-            yield
-            return
-        self._wait()
-        began = time.perf_counter()
-        yield
-        self._wait()
-        self._times[what] = self._times.get(what, 0.0) + time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _report(self) -> None:
-        if self._times:
-            said = " | ".join(f"{what}: {s * 1e3:.2f}" for what, s in self._times.items())
-            logger.info("time (ms) | %s", said)
-            self._times = {}
-        every = self.plan.config["steps_per_print"]
-        if every and self.global_steps % every == 0:
-            logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                self.global_steps,
-                self.skipped_steps,
-                self.get_lr(),
-                self.get_mom(),
-            )
-
-
-def _halved(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.half() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _halved(item) for key, item in value.items()}
-    return type(value)(map(_halved, value)) if isinstance(value, list | tuple) else value
 
 
 def _said(loss: Any) -> str:

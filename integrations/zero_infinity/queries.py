@@ -9,9 +9,10 @@ from torch import nn
 
 from tiermem import ConfigError, TieredOptimizer
 
-from .clipping import Clipping
+from .counts import Counts
 from .mapping import Plan
 from .scaling import LossScale
+from .stepmaker import StepMaker
 from .zerooptions import PARAM, STATE, ZERO
 
 _OF_CONFIG = {
@@ -52,24 +53,6 @@ _OF_CONFIG = {
 """Methods that return an option's value, by name."""
 
 
-class Monitor:
-    """What ``engine.monitor`` is: it writes nothing, since sections for it have no effect."""
-
-    enabled = False
-
-    def write_events(self, event_list: Any, flush: bool = True) -> None:
-        """Does nothing."""
-
-
-class Throughput:
-    """What ``engine.tput_timer`` is: ``tier.stats()`` and the loop's own clock measure."""
-
-    def update_epoch_count(self) -> None:
-        """Does nothing."""
-
-    start = stop = update_epoch_count
-
-
 class Queries(nn.Module):
     """The part of an engine that only answers.
 
@@ -82,8 +65,8 @@ class Queries(nn.Module):
     plan: Plan
     optimizer: TieredOptimizer | None
     scaler: LossScale | None
-    _clipping: Clipping
-    _step_applied: bool
+    _counts: Counts
+    _maker: StepMaker
 
     def gradient_accumulation_steps(self) -> int:
         """Returns the backwards of a step."""
@@ -127,7 +110,7 @@ class Queries(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """Returns the norm of the last step's gradients before clipping; None if not taken."""
-        norm = self._clipping.norm
+        norm = self._maker.clipping.norm
         return None if norm is None else float(norm)
 
     def get_lr(self) -> list[Any]:
@@ -145,7 +128,7 @@ class Queries(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` changed the weights."""
-        return self._step_applied
+        return self._counts.applied
 
     def loss_scale(self) -> float:
         """Returns the loss scale; 1 where there is none."""
@@ -153,7 +136,7 @@ class Queries(nn.Module):
 
     def gradient_clipping(self) -> float:
         """Returns the most that the norm may be; 0 for any."""
-        return self._clipping.limit
+        return self._maker.clipping.limit
 
     def zero_optimization_stage(self) -> int:
         """Returns the ZeRO stage of the configuration."""

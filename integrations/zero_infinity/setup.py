@@ -18,12 +18,14 @@ from . import (
     mapping,
     notation,
     optimizers,
+    precision,
     reading,
     schedules,
     sizing,
+    utils,
     zero,
 )
-from .engine import DeepSpeedEngine, logger
+from .engine import DeepSpeedEngine
 from .explaining import explained
 from .mapping import Plan
 from .onecycle import OneCycle
@@ -87,12 +89,9 @@ def initialize(
         WrapError: If the model is wrapped already, or by another system.
         CapacityError: If a budget cannot hold it.
     """
-    if model is None or not isinstance(model, nn.Module):
-        raise ConfigError(f"initialize(model=): it takes a module, not {model!r}")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("initialize(mpu=, mesh_param=): there is one process; leave them out")
-    comm.refuse_several()
-    _check_model(model)
+    model = _checked(model)
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     plan = _planned(_source(args, config, config_params), args, model, client, tiermem)
     made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
@@ -100,26 +99,39 @@ def initialize(
     sizing.size(plan, model, made, groups)
     if plan.refused:
         raise CapacityError(plan.refused)
-    if dist_init_required is not False:
-        comm.init_distributed()
-    if hasattr(args, "local_rank"):
-        args.local_rank = comm.local_rank()
+    _join(args, alone=dist_init_required is False)
     engine = _open(plan, model, collate_fn, lambda tier: _tiered(plan, tier, made, groups, client))
-    try:
-        if engine.optimizer is not None and schedule is not None:
-            engine.lr_scheduler = schedule(engine.optimizer)
-    except BaseException:
-        engine.tier.unwrap(model)
-        engine.destroy()
-        raise
+    _add_schedule(engine, schedule)
     engine.client_optimizer = client
     if made is not None:
         engine.optimizer_class = made[0]
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     if plan.config["dump_state"]:
-        logger.info("%s", explained(plan))
+        utils.logger.info("%s", explained(plan))
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _join(args: Any, *, alone: bool) -> None:
+    """Makes the process group unless the caller has none, and tells the caller its rank."""
+    if not alone:
+        comm.init_distributed()
+    if hasattr(args, "local_rank"):
+        args.local_rank = comm.local_rank()
+
+
+def _add_schedule(
+    engine: DeepSpeedEngine, schedule: Callable[[torch.optim.Optimizer], Any] | None
+) -> None:
+    """Makes the scheduler; where that fails, the engine gives its model back."""
+    if engine.optimizer is None or schedule is None:
+        return
+    try:
+        engine.lr_scheduler = schedule(engine.optimizer)
+    except BaseException:
+        engine.tier.unwrap(engine.module)
+        engine.destroy()
+        raise
 
 
 def _planned(
@@ -156,8 +168,11 @@ def _source(args: Any, *given: notation.Source | None) -> notation.Source:
     return found[0]
 
 
-def _check_model(model: nn.Module) -> None:
-    """Refuses what is wrapped or sharded already."""
+def _checked(model: nn.Module | None) -> nn.Module:
+    """Returns the model; refuses what is none, and what is wrapped or sharded already."""
+    if model is None or not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize(model=): it takes a module, not {model!r}")
+    comm.refuse_several()
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, DeepSpeedEngine) or kind in (
@@ -175,6 +190,7 @@ def _check_model(model: nn.Module) -> None:
             raise WrapError(
                 f"parameter {name!r} is sharded by another system; make the model without it"
             )
+    return model
 
 
 def _optimizer_of(
@@ -247,7 +263,7 @@ def _open(
     tier = TierManager(**plan.manager)
     wrapped = False
     try:
-        cast(plan, model)
+        precision.cast(plan, model)
         tier.wrap(model)
         wrapped = True
         engine = DeepSpeedEngine(plan, model, tier, collate_fn=collate_fn)
@@ -275,20 +291,6 @@ def _hint(plan: Plan) -> str:
     names = {"params": "offload_param", "optimizer": "offload_optimizer"}
     said = " and ".join(f"zero_optimization.{names[role]}.device: cpu" for role in inside)
     return f"({plan.config.name} offloads nothing of it: {said} would)"
-
-
-def cast(plan: Plan, model: nn.Module) -> None:
-    """Casts weights to the configuration's dtype, one at a time; buffers where it says so."""
-    if plan.dtype is not None:
-        for param in model.parameters():
-            if param.is_floating_point() and param.dtype is not plan.dtype:
-                param.data = param.data.to(plan.dtype)
-    wanted = plan.config["data_types.buffer_dtype"]
-    if wanted is None:
-        return
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(mapping.DTYPES[reading.SHORT[wanted]])
 
 
 def _tiered(

@@ -170,7 +170,7 @@ class _Run:
         self._pieces = [piece.reshape(-1) for piece in pieces]
         self._where = where
 
-    def take(self, start: int, numel: int) -> torch.Tensor:
+    def elements(self, start: int, numel: int) -> torch.Tensor:
         """Returns some of its elements: a view where they lie in one piece."""
         parts: list[torch.Tensor] = []
         at = 0
@@ -219,8 +219,8 @@ def _read_stage_2(found: Saved, parts: list[Any], shapes: Shapes, where: str) ->
         at = 0
         for name, shape in names.items():
             numel = prod(shape)
-            found.masters[name] = masters.take(at, numel).view(tuple(shape))
-            values = {key: run.take(at, numel).view(tuple(shape)) for key, run in runs.items()}
+            found.masters[name] = masters.elements(at, numel).view(tuple(shape))
+            values = {key: run.elements(at, numel).view(tuple(shape)) for key, run in runs.items()}
             if values or scalars:
                 found.state[name] = {**scalars, **values}
             found.group_of[name] = number
@@ -256,7 +256,7 @@ def _read_stage_3(found: Saved, parts: list[Any], shapes: Shapes, where: str) ->
         share = -(-numel // len(parts))
 
         def whole(several: list[_Run]) -> torch.Tensor:
-            pieces = [run.take(at, share) for run in several]  # noqa: B023  called at once
+            pieces = [run.elements(at, share) for run in several]  # noqa: B023  called at once
             joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             return joined[:numel].view(tuple(shape))  # noqa: B023
 
@@ -290,7 +290,7 @@ def _add_frozen(found: Saved, models: list[Any]) -> None:
         if any(piece is None for piece in pieces):
             continue
         run = _Run(pieces, str(found.path))
-        found.weights[name] = run.take(0, prod(shape)).view(tuple(shape))
+        found.weights[name] = run.elements(0, prod(shape)).view(tuple(shape))
 
 
 # -- the universal format ----------------------------------------------------

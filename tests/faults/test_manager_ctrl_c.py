@@ -20,6 +20,8 @@ RUNTIME = str(Path(manager_module.__file__).parent)
 WATCHED = (
     "manager.py",
     "transfers/transfers.py",
+    "transfers/departures.py",
+    "transfers/transfer_log.py",
     "placement/evictor.py",
     "placement/leaving.py",
     "placement/compaction.py",

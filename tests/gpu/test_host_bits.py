@@ -71,7 +71,7 @@ def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
 
     monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
     monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
-    monkeypatch.setattr("tiermem.optim.host.devicebits.ShareTrial.step", _keeps)
+    monkeypatch.setattr("tiermem.optim.host.devicebits.ShareTrial.host_has_share", _keeps)
     settings: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1, **how}
 
     def build() -> torch.nn.Sequential:

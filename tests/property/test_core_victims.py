@@ -51,10 +51,10 @@ def test_the_last_needed_come_first(
         if rng.random() < 0.2:
             gone = rng.choice(sorted(inside))
             inside.discard(gone)
-            queue.drop(gone)
+            queue.remove(gone)
         inside.discard(used) if rng.random() < 0.1 else None
         if used not in inside:
-            queue.drop(used)
+            queue.remove(used)
 
 
 @given(

@@ -126,8 +126,8 @@ def test_any_graph_has_the_same_gradients(
         store = tier._runtime.activations.store
         assert store is not None and not engine.harm
         store.reap()
-        assert store.pool.used == 0 and not store._live and not store._seqs
-        assert store._held_bytes == store._fetched_bytes == 0
+        assert store.pool.used == 0 and not store._order
+        assert store._held.nbytes == store._fetched.nbytes == 0
 
 
 def _do(event: str, net: nn.Module, rows: int) -> Any:

@@ -132,7 +132,7 @@ def test_a_class_that_writes_gradients_keeps_them(tmp_path: Any) -> None:
         settings,
         master_dtype=None,
     ) as twins:
-        assert all(unit.spoils for unit in twins.optimizer._units)
+        assert all(unit.handed.spoils for unit in twins.optimizer._units)
         twins.backward(0)
         twins.by_hand.step()
         twins.optimizer.step()

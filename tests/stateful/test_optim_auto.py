@@ -566,7 +566,10 @@ class TestLookingOnBothSides(LookingOnBothSides.TestCase):  # type: ignore[name-
             (f"{sides}.spread", every_second),
             ("tiermem.optim.host.proof._SIZES", (512, 253)),
             ("tiermem.optim.host.proof._COUNTS", (*range(1, 10), 100)),
-            ("tiermem.optim.host.devicebits.ShareTrial.step", lambda trial, _: trial.on_host),
+            (
+                "tiermem.optim.host.devicebits.ShareTrial.host_has_share",
+                lambda trial, _: trial.on_host,
+            ),
         ):
             cls.stack.enter_context(mock.patch(what, value))
         proof.forget()

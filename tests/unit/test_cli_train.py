@@ -272,8 +272,8 @@ def test_live_panel() -> None:
     display = new_display("tiered", 10, 100, console, quiet=False)
     assert isinstance(display, LiveDisplay)
     with display:
-        display.step(0, 5.5, STATS)
-        display.step(1, 5.25, dataclasses.replace(STATS, stalls=9))
+        display.show_step(0, 5.5, STATS)
+        display.show_step(1, 5.25, dataclasses.replace(STATS, stalls=9))
     text = console.file.getvalue()
     assert "2/10" in text and "loss 5.2500" in text and "9 stalls" in text
     assert "1.00 KiB of 2.00 KiB" in text
@@ -284,6 +284,6 @@ def test_plain_lines(capsys) -> None:
     assert isinstance(display, PlainDisplay)
     with display:
         for step in range(80):
-            display.step(step, 1.0, STATS)
+            display.show_step(step, 1.0, STATS)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and "step 80/80" in lines[-1] and "hbm 1.00 KiB/2.00 KiB" in lines[-1]

@@ -258,7 +258,7 @@ def test_what_an_urgent_read_waits_for_becomes_urgent() -> None:
     for each in (other, write, read):
         queue.add(each)
     order = []
-    while (taken := queue.take(may_write=True)) is not None:
+    while (taken := queue.next_piece(may_write=True)) is not None:
         order.append(taken[0])
         if taken[0].exhausted:
             queue.remove(taken[0])
@@ -270,12 +270,12 @@ def test_writes_wait_when_they_may_have_no_chunk() -> None:
     queue = JobQueue()
     write, read = job(0, 1, read=False), job(9, 1, read=True)
     queue.add(write)
-    assert queue.take(may_write=False) is None
+    assert queue.next_piece(may_write=False) is None
     queue.add(read)
-    taken = queue.take(may_write=False)
+    taken = queue.next_piece(may_write=False)
     assert taken is not None
     assert taken[0] is read
-    taken = queue.take(may_write=True)
+    taken = queue.next_piece(may_write=True)
     assert taken is not None
     assert taken[0] is write
 
@@ -287,9 +287,9 @@ def test_a_stopped_job_lets_those_behind_it_go() -> None:
         queue.add(each)
     second.stop(StorageError("cancelled"))
     queue.remove(second)
-    queue.take(may_write=True)
+    queue.next_piece(may_write=True)
     queue.remove(first)
-    taken = queue.take(may_write=True)
+    taken = queue.next_piece(may_write=True)
     assert taken is not None
     assert taken[0] is third
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tiermem import tier
+from tiermem import TierManager, given
 from tiermem.runtime.memory import hostheap
 from tiermem.runtime.memory.hostheap import HostHeap
 from tiermem.runtime.memory.hostmemory import available_memory
@@ -117,8 +117,8 @@ def test_without_proc_it_is_the_machines(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_default_budgets_keep_within_the_cgroup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "available_memory", lambda: 800 * MIB)
-    with tier.TierManager(device="cpu") as manager:
+    monkeypatch.setattr(given, "available_memory", lambda: 800 * MIB)
+    with TierManager(device="cpu") as manager:
         assert manager.stats().budget["dram"] == 400 * MIB
         assert manager.stats().budget["hbm"] == 100 * MIB
 
@@ -155,7 +155,7 @@ def looks(heap: HostHeap, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> 
     for size in sizes:
         monkeypatch.setattr(hostheap, "anonymous_nbytes", lambda size=size: size)
         for _ in range(4):
-            heap.look()
+            heap.trim_if_grown()
 
 
 def test_the_heap_is_trimmed_when_the_process_has_grown(

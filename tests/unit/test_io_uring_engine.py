@@ -137,12 +137,12 @@ def test_passing_refusals_of_the_kernel_are_retried(
     monkeypatch: pytest.MonkeyPatch, file: int
 ) -> None:
     refusals = [errno.EAGAIN, errno.EBUSY, errno.EINTR]
-    real = Progress.settle
+    real = Progress.note_result
 
-    def settle(self: Progress, result: int) -> object:
+    def note_result(self: Progress, result: int) -> object:
         return real(self, -refusals.pop() if refusals else result)
 
-    monkeypatch.setattr(Progress, "settle", settle)
+    monkeypatch.setattr(Progress, "note_result", note_result)
     memory = Memory(PAGE)
     engine = UringEngine()
     engine.open([file], [])
@@ -173,15 +173,15 @@ def progress(op: IoOp = IoOp.READ, nbytes: int = 8 * PAGE) -> Progress:
 
 def test_short_results_go_on_at_an_aligned_offset() -> None:
     job = progress()
-    assert job.settle(3 * PAGE + 100) is None
+    assert job.note_result(3 * PAGE + 100) is None
     assert job.done == 3 * PAGE
-    assert job.settle(5 * PAGE) is not None
+    assert job.note_result(5 * PAGE) is not None
 
 
 def test_short_results_without_a_page_end_at_last() -> None:
     for op, code in ((IoOp.READ, errno.EIO), (IoOp.WRITE, errno.ENOSPC)):
         job = progress(op)
-        ends = [job.settle(512) for _ in range(MAX_STALLS + 1)]
+        ends = [job.note_result(512) for _ in range(MAX_STALLS + 1)]
         assert ends[:-1] == [None] * MAX_STALLS
         assert ends[-1] is not None
         assert (ends[-1].errno, ends[-1].nbytes) == (code, 0)
@@ -189,14 +189,14 @@ def test_short_results_without_a_page_end_at_last() -> None:
 
 def test_nothing_moved_means_end_of_file_or_full_disk() -> None:
     for op, code in ((IoOp.READ, errno.EIO), (IoOp.WRITE, errno.ENOSPC)):
-        end = progress(op).settle(0)
+        end = progress(op).note_result(0)
         assert end is not None
         assert end.errno == code
 
 
 def test_endless_refusals_come_back_as_they_are() -> None:
     job, tries = progress(), 0
-    while (end := job.settle(-errno.EAGAIN)) is None:
+    while (end := job.note_result(-errno.EAGAIN)) is None:
         assert 0.0 < job.delay() <= 0.01
         tries += 1
     assert end.errno == errno.EAGAIN
@@ -207,6 +207,6 @@ def test_a_cancelled_request_is_not_tried_again() -> None:
     for result in (-errno.EAGAIN, PAGE):
         job = progress()
         job.cancelled = True
-        end = job.settle(result)
+        end = job.note_result(result)
         assert end is not None
         assert end.errno == errno.ECANCELED

@@ -271,7 +271,7 @@ def test_a_graph_kept_and_used_again() -> None:
             for out in outs:
                 out.backward(retain_graph=True)
             check_gradients(plain, model)
-            assert store._fetched_bytes <= 4 * (8 << 10) + 4 * WIDTH * ROWS * 4
+            assert store._fetched.nbytes <= 4 * (8 << 10) + 4 * WIDTH * ROWS * 4
         assert tier.stats().activations.used > 0
         del outs, out
         check_empty(tier)

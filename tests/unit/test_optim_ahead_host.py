@@ -45,7 +45,7 @@ def _host_has_share(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
     monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
     monkeypatch.setattr("tiermem.optim.host.sides.spread", every_second)
-    monkeypatch.setattr(ShareTrial, "step", _keeps)
+    monkeypatch.setattr(ShareTrial, "host_has_share", _keeps)
     proof.forget()
     with device_of_numpy():
         yield

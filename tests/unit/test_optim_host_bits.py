@@ -38,7 +38,7 @@ STEPS: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-_TRY = ShareTrial.step
+_TRY = ShareTrial.host_has_share
 
 
 def _keeps(self: ShareTrial, ticket: object) -> bool:
@@ -55,7 +55,7 @@ def _few_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
     monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
     monkeypatch.setattr("tiermem.optim.host.sides.spread", every_second)
-    monkeypatch.setattr(ShareTrial, "step", _keeps)
+    monkeypatch.setattr(ShareTrial, "host_has_share", _keeps)
     proof.forget()
     yield
     proof.forget()
@@ -120,7 +120,7 @@ def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
 
 def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are made in backward, on the side that is tried by then."""
-    monkeypatch.setattr(ShareTrial, "step", _TRY)
+    monkeypatch.setattr(ShareTrial, "host_has_share", _TRY)
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
         optimizer = twins.optimizer
         assert optimizer._timing.ahead is not None

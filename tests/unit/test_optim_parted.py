@@ -18,8 +18,9 @@ from torch import nn
 
 import tiermem
 from tiermem.core import parts
-from tiermem.optim.units import parted
-from tiermem.optim.units.parted import ELEMENTWISE, PartedUnit, parts_of
+from tiermem.core.parts import parts_of
+from tiermem.optim.units.part import Part
+from tiermem.optim.units.parted import ELEMENTWISE, PartedUnit
 
 HOMES = st.sampled_from(["dram", "nvme"])
 OPTIONS: dict[type, list[dict[str, Any]]] = {
@@ -64,7 +65,7 @@ def in_parts(twins: Twins) -> list[PartedUnit]:
     return [unit for unit in twins.optimizer._units if isinstance(unit, PartedUnit)]
 
 
-def unreadable(part: parted.Part) -> Any:
+def unreadable(part: Part) -> Any:
     """Makes reads of a part fail; returns its unit, whose ``held`` is to be deleted again."""
     error = tiermem.StorageError("cannot read", block="state", path="swap")
 

@@ -164,7 +164,7 @@ def test_a_write_below_hbm_makes_the_copy_stale(opened: Callable[..., Any], tmp_
         record = manager.record(block)
         assert record.home_extent is not None
         new = made.noise(block)
-        manager.parts.transfers.run(
+        manager.parts.transfers.wait_or_raise(
             manager.parts.transfers.need_mover().write(record.home_extent, new, label="w")
         )
         assert manager.parts.transfers.ahead.look(record) is None

@@ -52,7 +52,7 @@ class Display(AbstractContextManager["Display"]):
     ) -> None:
         return None
 
-    def step(self, step: int, loss: float, stats: Stats | None = None) -> None:
+    def show_step(self, step: int, loss: float, stats: Stats | None = None) -> None:
         """Takes note of a finished step and shows it."""
         self.done, self.loss, self.stats = step + 1, loss, stats
         self.show()

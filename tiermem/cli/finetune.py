@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tiermem.cli.checkpoints import Saving
     from tiermem.cli.folders import Folder
     from tiermem.cli.needs import Sizes
+    from tiermem.cli.tokens import TokenCorpus
     from tiermem.cli.training import Progress
 
 OUT = "adapters"
@@ -222,7 +223,7 @@ def pick_tiers(
 
     from tiermem.cli.adapting import can_recompute
     from tiermem.cli.needs import least_budgets, sizes_of
-    from tiermem.tier import default_hbm, device_of, hbm_of
+    from tiermem.given import default_hbm, device_of, hbm_of
 
     sizes = sizes_of(folder.model)
     _check_context(sizes, plan.context)
@@ -304,8 +305,8 @@ def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[Non
     """
     import torch
 
+    from tiermem.given import device_of
     from tiermem.storage.arena import DeviceArena
-    from tiermem.tier import device_of
 
     where = device_of(device)  # with its number, which torch asks for
     if where.type != "cuda":
@@ -364,65 +365,32 @@ def _train(
     saving: Saving | None,
     console: Console,
 ) -> dict[str, Any]:
+    """Trains, saves the adapters, and returns what is reported."""
     import torch
 
     import tiermem
-    from tiermem.cli.adapting import corpus_of, prepare, train
-    from tiermem.cli.display import new_display
+    from tiermem.cli.adapting import corpus_of, prepare
     from tiermem.cli.training import Progress
 
     corpus = corpus_of(arguments.data, folder.tokens)
     corpus.check(plan.context)
-    nvme = [path for path in arguments.nvme or [] if path != "none"]
     out = Path(arguments.out or OUT)
     progress = Progress()
-    losses = progress.losses
     with (
-        tiermem.TierManager(
-            plan.device,
-            hbm=tiers.hbm,
-            dram=read_budget(arguments.dram, "--dram"),
-            nvme=nvme or None,
-            policy=policy_of(arguments),
-            prefetch_depth=parse_depth(arguments.prefetch_depth),  # type: ignore[arg-type]
-            **activation_options(arguments),
-        ) as tier,
+        tiermem.TierManager(plan.device, **_manager_options(arguments, tiers)) as tier,
         capped(tier, tiers, plan.device),
     ):
-        console.print(
-            f"{format_size(tiers.cap)} for the process: "
-            + (f"{format_size(tiers.context)} for CUDA itself, " if tiers.context else "")
-            + f"{format_size(tiers.hbm)} of HBM for the "
-            f"tiers, {format_size(tiers.adapters)} of it for adapters with their optimizer, and "
-            f"{format_size(tiers.activations)} for activations; "
-            f"{format_size(tier.stats().budget['dram'])} of DRAM; {corpus.count:,} tokens of "
-            f"{corpus.source}"
-        )
+        console.print(_divided(tiers, tier.stats().budget["dram"], corpus))
         torch.manual_seed(plan.seed)
         model = tiermem.load_checkpoint(folder.model, folder.path, tier=tier, lora=lora)
         prepare(model)
-        trained = [param for param in model.parameters() if param.requires_grad]
-        optimizer = tier.optimizer(trained, torch.optim.AdamW, lr=plan.lr)
+        saves = None if saving is None else _Saves(tier, saving, arguments, plan, progress)
         quiet = arguments.quiet or arguments.json
-        display = new_display("adapters", plan.steps, plan.tokens_per_step, console, quiet)
-
-        def shown(step: int, loss: float) -> None:
-            losses.append(loss)
-            display.step(step, loss, tier.stats())
-
-        began = time.perf_counter()
-        interrupted = False
-        try:
-            with display:
-                train(
-                    model, optimizer, optimizer.clip_grad_norm_, corpus, plan, shown,
-                    None if saving is None else _Saves(tier, saving, arguments, plan, progress),
-                )  # fmt: skip
-        except KeyboardInterrupt:  # what there is by now is saved
-            interrupted = True
-        seconds = time.perf_counter() - began
+        parts = tier, model, corpus, plan, progress, saves
+        seconds, interrupted = _make_steps(*parts, console, quiet)
         tiermem.save_adapters(model, out)
         tier.close(discard=True)
+    losses = progress.losses
     if interrupted:
         console.print(f"the adapters after {len(losses)} steps are in {out}")
         raise KeyboardInterrupt
@@ -436,3 +404,59 @@ def _train(
         "activations": tiers.activations,
         "adapters": str(out),
     }
+
+
+def _manager_options(arguments: argparse.Namespace, tiers: Tiers) -> dict[str, Any]:
+    nvme = [path for path in arguments.nvme or [] if path != "none"]
+    return {
+        "hbm": tiers.hbm,
+        "dram": read_budget(arguments.dram, "--dram"),
+        "nvme": nvme or None,
+        "policy": policy_of(arguments),
+        "prefetch_depth": parse_depth(arguments.prefetch_depth),
+        **activation_options(arguments),
+    }
+
+
+def _divided(tiers: Tiers, dram: int, corpus: TokenCorpus) -> str:
+    """Returns a sentence of what memory is for what."""
+    context = f"{format_size(tiers.context)} for CUDA itself, " if tiers.context else ""
+    return (
+        f"{format_size(tiers.cap)} for the process: {context}{format_size(tiers.hbm)} of HBM for "
+        f"the tiers, {format_size(tiers.adapters)} of it for adapters with their optimizer, and "
+        f"{format_size(tiers.activations)} for activations; {format_size(dram)} of DRAM; "
+        f"{corpus.count:,} tokens of {corpus.source}"
+    )
+
+
+def _make_steps(
+    tier: tiermem.TierManager,
+    model: Any,
+    corpus: TokenCorpus,
+    plan: Plan,
+    progress: Progress,
+    saves: _Saves | None,
+    console: Console,
+    quiet: bool,
+) -> tuple[float, bool]:
+    """Makes the steps and shows them; returns how long it took, and whether Ctrl-C ended it."""
+    import torch
+
+    from tiermem.cli.adapting import train
+    from tiermem.cli.display import new_display
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = tier.optimizer(trained, torch.optim.AdamW, lr=plan.lr)
+    display = new_display("adapters", plan.steps, plan.tokens_per_step, console, quiet)
+
+    def shown(step: int, loss: float) -> None:
+        progress.losses.append(loss)
+        display.show_step(step, loss, tier.stats())
+
+    began, interrupted = time.perf_counter(), False
+    try:
+        with display:
+            train(model, optimizer, optimizer.clip_grad_norm_, corpus, plan, shown, saves)
+    except KeyboardInterrupt:  # what there is by now is saved
+        interrupted = True
+    return time.perf_counter() - began, interrupted

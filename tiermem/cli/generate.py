@@ -132,7 +132,7 @@ def pick_hbm(arguments: argparse.Namespace, model: nn.Module, device: str, besid
         CapacityError: If the device, or ``--hbm``, is too small.
     """
     from tiermem.cli.needs import least_budgets
-    from tiermem.tier import device_of, hbm_of
+    from tiermem.given import device_of, hbm_of
 
     free = free_nbytes(device)
     given = hbm_of(read_budget(arguments.hbm, "--hbm"), device_of(device))

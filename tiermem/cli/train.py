@@ -79,7 +79,14 @@ class Tiers:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``tiermem train``."""
-    model = parser.add_argument_group("model and training")
+    _add_model(parser.add_argument_group("model and training"))
+    _add_tiers(parser.add_argument_group("tiers"))
+    _add_output(parser.add_argument_group("output"))
+    _add_saving(parser.add_argument_group("checkpoints"))
+    finetune.add_checkpoint_arguments(parser)
+
+
+def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--layers", type=int, default=24, metavar="N")
     model.add_argument("--width", type=int, default=192, metavar="N")
     model.add_argument(
@@ -111,7 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--data", action="append", default=[], metavar="PATH", help="a file or folder; repeatable"
     )
-    tiers = parser.add_argument_group("tiers")
+
+
+def _add_tiers(tiers: argparse._ArgumentGroup) -> None:
     tiers.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     tiers.add_argument(
         "--hbm", metavar="SIZE", help="default: a quarter of the weights, or what they need"
@@ -145,8 +154,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "backward as soon as its gradient is final, which leaves no room for clipping, or where "
         "no program can tell (auto, the default)",
     )
-    output = parser.add_argument_group("output")
-    saving = parser.add_argument_group("checkpoints")
+
+
+def _add_saving(saving: argparse._ArgumentGroup) -> None:
     saving.add_argument("--save", metavar="DIR", help="save the run there, at the end at least")
     saving.add_argument(
         "--save-every", type=int, metavar="N", help="and after every N steps, while it goes on"
@@ -154,6 +164,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     saving.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in --save, if it is there"
     )
+
+
+def _add_output(output: argparse._ArgumentGroup) -> None:
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
     output.add_argument("--out", metavar="FOLDER", help="default: demo-out")
     output.add_argument("--quiet", action="store_true", help="print only the verdict")
@@ -164,7 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of torch's kernels on the CPU (default: what a short trial finds best)",
     )
-    finetune.add_checkpoint_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -177,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tiermem.cli.checkpoints import read_saving
     from tiermem.cli.data import load_corpus
     from tiermem.cli.threads import threads
-    from tiermem.cli.training import deterministic, first_difference, trial
+    from tiermem.cli.training import deterministic, trial
 
     began = time.perf_counter()
     settings = read_settings(arguments)
@@ -191,7 +203,6 @@ def run(arguments: argparse.Namespace) -> int:
         budgets = {"hbm": tiers.hbm, "dram": tiers.dram, "nvme": tiers.nvme_bytes}
         report.print_plan(console, settings, corpus.source, budgets, tiers.nvme)
 
-    resident, difference, interrupted = None, None, False
     number = threads(arguments.threads, settings.device, trial(settings))
     with number as used, deterministic(settings.device):
         given = [name for name in ("hbm", "dram", "nvme") if getattr(arguments, _OPTION[name])]
@@ -203,23 +214,19 @@ def run(arguments: argparse.Namespace) -> int:
             partial(report.print_raised, Console(highlight=False, quiet=quiet)),
         )
         gc.collect()
-        try:
-            if not arguments.no_compare and not tiered.interrupted:
-                resident = _run_resident(corpus, settings, console, quiet)
-                if settings.optimizer_on == "device":
-                    difference = first_difference(tiered, resident)
-        except KeyboardInterrupt:
-            interrupted = True
+        compares = not arguments.no_compare and not tiered.interrupted
+        found = _compare(tiered, corpus, settings, console, quiet) if compares else Comparison()
 
+    interrupted = tiered.interrupted or found.interrupted
     text = report.make_report(
         settings,
         stats,
         tiered,
-        resident,
-        difference,
+        found.resident,
+        found.difference,
         roles,
         threads=used,
-        interrupted=tiered.interrupted or interrupted,
+        interrupted=interrupted,
         seconds=time.perf_counter() - began,
     )
     (out / "report.json").write_text(text + "\n", encoding="utf-8")
@@ -233,15 +240,54 @@ def run(arguments: argparse.Namespace) -> int:
             f"{time.perf_counter() - began:.1f} s in all, {tiered.seconds:.1f} s of them in the "
             f"tiered run's steps; {used} CPU threads"
         )
-    if tiered.interrupted or interrupted:
+    if interrupted:
         raise KeyboardInterrupt
-    if resident is not None:
-        tokens = settings.steps * settings.tokens_per_step
-        if settings.optimizer_on != "device":
-            report.print_rounding(console, tiered, resident)
-        else:
-            report.print_verdict(console, tiered, resident, difference, tokens)
-    return 1 if difference else 0
+    _print_comparison(tiered, found, settings, console)
+    return 1 if found.difference else 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What became of the resident run.
+
+    Attributes:
+        resident: How it went; None where it was not made, or not ended.
+        difference: The first one, for messages; None for none, or where steps round differently.
+        interrupted: Whether Ctrl-C ended it.
+    """
+
+    resident: Outcome | None = None
+    difference: str | None = None
+    interrupted: bool = False
+
+
+def _compare(
+    tiered: Outcome, corpus: Corpus, settings: Settings, console: Console, quiet: bool
+) -> Comparison:
+    """Trains the same model resident, and looks for a difference."""
+    from tiermem.cli.training import first_difference
+
+    resident = None
+    try:
+        resident = _run_resident(corpus, settings, console, quiet)
+        alike = settings.optimizer_on == "device"
+        return Comparison(resident, first_difference(tiered, resident) if alike else None)
+    except KeyboardInterrupt:
+        return Comparison(resident, interrupted=True)
+
+
+def _print_comparison(
+    tiered: Outcome, found: Comparison, settings: Settings, console: Console
+) -> None:
+    from tiermem.cli import report
+
+    if found.resident is None:
+        return
+    if settings.optimizer_on != "device":
+        report.print_rounding(console, tiered, found.resident)
+        return
+    tokens = settings.steps * settings.tokens_per_step
+    report.print_verdict(console, tiered, found.resident, found.difference, tokens)
 
 
 def read_settings(arguments: argparse.Namespace) -> Settings:
@@ -361,7 +407,7 @@ def _run_tiered(
                     optimizer.clip_grad_norm_,
                     corpus,
                     settings,
-                    lambda step, loss: display.step(step, loss, tier.stats()),
+                    lambda step, loss: display.show_step(step, loss, tier.stats()),
                     progress,
                     None if saving is None else Checkpoints(tier, saving, describe(settings)),
                 )
@@ -385,7 +431,7 @@ def _run_resident(corpus: Corpus, settings: Settings, console: Console, quiet: b
     with new_display(
         "resident", settings.steps, settings.tokens_per_step, console, quiet
     ) as display:
-        return run_resident(corpus, settings, display.step)
+        return run_resident(corpus, settings, display.show_step)
 
 
 def _manager_options(settings: Settings, tiers: Tiers) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class NextUseQueue:
             self._use[block] = use
             heappush(self._heap, (-use, block))
 
-    def drop(self, block: int) -> None:
+    def remove(self, block: int) -> None:
         """Takes a block out."""
         self._use.pop(block, None)
 

@@ -96,7 +96,7 @@ class Progress:
         self.stalls = 0
         self.cancelled = False
 
-    def settle(self, result: int) -> IoCompletion | None:
+    def note_result(self, result: int) -> IoCompletion | None:
         """Takes in the result of one try.
 
         Args:

@@ -147,7 +147,7 @@ class Ring:
         """
         self.flags = init_ring(self.lib, self.address, self._entries)
 
-    def enter(self, left: float | None) -> None:
+    def submit_and_wait(self, left: float | None) -> None:
         """Submits, and sleeps in the kernel for up to ``left`` seconds (0: not at all)."""
         if left == 0.0:
             # Deferred task work only runs when the kernel is asked for events.

@@ -161,7 +161,7 @@ class ThreadEngine(IoEngine):
                 result = self._once(progress)
             except OSError as error:
                 result = -(error.errno or errno.EIO)
-            completion = progress.settle(result)
+            completion = progress.note_result(result)
             if completion is not None:
                 return completion
             delay = progress.delay()

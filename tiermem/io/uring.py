@@ -109,7 +109,7 @@ class UringEngine(IoEngine):
             check_request(request, len(self._known.files))
         self._waiting.extend(map(Progress, requests))
         if self._fill():
-            self._ring.enter(0.0)
+            self._ring.submit_and_wait(0.0)
 
     def _check_usable(self) -> None:
         self._check_owner()
@@ -176,7 +176,7 @@ class UringEngine(IoEngine):
             self._fill()
             idle = bool(self._ready) or woken
             left = 0.0 if idle else self._left(deadline)
-            self._ring.enter(left)
+            self._ring.submit_and_wait(left)
             woken = self._reap() or woken
             if self._ready or woken:
                 break
@@ -210,7 +210,7 @@ class UringEngine(IoEngine):
         return woken
 
     def _settle(self, progress: Progress, result: int) -> None:
-        completion = progress.settle(result)
+        completion = progress.note_result(result)
         if completion is not None:
             self._ready.append(completion)
             return
@@ -240,13 +240,13 @@ class UringEngine(IoEngine):
         for data, progress in self._inside.items():
             progress.cancelled = True
             self._ask_cancel(data)
-        self._ring.enter(0.0)
+        self._ring.submit_and_wait(0.0)
 
     def _ask_cancel(self, data: int) -> None:
         lib, ring = self._ring.lib, self._ring.address
         sqe = lib.get_sqe(ring)
         if not sqe:
-            self._ring.enter(0.0)
+            self._ring.submit_and_wait(0.0)
             sqe = lib.get_sqe(ring)
         if sqe:  # without room the request simply runs to its end
             lib.prep_cancel64(sqe, data, 0)
@@ -332,7 +332,7 @@ class UringEngine(IoEngine):
             os.eventfd_write(self._event, 1)  # ends the read that waits for a wake
         # The kernel may still write into the memory until its last entry has been read.
         while self._inside or self._wake_armed or self._cancels:
-            self._ring.enter(1.0)
+            self._ring.submit_and_wait(1.0)
             self._reap()
         self._ready.clear()
 

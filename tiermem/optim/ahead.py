@@ -117,7 +117,7 @@ class LeftToForward:
         """Whether the step of a group is left to the next forward."""
         return id(group) in self._ids
 
-    def look(self, made_any: bool) -> None:
+    def choose_anew(self, made_any: bool) -> None:
         """Chooses anew, once it is known how long passes compute.
 
         Args:
@@ -247,7 +247,7 @@ class StepsAhead:
         if self._habit.backwards:
             self._ends_round()
 
-    def leave(self, units: Iterable[StepUnit]) -> None:
+    def leave_to_others(self, units: Iterable[StepUnit]) -> None:
         """Drops steps of blocks that another optimizer is about to step as well."""
         blocks = [unit.group.block for unit in units if unit.group is not None]
         if self.provisional and any(map(self.provisional.touches, blocks)):
@@ -315,11 +315,11 @@ class StepsAhead:
         habit.backwards += 1
         if self.provisional and now.has_changed():
             self.provisional.drop()
-        now.mark()
+        now.note_settings()
         now.steps = self._is_last(habit.backwards)
         if now.steps:
             now.prepare()
-            self._left.look(self._made_any)
+            self._left.choose_anew(self._made_any)
         self._made_any = False
 
     def _step(self, group: Group) -> None:
@@ -340,7 +340,7 @@ class StepsAhead:
         return (
             unit.made is not None
             and not isinstance(unit, PartedUnit)
-            and not (unit.spoils or unit.plain.private or unit.attempt is not None)
+            and not (unit.handed.spoils or unit.plain.private or unit.attempt is not None)
             and id(unit) not in self._owed
             and len(unit.entries) == len(unit.members)
             and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))

@@ -153,7 +153,7 @@ class AutoOverlap:
         """Notes that a step that waited is made."""
         self._early += not self._runtime.here.inside
 
-    def failed(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         """Notes that a deferred step failed, unless by an outside exception: no other waits."""
         self._failed = self._failed or isinstance(error, Exception)
 

@@ -92,7 +92,7 @@ class InBackward:
         self._runtime.backward.watchers.remove(self)
         self._runtime.grads.watchers.remove(self)
 
-    def leave(self, units: Iterable[StepUnit]) -> None:
+    def leave_to_others(self, units: Iterable[StepUnit]) -> None:
         """Leaves blocks to ``step()`` for good: another optimizer steps them as well."""
         self._late.update(id(unit.group) for unit in units)
 
@@ -189,7 +189,7 @@ class InBackward:
 
     def settle(self) -> None:
         """Permits access to all blocks again."""
-        self._closed.open()
+        self._closed.permit_access()
 
     def repair(self) -> None:
         """After an exception at a line of tiermem's: blocks that were stepped stay stepped."""
@@ -281,7 +281,7 @@ class InBackward:
             self._first_steps.look_at(now.entries.values())
             now.steps = self._first_steps.are_over
             self._first_steps.watches = not now.steps
-            now.mark()
+            now.note_settings()
             now.prepare()
             self._used.edited.clear()
             if now.steps:

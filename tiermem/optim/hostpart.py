@@ -8,17 +8,15 @@ from typing import Any, Literal
 import torch
 
 from tiermem.errors import StepError
-from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.devicebits import DeviceBits, Movable
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.host.side import rooms_of
 from tiermem.optim.host.sides import choose_exact_sides, choose_sides
 from tiermem.optim.host.steps import HostSteps
+from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.groups import frozen_settings
-from tiermem.optim.tried import TriedClass
-from tiermem.optim.units.collection import Units
 from tiermem.optim.units.unit import StepUnit
 
 Where = Literal["auto", "device", "host", "both"]
@@ -51,29 +49,17 @@ class HostPart:
         speeds: Of host and device, once they were measured.
     """
 
-    def __init__(
-        self,
-        runtime: ModuleRuntime,
-        tried: TriedClass,
-        units: Units,
-        number: int,
-        where: Where,
-        host_share: float | None,
-    ) -> None:
+    def __init__(self, parts: OptimizerParts, where: Where, host_share: float | None) -> None:
         """Starts with all units on the device.
 
         Args:
-            runtime: The modules' runtime.
-            tried: The class that makes the steps.
-            units: All of the optimizer.
-            number: Of the optimizer.
+            parts: Of the optimizer.
             where: Where blocks are stepped.
             host_share: With ``where="both"``: the host's share of the elements; None to measure.
         """
-        self._runtime = runtime
-        self._tried = tried
-        self._units = units
-        self._number = number
+        runtime, tried = parts.runtime, parts.tried
+        self._runtime, self._tried, self._units = runtime, tried, parts.units
+        self._number = parts.number
         # by default the host only steps units where it has the device's bits
         self._where = "device" if where == "auto" else where
         self._share = host_share
@@ -151,7 +137,7 @@ class HostPart:
         if host is not None:
             if self.movable is not None:
                 here = [unit for unit in left if not host.is_begun(unit)]
-                self.movable.place(here, current.groups, current.scaling, current.ticket)
+                self.movable.move(here, current.groups, current.scaling, current.ticket)
             mine = [u for u in left if u.host is not None and not host.is_begun(u)]
             if mine:
                 host.begin(mine, frozen_settings(current.groups), current.scaling, current.ticket)

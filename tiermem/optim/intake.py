@@ -10,13 +10,12 @@ from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.groups.need import Kept
 from tiermem.nn.passes.keepers import Keeper
-from tiermem.nn.passes.runtime import ModuleRuntime, entries_of
+from tiermem.nn.passes.runtime import entries_of
 from tiermem.optim.classes import in_order
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.hostpart import HostPart
+from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.timing import StepTiming
-from tiermem.optim.tried import TriedClass
-from tiermem.optim.units.collection import Units
 from tiermem.optim.units.parted import ELEMENTWISE
 from tiermem.optim.units.plan import Member, kept_of, plan_units
 from tiermem.optim.units.unit import StepUnit
@@ -44,26 +43,15 @@ class _Taking:
 class Intake:
     """Plans the units of parameters that are trained from now on, and reserves their homes."""
 
-    def __init__(
-        self,
-        runtime: ModuleRuntime,
-        tried: TriedClass,
-        units: Units,
-        host: HostPart,
-        timing: StepTiming,
-    ) -> None:
+    def __init__(self, parts: OptimizerParts, host: HostPart, timing: StepTiming) -> None:
         """Starts without parameters.
 
         Args:
-            runtime: The modules' runtime.
-            tried: The class that makes the steps.
-            units: Where the new units go.
+            parts: Of the optimizer, to whose units the new ones go.
             host: What the host does.
             timing: When steps are made.
         """
-        self._runtime = runtime
-        self._tried = tried
-        self._units = units
+        self._runtime, self._tried, self._units = parts.runtime, parts.tried, parts.units
         self._host = host
         self._timing = timing
         self._kept: list[Kept] = []
@@ -84,7 +72,7 @@ class Intake:
         Raises:
             CapacityError: If a budget does not hold them; nothing is changed then.
         """
-        self.end()
+        self.complete()
         if not members:
             return
         tried, program = self._tried, self._runtime.program
@@ -127,9 +115,9 @@ class Intake:
                 raise
             raise program.refuse_optimizer(error, kept) from None
         self._taking = _Taking(planned, units, members, kept, groups)  # completed from here on
-        self.end()
+        self.complete()
 
-    def end(self) -> None:
+    def complete(self) -> None:
         """Adds the planned units to the optimizer; goes on where that was cut short."""
         taking = self._taking
         if taking is None:
@@ -140,7 +128,7 @@ class Intake:
             self._runtime.program.optimizers.append(taking.kept)
         if self._tried.eager:
             for unit in taking.planned:
-                unit.begin(self._runtime, taking.groups, self._units.state)
+                unit.store_first_state(self._runtime, taking.groups, self._units.state)
         self._units.replace(taking.units)
         self._units.members.taken(taking.members)
         for unit in taking.planned:
@@ -154,7 +142,7 @@ class Intake:
         """Whether a parameter of a group has a unit, or gets one."""
         return any(n == number for unit in self._all_units() for _, n in unit.members)
 
-    def enter(self, optimizer: object, before_forward: Callable[[bool], None]) -> None:
+    def register(self, optimizer: object, before_forward: Callable[[bool], None]) -> None:
         """Enters in the runtime what the optimizer keeps in the tiers.
 
         Args:
@@ -164,8 +152,8 @@ class Intake:
         self._keeper = Keeper(self._blocks, self._owned, optimizer, before_forward)
         self._runtime.keepers.append(self._keeper)
 
-    def leave(self) -> None:
-        """Takes out of the runtime what :meth:`take_on` and :meth:`enter` put there."""
+    def unregister(self) -> None:
+        """Takes out of the runtime what :meth:`take_on` and :meth:`register` put there."""
         for kept in self._kept:
             self._runtime.program.optimizers.remove(kept)
         if self._keeper is not None:

@@ -108,7 +108,7 @@ class PutOff:
                 self._explain(error)
                 self.failed = isinstance(error, Exception)
                 if self._auto is not None:
-                    self._auto.failed(error)
+                    self._auto.note_failure(error)
                 raise
         self._owed.discard(id(unit))
         self._deferred.pop(id(unit), None)

@@ -288,7 +288,7 @@ def export_state(
 ) -> Iterator[tuple[torch.Tensor, State]]:
     """Yields each parameter that has state, with copies of it in host memory."""
     if isinstance(unit, PartedUnit):
-        yield from unit.state_in(runtime, state)
+        yield from unit.shown.copies(runtime, state)
         return
     present = [param for param, _ in unit.members if state.get(param) is not None]
     if not present:
@@ -366,4 +366,4 @@ def import_masters(unit: StepUnit, runtime: ModuleRuntime, loaded: dict[int, tor
         unit.take_master(runtime, loaded[unit.ids()[0]])
         return
     with torch.no_grad(), unit.held(runtime):
-        unit.masters.take(loaded)
+        unit.masters.take_loaded(loaded)

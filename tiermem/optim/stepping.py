@@ -80,12 +80,12 @@ class SteppedBackward:
         self._runtime.unwritten.clear()
         self.held_back = self._arrivals.held_back(self._runtime)
 
-    def mark(self) -> None:
+    def note_settings(self) -> None:
         """Notes what the settings are."""
         self._marks = marks_of(self.groups)
 
     def has_changed(self) -> bool:
-        """Whether settings changed since :meth:`mark`."""
+        """Whether settings changed since :meth:`note_settings`."""
         return self._marks != marks_of(self.groups)
 
     def has_all(self, entries: Sequence[Entry]) -> bool:

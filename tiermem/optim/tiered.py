@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,12 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip
 from tiermem.optim.classes import check_wrapped, optimizer_class, refuse_others
+from tiermem.optim.contents import Contents
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.hostpart import HostPart, Where, check_where
 from tiermem.optim.intake import Intake
 from tiermem.optim.methods import Methods
+from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.groups import Params, floating, groups_of, told_of_duplicates
 from tiermem.optim.rules.scaling import Scaling
@@ -29,32 +30,6 @@ from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
 from tiermem.optim.timing import Overlap, StepTiming, check_overlap
 from tiermem.optim.tried import TriedClass
 from tiermem.optim.units.collection import Units
-from tiermem.optim.units.unit import StepUnit
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Contents:
-    """The parts of an optimizer that a checkpoint has.
-
-    Attributes:
-        cls: The class that makes the steps.
-        groups: The parameter groups themselves.
-        units: What is stepped together.
-        state: By parameter, with stand-ins for what is in the tiers.
-        master_dtype: Of the masters, or None.
-        grad_dtype: Of the gradients, or None for the parameters'.
-        grad_factor: What the next step multiplies gradients by, or None.
-        backwards: How many there were since the last step (``overlap="backward"``).
-    """
-
-    cls: type[torch.optim.Optimizer]
-    groups: list[dict[str, Any]]
-    units: Sequence[StepUnit]
-    state: dict[Any, Any]
-    master_dtype: torch.dtype | None
-    grad_dtype: torch.dtype | None
-    grad_factor: torch.Tensor | None
-    backwards: int
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -122,14 +97,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         units = self._units = Units(self.param_groups, self._state)
         self._methods = Methods(cls, self._tried.try_on, self._tried.counts)
         self._norms = clip.Norms(runtime, number)
-        self._host = HostPart(runtime, self._tried, units, number, where, host_share)
-        args = self._tried, units, self._host
-        self._timing = StepTiming(runtime, *args, number, overlap, self._take_in_edits)
+        parts = OptimizerParts(runtime, self._tried, units, number)
+        self._host = HostPart(parts, where, host_share)
+        self._timing = StepTiming(parts, self._host, overlap, self._take_in_edits)
         self._tried.learn(self.param_groups, range(len(self.param_groups)))
-        self._intake = Intake(runtime, *args, self._timing)
+        self._intake = Intake(parts, self._host, self._timing)
         self._keep_gradients(self.param_groups)
         self._intake.take_wanted(self.param_groups)
-        self._intake.enter(self, self._before_forward)
+        self._intake.register(self, self._before_forward)
         self._timing.begin()
 
     # -- the optimizer's own methods -------------------------------------
@@ -245,7 +220,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
         self._refuse_if_closed("optimizer.state")
-        self._timing.settle("optimizer.state")
+        self._timing.finish_before("optimizer.state")
         self._units.looked_into = True
         return self._state
 
@@ -275,7 +250,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._timing.refuse_if_made("zero_grad()")
         self._refuse_if_pending("zero_grad()")
         self._timing.before_clearing()
-        self._intake.end()
+        self._intake.complete()
         self.grad_factor = None
         for unit in self._units:
             unit.zero_grad(self._runtime, set_to_none=set_to_none)
@@ -496,7 +471,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             runtime.manager.remove_blocks([b for unit in units for b in unit.kept_blocks()])
             self._closed = True
             self._units.replace([])
-            self._intake.leave()
+            self._intake.unregister()
             self._norms.close(units)
             for kept in self._state.values():
                 for value in kept.values() if isinstance(kept, dict) else ():
@@ -557,9 +532,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _settle(self, what: str, *, drop: bool = True) -> None:
         """Raises if a step is unfinished, and drops steps made ahead."""
         self._refuse_if_closed(what)
-        self._timing.settle(what, drop=drop)
+        self._timing.finish_before(what, drop=drop)
         self._refuse_if_pending(what)
-        self._intake.end()
+        self._intake.complete()
 
     def _settle_to_clip(self, what: str) -> None:
         self._timing.refuse_clipping(what)

@@ -11,16 +11,14 @@ from typing import Any, Literal
 import torch
 
 from tiermem.errors import StepError
-from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.ahead import StepsAhead
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.backward import InBackward
 from tiermem.optim.hostpart import HostPart
+from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.putoff import PutOff
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.tried import TriedClass
-from tiermem.optim.units.collection import Units
 from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
@@ -51,30 +49,23 @@ class StepTiming:
 
     def __init__(
         self,
-        runtime: ModuleRuntime,
-        tried: TriedClass,
-        units: Units,
+        parts: OptimizerParts,
         host: HostPart,
-        number: int,
         overlap: Overlap,
         take_in: Callable[[], None],
     ) -> None:
-        """Watches the backwards of ``runtime``, where steps may be made in them.
+        """Watches backwards, where steps may be made in them.
 
         Args:
-            runtime: The modules' runtime.
-            tried: The class that makes the steps.
-            units: All of the optimizer.
+            parts: Of the optimizer.
             host: What the host does.
-            number: Of the optimizer.
             overlap: When steps are made.
             take_in: Takes in edits of the state.
         """
-        self._runtime = runtime
-        self._tried = tried
-        self._units = units
+        runtime, tried, units = parts.runtime, parts.tried, parts.units
+        self._runtime, self._tried, self._units = runtime, tried, units
+        self._number = parts.number
         self._host = host
-        self._number = number
         self.rounds: list[Round] = []
         self.waits = overlap not in (False, "auto")
         self.auto = AutoOverlap(runtime, tried.cls) if overlap == "auto" else None
@@ -267,7 +258,7 @@ class StepTiming:
         for other in self._runtime.backward.watchers:
             own = other is self.inside or other is self.ahead
             if isinstance(other, InBackward | StepsAhead) and not own:
-                other.leave(units)
+                other.leave_to_others(units)
 
     def _is_begun(self, ticket: object) -> bool:
         """Whether a step with some ticket is begun: what was made ahead for it counts."""
@@ -312,7 +303,7 @@ class StepTiming:
         if self.auto is not None and self.auto.has_failed:
             self.finish()  # here, not in the middle of the forward, where it might have no room
 
-    def settle(self, what: str, *, drop: bool = True) -> None:
+    def finish_before(self, what: str, *, drop: bool = True) -> None:
         """Makes what is left of the last step, before a call that looks at it.
 
         Args:

@@ -141,7 +141,7 @@ class ClosedBlocks:
         """Refuses access to blocks of a group that was stepped."""
         self.watch(group.block.name, blocks, partial(_refuse_look, group), first=first)
 
-    def open(self) -> None:
+    def permit_access(self) -> None:
         """Permits access to all blocks again."""
         with self._manager.lock:
             for debt in self._deferred:

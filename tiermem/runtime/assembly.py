@@ -23,7 +23,8 @@ from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Evictor
 from tiermem.runtime.placement.limit import HbmLimit
 from tiermem.runtime.transfers.deferred import DeferredWork
-from tiermem.runtime.transfers.transfers import TransferLog, Transfers
+from tiermem.runtime.transfers.transfer_log import TransferLog
+from tiermem.runtime.transfers.transfers import Transfers
 from tiermem.storage.arena import Arena
 from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover

@@ -404,7 +404,7 @@ class BlockManager:
             if self.parts.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
             if self._heap is not None:
-                self._heap.look()
+                self._heap.trim_if_grown()
             if self.parts.limit.follow(key):
                 self.replay.repair()
             self.parts.pass_timer.begin(timed(key, load))

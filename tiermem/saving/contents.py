@@ -17,7 +17,7 @@ from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone
-from tiermem.optim.tiered import Contents
+from tiermem.optim.contents import Contents
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import StepUnit
 from tiermem.saving.layout import Spec, dtype_name

@@ -22,8 +22,10 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.need import check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.tiered import Contents, TieredOptimizer
-from tiermem.optim.units.parted import Part, PartedUnit
+from tiermem.optim.contents import Contents
+from tiermem.optim.tiered import TieredOptimizer
+from tiermem.optim.units.part import Part
+from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import StepUnit
 from tiermem.saving.fill import (
     ParamState,

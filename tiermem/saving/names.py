@@ -13,7 +13,8 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.wrap.wrapped import WrappedModel
-from tiermem.optim.tiered import Contents, TieredOptimizer
+from tiermem.optim.contents import Contents
+from tiermem.optim.tiered import TieredOptimizer
 
 
 @dataclass(slots=True, eq=False)

@@ -115,7 +115,7 @@ class MasterSource:
         if self.block is not None and masters.made:
             stored = views_of(self.manager, self.block)
         for param, key, begin in self.picks:
-            kept = masters.kept(param, stored)
+            kept = masters.master_of(param, stored)
             if kept is None:
                 kept = self.weight(param).to(masters.dtype)
             yield key, begin, kept

@@ -181,7 +181,7 @@ class ScriptedEngine(IoEngine):
             result = -fault.errno if fault.errno else self._move(progress, fault)
         except OSError as error:
             result = -(error.errno or errno.EIO)
-        completion = progress.settle(result)
+        completion = progress.note_result(result)
         if completion is None:
             self._pending.append((progress, tries + 1))
         else:

@@ -52,7 +52,7 @@ class DeviceBits:
         self._seen: tuple[Change, bool] | None = None
         self._plain: dict[int, tuple[int, torch.dtype, torch.dtype] | str] = {}
 
-    def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
+    def for_step(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
         """Returns what a step of a unit on the host needs, with settings as they are.
 
         Args:
@@ -178,7 +178,7 @@ class ShareTrial:
                 del self._by_load[next(iter(self._by_load))]
         return found
 
-    def step(self, ticket: object) -> bool:
+    def host_has_share(self, ticket: object) -> bool:
         """Returns whether the host has its share in a step, and in the forward after it.
 
         Args:
@@ -283,7 +283,7 @@ class Movable:
         able = all(host is not None and host.may_be_ahead(self._runtime, groups) for host in hosts)
         return "host" if able else ""
 
-    def place(
+    def move(
         self,
         units: Sequence[StepUnit],
         groups: Sequence[dict[str, Any]],
@@ -298,7 +298,7 @@ class Movable:
             scaling: What a GradScaler left to the step.
             ticket: Stands for the step.
         """
-        wanted = scaling is None and (self.trial is None or self.trial.step(ticket))
+        wanted = scaling is None and (self.trial is None or self.trial.host_has_share(ticket))
         for unit in units:
             found = self._sides.get(id(unit))
             if found is None:

@@ -41,7 +41,7 @@ class StepGradients:
         units = [entry.unit for entry in self.stored if entry.unit is not None]
         return list({id(u): u for u in units}.values())
 
-    def settle(self, found: dict[int, torch.Tensor], files: Container[int]) -> None:
+    def make_changes(self, found: dict[int, torch.Tensor], files: Container[int]) -> None:
         """Makes the changes that gradients await.
 
         Args:
@@ -92,15 +92,15 @@ class Staged:
             for block_id, cargo in self.stage.bring(self.order).items():
                 views[block_id] = cargo.views
 
-    def done(self, written: set[int]) -> None:
+    def write_home(self, written: set[int]) -> None:
         """Begins to write home those that were changed; a second call does nothing."""
         if self.order is not None:
-            self.stage.done(self.order, written)
+            self.stage.write_home(self.order, written)
 
-    def failed(self) -> None:
+    def give_up(self) -> None:
         """Drops what is in DRAM; the load has to be asked for again."""
         if self.order is not None:
-            self.stage.failed(self.order)
+            self.stage.give_up(self.order)
             self.order = None
 
 
@@ -164,7 +164,7 @@ class Job:
             if entry.unit is not None:
                 found[id(entry.param)] = self.views[entry.unit.block.id][entry.unit_index]
         if gradients.changes and self.proven is None:  # else none of them changes anything
-            gradients.settle(found, self.in_files())
+            gradients.make_changes(found, self.in_files())
         return found
 
     def succeeded(self) -> bool:

@@ -60,7 +60,7 @@ def side_of(unit: StepUnit) -> HostSide | None:
 class Bits(Protocol):
     """Decides which steps on the host have the device's bits."""
 
-    def of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
+    def for_step(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
         """Returns what such a step of a unit needs, with settings as they are."""
         ...
 
@@ -103,7 +103,7 @@ class HostSide:
 
     # -- begun under the manager's lock ----------------------------------
 
-    def check(self, runtime: ModuleRuntime) -> None:
+    def prepare(self, runtime: ModuleRuntime) -> None:
         """Prepares a step, or raises where there cannot be one.
 
         Raises:
@@ -149,7 +149,7 @@ class HostSide:
         unit = self.unit
         if unit.attempt is not None or unit.group is None or unit.group.freed:
             return False
-        if self._bits.of(unit, groups) is None or self._awaits(unit.grad_units()):
+        if self._bits.for_step(unit, groups) is None or self._awaits(unit.grad_units()):
             return False
         gradients = [entry.param.grad for entry in unit.entries]
         if not all(g is None or isinstance(g, LazyTensor) for g in gradients):
@@ -222,7 +222,7 @@ class HostSide:
         return all(record.in_hbm in (Residency.ABSENT, Residency.VALID) for record in records)
 
     def settle(self, runtime: ModuleRuntime) -> None:
-        """Waits until files have what :meth:`check` found in HBM alone.
+        """Waits until files have what :meth:`prepare` found in HBM alone.
 
         Raises:
             StorageError: If one cannot be written; nothing is stepped.
@@ -245,7 +245,7 @@ class HostSide:
         scaling: Scaling | None,
         register: Callable[[Job], None],
     ) -> Job:
-        """Takes the blocks for a step that :meth:`check` allows; :meth:`take_up` ends it.
+        """Takes the blocks for a step that :meth:`prepare` allows; :meth:`take_up` ends it.
 
         From now on the step is deferred work of these blocks: ``register`` enters it, and
         :meth:`begin` need not have been called. Or it is one that is made ahead, which
@@ -262,7 +262,7 @@ class HostSide:
         }
         follows = unit.foreign.look()
         awaited = scaling is not None or self._awaits(held)
-        proven = None if awaited or loose else self._bits.of(unit, groups)
+        proven = None if awaited or loose else self._bits.for_step(unit, groups)
         if proven is None and self.only_exact:
             raise RuntimeError(f"{unit.name}: a step on the host that has not the device's bits")
         files = self.in_files(runtime)
@@ -334,7 +334,7 @@ class HostSide:
             if failure is not None and not job.computed:
                 raise failure
             if job.staged is not None and job.staged.order is not None:
-                job.staged.done(job.written)  # the thread may not have come to that
+                job.staged.write_home(job.written)  # the thread may not have come to that
                 last = [b for b in job.staged.load.shared if host_loans.borrowers(b) == 1]
                 job.staged.stage.settle([*job.staged.load.own, *last])
         except BaseException as error:
@@ -369,7 +369,7 @@ class HostSide:
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
         """Takes the blocks of a failed step back, as they were before it; it is not tried again."""
         if job.staged is not None:
-            job.staged.failed()
+            job.staged.give_up()
         job.gradients.put_back(())
         job.bring_the_rest(())  # where it was confirmed by step(), and failed
         self._return(runtime, job, written=False)

@@ -73,7 +73,7 @@ def choose_sides(
     chosen: list[bool] = [True] * len(sharers)
     speeds: Speeds | None = None
     sizes = _sizes(sharers)
-    proven = bits.of(sharers[0][0], settings)
+    proven = bits.for_step(sharers[0][0], settings)
     if isinstance(share, float):
         chosen = choose_share(sizes, share)
     elif share:
@@ -129,10 +129,10 @@ def choose_exact_sides(
     ]
     if not low or sum(_sizes(low)) < _LEAST:
         return f"less than {_LEAST} elements are at home in DRAM", None
-    able = [mine for mine in low if all(bits.of(unit, settings) is not None for unit in mine)]
+    able = [mine for mine in low if all(bits.for_step(unit, settings) is not None for unit in mine)]
     if not able or sum(_sizes(able)) < _LEAST:
         return next((r for m in low for u in m if (r := _reason(bits, u, settings))), ""), None
-    proven = bits.of(able[0][0], settings)
+    proven = bits.for_step(able[0][0], settings)
     on_host = with_fused(make)
     traffic, weight = _traffic_of(able, stepped, proven)
     if keeps:  # then they go home on either side
@@ -155,7 +155,7 @@ def choose_exact_sides(
 
 
 def _reason(bits: DeviceBits, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> str:
-    bits.of(unit, settings)
+    bits.for_step(unit, settings)
     return bits.reason
 
 
@@ -275,7 +275,7 @@ def _bytes_to_keep(
     except Exception:  # a class that wants other parameters: nothing is known of it
         pass
     kept = [b.nbytes for b in unit.kept_blocks() if b.id not in in_files]
-    if unit.spoils:
+    if unit.handed.spoils:
         kept += [u.block.nbytes for u in unit.grad_units() if u.block.id not in in_files]
     if not all(unit.has_master(param) for param, _ in unit.members) and unit.group is not None:
         ids = {id(param) for param, _ in unit.members}

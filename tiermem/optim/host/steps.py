@@ -138,7 +138,7 @@ class HostSteps:
             for block in host.in_files(self.runtime):
                 self._manager.parts.deferred.pay(block.id)
         for host in hosts:
-            host.check(self.runtime)
+            host.prepare(self.runtime)
         for host in hosts:
             host.settle(self.runtime)
         changed = any(u.pending for host in hosts for u in host.unit.grad_units())
@@ -208,7 +208,7 @@ class HostSteps:
             if job.computed:
                 self._manager.parts.deferred.pay(job.blocks[-1].id)
             else:
-                for debt in self._manager.parts.deferred.of(job):
+                for debt in self._manager.parts.deferred.that_take_up(job):
                     self._manager.parts.deferred.cancel(debt)
                 host.give_up(self.runtime, job)
                 self._owed.discard(id(unit))

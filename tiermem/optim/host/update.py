@@ -78,11 +78,11 @@ class HostUpdate:
                         own.data = self._away[number]
         except BaseException:
             if job.staged is not None:
-                job.staged.failed()
+                job.staged.give_up()
             raise
         job.computed = True
         if job.staged is not None:
-            job.staged.done(job.written)
+            job.staged.write_home(job.written)
         manager.parts.timeline.add("optimizer", self._unit.name, began, time.perf_counter_ns())
 
     def update(self, optimizer: torch.optim.Optimizer, job: Job, undo: Undo) -> set[int]:
@@ -120,7 +120,7 @@ class HostUpdate:
             unit.masters.made = True
         written = {block.id for block in [*unit.kept_blocks(), job.blocks[-1]]}
         for u, before in zip(seen, counts, strict=True):
-            if unit.spoils or versions(job.views[u.block.id]) != before:
+            if unit.handed.spoils or versions(job.views[u.block.id]) != before:
                 written.add(u.block.id)
         return written
 
@@ -156,7 +156,7 @@ class HostUpdate:
                 undo.keep(job.views[block.id])
         alone = [e for e in unit.entries if masters is None or not unit.has_master(e.param)]
         undo.keep([job.views[e.group.block.id][e.index] for e in alone])
-        for u in seen if unit.spoils else ():
+        for u in seen if unit.handed.spoils else ():
             if u.block.id not in files:
                 undo.keep(job.views[u.block.id])
         for loose in masters.loose() if masters is not None else ():
@@ -215,6 +215,6 @@ class HostUpdate:
             value = own.get(place.key)
             if not isinstance(value, torch.Tensor) or place.is_over(value, views):
                 continue
-            if place.take(value, views):
+            if place.put(value, views):
                 own[place.key] = place.over(views)
                 job.renewed.add(place.first)

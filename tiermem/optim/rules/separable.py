@@ -252,7 +252,7 @@ class _Trial:
             but = {0: 1, 2: 0}.get(step)  # first gradients come late, and some are missing
             for params in (self._together, self._apart):
                 give_gradients(params, 100 + step, sparse=self._sparse, but=but)
-            self._draws.begin(step)
+            self._draws.seed(step)
             run_unseen(whole)
             self._step_parts(parts, shown, step)
             if self._method is not None and step == _STEPS // 2:
@@ -275,7 +275,7 @@ class _Trial:
         self, parts: Sequence[torch.optim.Optimizer], shown: dict[str, Any], step: int
     ) -> None:
         """Steps the parameters that have gradients each by itself, as the tiers do."""
-        self._draws.begin(step)
+        self._draws.seed(step)
         # an order of our own, unless numbers are drawn, which come in the order of parameters
         for optimizer in parts if self._draws.seen else reversed(parts):
             if optimizer.param_groups[0]["params"][0].grad is not None:

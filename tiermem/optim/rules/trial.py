@@ -35,7 +35,7 @@ class Draws(TorchDispatchMode):
         self._seed = 0
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def begin(self, seed: int) -> None:
+    def seed(self, seed: int) -> None:
         """Seeds all generators of the trial anew."""
         self._seed = seed
         self._generators.clear()

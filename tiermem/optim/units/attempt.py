@@ -194,7 +194,7 @@ class Attempt:
         self._over = True
         self._gradients = []  # this is a circle of references: it would keep stand-ins alive
 
-    def drop(self) -> None:
+    def leave_as_is(self) -> None:
         """Leaves everything as the failure has left it; the caller takes it back."""
         self._undo, self._cannot = None, ""
         self.made = True
@@ -260,7 +260,7 @@ class Attempt:
         for grads in self.holding.gradients:
             if unit.sees(grads):
                 undo.keep(slots[id(grads.block)].views)
-        undo.keep_values(list(unit.given.values()))
+        undo.keep_values(list(unit.handed.given.values()))
         with torch._C.DisableTorchFunctionSubclass():
             for _, gradient in self._gradients:
                 if gradient is None or isinstance(gradient, LazyTensor):

@@ -77,7 +77,7 @@ class Held:
         for u, slot in zip(self.gradients, self._slots, strict=False):
             runtime.grads.settle(u, slot)
         self._versions = [versions(slot.views) for slot in self._slots[: len(self.gradients)]]
-        unit.scaled = False
+        unit.handed.scaled = False
         self._opened = True
         slots = {id(slot.block): slot for slot in self._slots}
         if self._masters is not None:
@@ -150,7 +150,7 @@ class Held:
             return written
         unit = self._unit
         return unit.sees(self.gradients[index]) and (
-            unit.spoils or unit.scaled or self._versions[index] != versions(slot.views)
+            unit.handed.written or self._versions[index] != versions(slot.views)
         )
 
 

@@ -171,7 +171,7 @@ class Masters:
         with torch.no_grad():
             for param in self._params:
                 weight = weights[id(param)]
-                kept = self.kept(param, stored)
+                kept = self.master_of(param, stored)
                 if kept is None:
                     yield param, weight.to(self.dtype)
                     continue
@@ -188,7 +188,7 @@ class Masters:
         """Returns which tensor of the block is a parameter's master; None where none is by now."""
         return self._index.get(id(param)) if self.made else None
 
-    def kept(self, param: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def master_of(self, param: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Returns a parameter's master, where it is not just the weight, cast, by now.
 
         Args:
@@ -215,7 +215,7 @@ class Masters:
         )
         return found
 
-    def take(self, loaded: dict[int, torch.Tensor]) -> None:
+    def take_loaded(self, loaded: dict[int, torch.Tensor]) -> None:
         """Takes loaded masters over, and their weights with them; both are open.
 
         Args:

@@ -18,26 +18,20 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
 
 from tiermem.core.block import Block
-from tiermem.core.parts import parts_of
 from tiermem.errors import StepError
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.keepers import UnderWay
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, is_viewed, refresh
-from tiermem.nn.tensors.placeholder import is_placeholder, shared_placeholder
-from tiermem.optim.rules.groups import frozen
+from tiermem.nn.tensors.lazy import refresh
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.attempt import Waiting
-from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.held import Held
-from tiermem.optim.units.master import Masters
+from tiermem.optim.units.part import Part
+from tiermem.optim.units.partsstate import PartsState, numbers_of
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
-
-__all__ = ["ELEMENTWISE", "Part", "PartedUnit", "parts_of"]
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -54,77 +48,6 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 """Classes that may be stepped in parts; no subclasses, which may do anything."""
 
 
-class _AsSeen(ForeignWrites):
-    """Answers with what the whole parameter's unit has seen."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.written = True
-
-    def look(self) -> bool:
-        return self.written
-
-
-class Part:
-    """One run of a parameter's elements.
-
-    Attributes:
-        begin: Its first element.
-        end: The first after it.
-        param: Stands for the run; its data is there during a step.
-        unit: Steps it.
-        seen: Knows whether the weights may have been written.
-        state: What the unit shows of its state.
-    """
-
-    def __init__(self, whole: StepUnit, begin: int, end: int, number: int) -> None:
-        """Describes a run of the one parameter of a unit."""
-        (param, group), count = whole.members[0], end - begin
-        self.begin, self.end = begin, end
-        self._away = shared_placeholder(torch.Size((count,)), param.dtype, param.device)
-        self.param = nn.Parameter(self._away)
-        name = f"{whole.name}[part {number}]"
-        self.unit = StepUnit(name, [(self.param, group)], [], whole.plain.make)
-        self.seen = self.unit.foreign = _AsSeen()
-        self.unit.spoils = whole.spoils
-        self.state: State = {}
-        if whole.masters is not None:
-            self.unit.masters = Masters([self.param], whole.masters.dtype)
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns its run of a contiguous tensor of the whole."""
-        return tensor.detach().view(-1)[self.begin : self.end]
-
-    def take_numbers(self, numbers: State) -> None:
-        """Sets the state values that all parts share (the number of steps)."""
-        kept = self.state.get(self.param)
-        if kept is not None:
-            kept.update(frozen(numbers))
-
-    @contextmanager
-    def over(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> Iterator[None]:
-        """Points its parameter at its run of the weights, and the gradient."""
-        self.point_at(weight, gradient)
-        del weight, gradient
-        try:
-            yield
-        finally:
-            self.point_away()
-
-    def point_at(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Points its parameter at its run, as :meth:`over`, until :meth:`point_away`."""
-        self.param.data = self.of(weight)
-        if gradient is not None:  # torch takes none of another dtype for `param.grad`
-            self.unit.given = {id(self.param): self.of(gradient)}
-
-    def point_away(self) -> None:
-        """Points its parameter at no bytes; does nothing a second time."""
-        if self.unit.given or not is_placeholder(self.param):
-            self.unit.given = {}
-            self.param.grad = None
-            self.param.data = self._away
-
-
 class PartedUnit(StepUnit):
     """A unit of one parameter, stepped in parts.
 
@@ -133,6 +56,7 @@ class PartedUnit(StepUnit):
 
     Attributes:
         parts: In order.
+        shown: The state of all parts, as the parameter's.
     """
 
     def __init__(self, whole: StepUnit, runs: Sequence[tuple[int, int]]) -> None:
@@ -141,7 +65,7 @@ class PartedUnit(StepUnit):
         self._ticket: object = None  # of a step that is begun
         self.parts: list[Part] = []
         super().__init__(whole.name, whole.members, whole.entries, whole.plain.make)
-        self.masters, self.spoils = whole.masters, whole.spoils
+        self.masters, self.handed.spoils = whole.masters, whole.handed.spoils
         self.parts += [Part(self, *run, number) for number, run in enumerate(runs)]
         self._param = whole.members[0][0]
         self._numbers_then: State | None = None  # those of a step that is begun
@@ -151,7 +75,7 @@ class PartedUnit(StepUnit):
         self._whole: Held | None = None
         self._waiting: Waiting | None = None
         self._attempts: list[UnderWay] = []
-        self._shown: dict[str, LazyTensor] = {}
+        self.shown = PartsState(self._param, self.parts)
 
     @property
     def _made(self) -> int:
@@ -232,12 +156,12 @@ class PartedUnit(StepUnit):
                 if self._gradient is not None:
                     self.counted.ahead(self, ticket)  # torch does not count the parts' writes
                     if self._ticket is None:
-                        self._numbers_then = _numbers(state.get(self._param, {}))
+                        self._numbers_then = numbers_of(state.get(self._param, {}))
                         self._ticket = ticket
                     self._step_parts(runtime, groups, scaling, meanwhile, write)
                     if entry.has_grad and entry.lazy is not None:
                         refresh(entry.lazy, self._gradient)
-                    self._publish(runtime, state)
+                    self.shown.publish(runtime, state)
                 else:
                     self._refuse_other_gradient()
                 self._follows = False
@@ -322,7 +246,7 @@ class PartedUnit(StepUnit):
             part.point_at(self._param, self._gradient)
             part.unit.step(runtime, groups, part.state, scaling, ticket=ticket, meanwhile=fetch)
             part.point_away()
-            self.scaled |= part.unit.scaled
+            self.handed.scaled |= part.unit.handed.scaled
             if write is not None:
                 write(part.unit.kept_blocks())
 
@@ -355,14 +279,16 @@ class PartedUnit(StepUnit):
     def _begin_anew(self) -> None:
         self._ticket = self._numbers_then = None
 
-    def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
+    def store_first_state(
+        self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State
+    ) -> None:
         """Stores the state that the class makes before any step."""
         with torch.no_grad(), self._open(runtime):
             for part in self.parts:
                 with part.over(self._param):
-                    part.unit.begin(runtime, groups, part.state)
+                    part.unit.store_first_state(runtime, groups, part.state)
             self._follows = False
-        self._publish(runtime, state)
+        self.shown.publish(runtime, state)
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
         """Clears the gradient, or sets it to zero.
@@ -377,88 +303,22 @@ class PartedUnit(StepUnit):
             )
         super().zero_grad(runtime, set_to_none=set_to_none)
 
-    # -- the state, as users see it --------------------------------------
+    # -- the state -------------------------------------------------------
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any(map(is_viewed, self._shown.values()))
+        return self.shown.is_viewed()
 
     def flush(self) -> None:
         """Stores what was written through views of the state."""
-        for shown in self._shown.values():
-            flush(shown)
-
-    def _publish(self, runtime: ModuleRuntime, state: State) -> None:
-        """Shows the state of all parts as the parameter's."""
-        first = self.parts[0].state.get(self.parts[0].param)
-        if first is None:
-            return
-        kept = state.setdefault(self._param, {})
-        kept.clear()
-        for key, value in first.items():
-            if not isinstance(value, LazyTensor):
-                kept[key] = value
-                continue
-            kept[key] = self._show(runtime, key, value.dtype)
-            if is_viewed(kept[key]):
-                refresh(kept[key], self._load_whole(runtime, key))
-
-    def _show(self, runtime: ModuleRuntime, key: str, dtype: torch.dtype) -> LazyTensor:
-        found = self._shown.get(key)
-        if found is None:
-            ways = Ways(
-                self._param.shape,
-                dtype,
-                runtime.manager.parts.device,
-                partial(self._load_whole, runtime, key),
-                partial(self._store_whole, runtime, key),
-            )
-            found = self._shown[key] = ways.stand_in()
-        return found
-
-    def _load_whole(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
-        runs = [part.unit.plain.load(runtime, key) for part in self.parts]
-        return torch.cat(runs).view(self._param.shape)
-
-    def _store_whole(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
-        flat = value.reshape(-1)
-        for part in self.parts:
-            part.unit.plain.store(runtime, key, flat[part.begin : part.end])
+        self.shown.flush()
 
     def is_edited(self, state: State) -> bool:
         """Whether a user has put other tensors there, or deleted some; not while a step is begun.
 
         Numbers are taken from what is shown anyway, as a step begins.
         """
-        if self._made:
-            return False
-        shown, first = state.get(self._param) or {}, self.parts[0]
-        mine = first.state.get(first.param) or {}
-        if bool(shown) != bool(mine):
-            return True
-        kept = [key for key, value in mine.items() if isinstance(value, LazyTensor)]
-        return any(shown.get(key) is not self._shown.get(key) for key in kept)
-
-    # -- into and out of state dicts -------------------------------------
-
-    def state_in(
-        self, runtime: ModuleRuntime, state: State
-    ) -> Iterator[tuple[torch.Tensor, State]]:
-        """Yields the parameter with copies of its state in host memory, if it has any."""
-        if not state.get(self._param):
-            return
-        self.flush()
-        values = _numbers(state[self._param])
-        runs: dict[str, list[torch.Tensor]] = {}
-        for part in self.parts:
-            block = part.unit.block
-            tensors = runtime.manager.read(block) if block is not None else []
-            for place in part.unit.plain.places:
-                runs.setdefault(place.key, []).append(tensors[place.first])
-        for key, value in state[self._param].items():
-            if isinstance(value, LazyTensor):
-                values[key] = torch.cat(runs[key]).view(self._param.shape)
-        yield self._param, {key: values[key] for key in state[self._param]}
+        return not self._made and self.shown.is_edited(state)
 
     def take_state(
         self,
@@ -496,13 +356,12 @@ class PartedUnit(StepUnit):
             take: Loads the state of one part into its unit; its shown state is empty then.
         """
         self._begin_anew()
-        for shown in self._shown.values():
-            forget(shown)
+        self.shown.forget()
         state.pop(self._param, None)
         for part in self.parts:
             part.state.clear()
             take(part)
-        self._publish(runtime, state)
+        self.shown.publish(runtime, state)
 
     def _share(self, part: Part, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -540,10 +399,5 @@ class PartedUnit(StepUnit):
             for part in self.parts:
                 with part.over(self._param), part.unit.held(runtime):
                     if part.unit.masters is not None:
-                        part.unit.masters.take({id(part.param): flat[part.begin : part.end]})
+                        part.unit.masters.take_loaded({id(part.param): flat[part.begin : part.end]})
             self._follows = False
-
-
-def _numbers(state: State) -> State:
-    """Returns the state values outside the tiers, as they are now."""
-    return frozen({k: value for k, value in state.items() if not isinstance(value, LazyTensor)})

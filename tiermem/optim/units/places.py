@@ -61,7 +61,7 @@ class Place:
             _is(tensor, view) for (_, tensor), view in zip(inner, self.tensors(views), strict=True)
         )
 
-    def take(self, value: torch.Tensor, views: Sequence[torch.Tensor]) -> bool:
+    def put(self, value: torch.Tensor, views: Sequence[torch.Tensor]) -> bool:
         """Writes a value to the tensors of the block, where it consists of such.
 
         Returns:

@@ -133,7 +133,7 @@ class PlainOptimizer:
                 continue
             new = value is not views[place.first] and not place.is_over(value, views)
             if new:
-                if not place.take(value, views):
+                if not place.put(value, views):
                     continue  # it became something else: it stays in ordinary memory
                 forget(self._stand_ins.get(place.first))  # its views are of what it was
             own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
@@ -217,7 +217,7 @@ class PlainOptimizer:
         slot = runtime.manager.acquire(self._unit.block)
         try:
             with torch.no_grad():
-                if not place.take(value, slot.views):
+                if not place.put(value, slot.views):
                     raise StepError(
                         f"{place.name!r}: a state of the class {type(value).__name__} cannot be "
                         "kept where another was; load it with load_state_dict()"

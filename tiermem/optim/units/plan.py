@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from tiermem.config import format_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
+from tiermem.core.parts import parts_of
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.entry import Entry
@@ -18,7 +19,7 @@ from tiermem.nn.groups.need import Kept, check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.probe import Make, StateProbe, settings_of
 from tiermem.optim.units.master import Masters, master_dtype_of
-from tiermem.optim.units.parted import PartedUnit, parts_of
+from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.places import Place
 from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.host_staging import MOST_LOADS
@@ -107,7 +108,7 @@ def _prepare(
         for unit in units:
             _give_masters(unit, master_dtype)
     for unit in units:
-        unit.spoils = any(
+        unit.handed.spoils = any(
             probe.spoils(unit.own(param), number, settings_of(groups[number]))
             for param, number in unit.members
         )
@@ -208,6 +209,64 @@ def _give_masters(unit: StepUnit, master_dtype: torch.dtype) -> None:
         unit.masters = Masters(list(params.values()), master_dtype)
 
 
+class _ToReserve:
+    """Blocks of state and masters that are to be made, and who gets them.
+
+    Attributes:
+        blocks: Name, role and tensors of each.
+        homes: Of each; None for the policy's.
+        sizes: Bytes that a step of each unit works on, by the unit's id.
+    """
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        """Starts without blocks.
+
+        Args:
+            sizes: Bytes of each unit's blocks so far, by its id.
+        """
+        self.blocks: list[Wanted] = []
+        self.homes: list[str | None] = []
+        self.sizes = sizes
+        self._takers: list[Callable[[Block], None]] = []
+
+    def add_state(self, unit: StepUnit, shapes: Sequence[TensorShape], places: list[Place]) -> None:
+        """Adds the block of a unit's state, if it has any."""
+
+        def take(block: Block) -> None:
+            unit.block, unit.plain.places = block, places
+
+        if shapes:
+            self._add(unit, "state", Role.OPTIMIZER, shapes, take)
+
+    def add_masters(self, unit: StepUnit, kept: Sequence[_Kept]) -> None:
+        """Adds the block of a unit's masters, if it has any."""
+        masters = unit.masters
+        mine = [k for k in kept if unit.own(k.param) is not k.param]
+        if masters is None or not mine:
+            return
+        shapes = [shape_of(f"{k.name}.master", unit.own(k.param), k.stride) for k in mine]
+        params = [k.param for k in mine]
+        self._add(unit, "master", Role.MASTER, shapes, lambda block: masters.place(block, params))
+
+    def _add(
+        self,
+        unit: StepUnit,
+        what: str,
+        role: Role,
+        shapes: Sequence[TensorShape],
+        take: Callable[[Block], None],
+    ) -> None:
+        self.blocks.append((f"{unit.name}.{what}", role, shapes))
+        self.homes.append(_home_of(unit))
+        self.sizes[id(unit)] = self.sizes.get(id(unit), 0) + pack(shapes)[1]
+        self._takers.append(take)
+
+    def hand_out(self, blocks: Sequence[Block]) -> None:
+        """Gives each block that was made, in order, to what it is for."""
+        for take, block in zip(self._takers, blocks, strict=True):
+            take(block)
+
+
 def _reserve(
     runtime: ModuleRuntime,
     units: Sequence[StepUnit],
@@ -218,43 +277,23 @@ def _reserve(
     on_host: bool,
 ) -> None:
     """Reserves homes for state and masters of all units, or of none."""
-    wanted: list[Wanted] = []
-    homes: list[str | None] = []
-    states: list[tuple[StepUnit, list[Place]]] = []
-    masters: list[tuple[Masters, list[torch.Tensor]]] = []
-    sizes = {id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units}
+    wanted = _ToReserve({id(unit): sum(b.nbytes for b in unit.blocks()) for unit in units})
     leaves = list(_leaves(units))
     for unit, kept in leaves:
-        shapes, places = _state_of(unit, kept, groups, probe)
-        if shapes:
-            wanted.append((f"{unit.name}.state", Role.OPTIMIZER, shapes))
-            homes.append(_home_of(unit))
-            states.append((unit, places))
-            sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
+        wanted.add_state(unit, *_state_of(unit, kept, groups, probe))
     for unit, kept in leaves:
-        if unit.masters is None:
-            continue
-        mine = [k for k in kept if unit.own(k.param) is not k.param]
-        if mine:
-            shapes = [shape_of(f"{k.name}.master", unit.own(k.param), k.stride) for k in mine]
-            wanted.append((f"{unit.name}.master", Role.MASTER, shapes))
-            homes.append(_home_of(unit))
-            masters.append((unit.masters, [k.param for k in mine]))
-            sizes[id(unit)] = sizes.get(id(unit), 0) + pack(shapes)[1]
-    held = _hold_staging(runtime, list(sizes.values())) if on_host else []
+        wanted.add_masters(unit, kept)
+    held = _hold_staging(runtime, list(wanted.sizes.values())) if on_host else []
     try:
-        blocks = runtime.manager.add_blocks(wanted, home=homes)
+        blocks = runtime.manager.add_blocks(wanted.blocks, home=wanted.homes)
     except CapacityError:
         if not held:
             raise
         _let_go(runtime, held)
-        blocks = runtime.manager.add_blocks(wanted, home=homes)
+        blocks = runtime.manager.add_blocks(wanted.blocks, home=wanted.homes)
     finally:
         _let_go(runtime, held)
-    for (unit, own), block in zip(states, blocks[: len(states)], strict=True):
-        unit.block, unit.plain.places = block, own
-    for (kept_by, params), block in zip(masters, blocks[len(states) :], strict=True):
-        kept_by.place(block, params)
+    wanted.hand_out(blocks)
     try:
         _check_step(runtime, units, runtime.program.worst_chain if overlap else 0)
         stepped = {e.group.block.id: e.group.block for unit in units for e in unit.entries}

@@ -23,6 +23,7 @@ from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.counted import CountedSteps
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.gradients import UnitGradients
+from tiermem.optim.units.handed import HandedGradients
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.master import Masters
 from tiermem.optim.units.onecall import writes_in_one_call
@@ -52,11 +53,9 @@ class StepUnit(UnitGradients):
         masters: Their masters, or None where the parameters themselves are stepped.
         host: Steps it on the host; None where the device does.
         plain: Its plain optimizer, and the state between steps.
-        spoils: Whether a step of the class may write the gradients that it is given.
-        scaled: Whether the step under way undoes a scale in them.
+        handed: The gradients that the plain optimizer is handed.
         made: The ticket of the last step that was made.
         attempt: The step under way, or one that could not be taken back yet.
-        given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
     """
 
     def __init__(
@@ -78,12 +77,10 @@ class StepUnit(UnitGradients):
         self.block: Block | None = None
         self.masters: Masters | None = None
         self.host: Stepper | None = None
-        self.spoils = True
         self.made: object = None
         self.attempt: Attempt | None = None
         self.plain = PlainOptimizer(self, make)
-        self.scaled = False
-        self.given: dict[int, torch.Tensor] = {}
+        self.handed = HandedGradients()
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
         """Returns what the plain optimizer is given for a parameter: itself, or its master."""
@@ -178,7 +175,7 @@ class StepUnit(UnitGradients):
             self.recover()
         except StepError:
             if self.attempt is not None:
-                self.attempt.drop()
+                self.attempt.leave_as_is()
 
     def recover(self) -> None:
         """Takes back what could not be taken back when it failed.
@@ -218,7 +215,7 @@ class StepUnit(UnitGradients):
             complete = partial(self._complete, runtime, stored, slots, state)
             done = partial(self._carry_out, attempt, complete, ticket) if one_call else None
             if not revocable:
-                spoils = self.spoils or unscales
+                spoils = self.handed.spoils or unscales
                 attempt.keep(optimizer, slots, state, spoils=spoils, complete=done)
             self._carry_out(
                 attempt,
@@ -283,11 +280,8 @@ class StepUnit(UnitGradients):
             if unit is not of:
                 of, views = unit, slots[id(unit.block)].views
             gradients[number] = views[entry.unit_index]
-        if self.given:
-            found = zip(self.members, gradients, strict=True)
-            gradients = [self.given.get(id(param), gradient) for (param, _), gradient in found]
         slot = slots.get(id(self.block))
-        cast = self._hand_over(gradients)
+        cast = self.handed.hand_over(self.members, self.plain.owns(), gradients)
         self.plain.attach(slot)
         self._run(optimizer, scaling, cast)
         return self._complete(runtime, stored, slots, state)
@@ -335,29 +329,6 @@ class StepUnit(UnitGradients):
         """Stores what was written through views of the state."""
         self.plain.flush()
 
-    def _hand_over(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Gives the optimizer the gradients, in the dtype of what it steps.
-
-        Args:
-            gradients: One for each member, or None.
-
-        Returns:
-            What is stepped by a gradient that was cast: that gradient is not shared.
-        """
-        cast = []
-        for (param, _), own, given in zip(self.members, self.plain.owns(), gradients, strict=True):
-            gradient = given
-            if gradient is None:
-                own.grad = None
-                continue
-            if own is not param or gradient.dtype is not param.dtype:
-                gradient = gradient.to(own.device, own.dtype)
-                if gradient is not given:
-                    cast.append(own)
-            if own.grad is not gradient:
-                own.grad = gradient
-        return cast
-
     def _run(
         self,
         optimizer: torch.optim.Optimizer,
@@ -370,8 +341,8 @@ class StepUnit(UnitGradients):
                 outside(run, optimizer)  # the attempt takes back what an error leaves
                 return
             owns = [self.own(param) for param, _ in self.members]
-            self.scaled = True  # so it is taken to be, where the step fails
-            self.scaled = outside(run_scaled, optimizer, scaling, owns, cast)
+            self.handed.scaled = True  # so it is taken to be, where the step fails
+            self.handed.scaled = outside(run_scaled, optimizer, scaling, owns, cast)
 
     def held(self, runtime: ModuleRuntime) -> Held:
         """Returns a context that holds weights, gradients, state and masters."""
@@ -384,7 +355,9 @@ class StepUnit(UnitGradients):
                 return True
         return False
 
-    def begin(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State) -> None:
+    def store_first_state(
+        self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State
+    ) -> None:
         """Stores the state that the class makes before any step."""
         with torch.no_grad(), self.held(runtime) as slots:
             self.plain.optimizer_for(groups)

@@ -76,7 +76,7 @@ class HostHeap:
             self._library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
             self._library.mallopt(_M_TRIM_THRESHOLD, _TOP)
 
-    def look(self) -> None:
+    def trim_if_grown(self) -> None:
         """Trims the heap if the process has grown since; to be called at the beginning of a pass.
 
         One call in four looks, which takes some microseconds.

@@ -166,7 +166,7 @@ class LeavingOrder:
 
     def note_departure(self, block_id: int) -> None:
         """Notes that a block has left HBM."""
-        self._queue.drop(block_id)
+        self._queue.remove(block_id)
         self._stale.discard(block_id)
 
     def lose_track(self) -> None:

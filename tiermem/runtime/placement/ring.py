@@ -9,10 +9,10 @@ a byte more moves.
 
 from __future__ import annotations
 
-from tiermem.core.allocator import Window
 from tiermem.core.block import Extent
 from tiermem.core.residency import ResidencyTable
 from tiermem.core.schedule import Planner, Schedule
+from tiermem.core.windows import Window
 from tiermem.runtime.placement.leaving import LeaveRules, Why
 from tiermem.runtime.placement.regions import Regions
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
-from weakref import WeakValueDictionary, ref
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.config import Home
 from tiermem.core.block import ALIGNMENT, Extent, Tier
@@ -30,90 +29,16 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.extent_pool import ExtentPool, Place
 from tiermem.runtime.memory.slots import typed_view, use_count
 from tiermem.runtime.metrics.counters import ActivationCounters
+from tiermem.runtime.services.activation_copies import CopiesInHbm, Copy, SavingOrder
 from tiermem.transfer.copy import POISON, Event
 from tiermem.transfer.file.mover import FileTransfer
+
+__all__ = ["ActivationStore", "Copy"]
 
 _NOWHERE = Extent(0, 0)
 """For copy engines: the bytes are not in the HBM arena."""
 _GAP = 512
 """Dead neighbours that a look-ahead steps over before it gives up."""
-
-
-class Copy:
-    """A run of bytes of one storage, below HBM, and in HBM as long as need be.
-
-    Attributes:
-        ident: Never reused.
-        seq: Position in the order of saving; a tensor saved again moves up.
-        begin: Bytes saved before it, in that order.
-        low: First byte within the storage.
-        nbytes: Bytes.
-        name: For messages and tables.
-        weak: The storage, without holding it.
-        place: Where the copy is; None where it could not be written.
-        source: The storage, held.
-        fetched: The bytes in HBM again.
-        up: Event of the copy that brought them; from a file once that has been read.
-        reading: The file transfer that brings them.
-        tail: Last bytes, which are no whole page and so not in the file.
-        root: The tensor that was saved, or the one it is a view of; dead where that is gone.
-        version: The version of its contents that was copied.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "begin",
-        "dropped",
-        "fetched",
-        "ident",
-        "low",
-        "name",
-        "nbytes",
-        "place",
-        "reading",
-        "root",
-        "seq",
-        "source",
-        "tail",
-        "up",
-        "version",
-        "weak",
-    )
-
-    def __init__(
-        self, dropped: deque[Any], storage: torch.UntypedStorage, low: int, nbytes: int, name: str
-    ) -> None:
-        self.dropped = dropped
-        self.ident = self.seq = self.begin = -1
-        self.low = low
-        self.nbytes = nbytes
-        self.name = name
-        self.weak = StorageWeakRef(storage)
-        self.place: Place | None = None
-        self.source: torch.UntypedStorage | None = storage
-        self.fetched: torch.UntypedStorage | None = None
-        self.up: Event | None = None
-        self.reading: FileTransfer | None = None
-        self.tail: torch.Tensor | None = None
-        self.root: ref[torch.Tensor] | None = None
-        self.version = 0
-
-    def alive(self) -> torch.UntypedStorage | None:
-        """Returns the storage that was saved, if it is still alive."""
-        if self.source is not None:
-            return self.source
-        # returns None where it is gone, whatever its annotation says
-        found = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
-        return cast("torch.UntypedStorage | None", found)
-
-    def covers(self, low: int, high: int) -> bool:
-        """Whether bytes ``low`` to ``high`` of the storage are part of it."""
-        return self.low <= low and high <= self.low + self.nbytes
-
-    def __del__(self) -> None:
-        self.dropped.append(
-            (self.ident, self.place, self.source, self.fetched, self.up, self.reading)
-        )
 
 
 def _afresh(error: StorageError) -> StorageError:
@@ -152,17 +77,12 @@ class ActivationStore:
         self.home = home
         self.window = window
         self.pool = ExtentPool(manager.parts.homes, self._settle)
-        self._live: dict[int, ref[Copy]] = {}
+        self._order = SavingOrder()
         self._of_storage: WeakValueDictionary[int, Copy] = WeakValueDictionary()
-        self._held: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
-        self._fetched: OrderedDict[int, tuple[ref[Copy], int]] = OrderedDict()
-        self._held_bytes = 0
-        self._fetched_bytes = 0
+        self._held = CopiesInHbm()
+        self._fetched = CopiesInHbm()
         self._dropped: deque[Any] = deque()
         self._leaving: list[tuple[Any, Event | None, FileTransfer | None]] = []
-        self._seqs: dict[int, int] = {}
-        self._next = 0
-        self._saved_bytes = 0
         self._looked_to: float = float("inf")
 
     @property
@@ -179,8 +99,8 @@ class ActivationStore:
 
     def again(self, copy: Copy) -> None:
         """Notes that another tensor was saved that ``copy`` covers: backward needs it sooner."""
-        self._live.pop(copy.seq, None)
-        self._number(copy)
+        self._order.add_again(copy)
+        self._looked_to = float("inf")
         self.counters.shared += 1
 
     def send(self, storage: torch.UntypedStorage, low: int, nbytes: int, name: str) -> Copy | None:
@@ -202,11 +122,10 @@ class ActivationStore:
             copy.place = None
             self.pool.give_back(place)
             raise
-        copy.ident = self._next
-        self._number(copy)
+        self._order.add(copy)
+        self._looked_to = float("inf")
         self._of_storage[storage._cdata] = copy
-        self._held[copy.ident] = (ref(copy), nbytes)
-        self._held_bytes += nbytes
+        self._held.add(copy)
         self.counters.offloaded += 1
         self.counters.offloaded_bytes += nbytes
         self._trim_held()
@@ -230,22 +149,11 @@ class ActivationStore:
             if body < copy.nbytes:
                 copy.tail = bytes_[body:].clone()
 
-    def _number(self, copy: Copy) -> None:
-        copy.seq = self._next
-        self._next += 1
-        copy.begin = self._saved_bytes
-        self._saved_bytes += copy.nbytes
-        self._live[copy.seq] = ref(copy)
-        self._seqs[copy.ident] = copy.seq
-        self._looked_to = float("inf")
-
     def _trim_held(self) -> None:
         """Frees the sources that are beyond the window, the oldest first."""
         window = self.window()
-        while self._held_bytes > window and self._held:
-            _, (weak, nbytes) = self._held.popitem(last=False)
-            self._held_bytes -= nbytes
-            copy = weak()
+        while self._held.nbytes > window and self._held:
+            copy = self._held.take_first()
             if copy is not None:
                 self._let_go(copy)
 
@@ -314,23 +222,23 @@ class ActivationStore:
         window = self.window()
         if not window:
             return
-        seq = int(min(copy.seq, self._looked_to)) - 1
-        gap, first = 0, seq == copy.seq - 1
-        while seq >= 0 and gap < _GAP:
-            weak = self._live.get(seq)
-            other = None if weak is None else weak()
-            if other is None:
-                gap += 1
-            else:
-                if copy.begin - other.begin > window and not first:
-                    break
-                first = False
-                if other.fetched is None and other.alive() is None:
-                    try:
-                        self._fetch(other, urgent=False)
-                    except torch.OutOfMemoryError:
-                        break
-                    self.counters.fetched_ahead += 1
+        order, position = self._order, self._order.position(copy)
+        seq, left = int(min(position, self._looked_to)) - 1, _GAP
+        first = seq == position - 1
+        while True:
+            begin = seq
+            seq, other, left = order.back(seq, left)
+            if seq < begin:
+                self._looked_to = seq + 1
+            if other is None or (order.between(seq, position) > window and not first):
+                return
+            first = False
+            if other.fetched is None and other.alive() is None:
+                try:
+                    self._fetch(other, urgent=False)
+                except torch.OutOfMemoryError:
+                    return
+                self.counters.fetched_ahead += 1
             self._looked_to = seq
             seq -= 1
 
@@ -360,8 +268,7 @@ class ActivationStore:
                 if copy.tail is not None:
                     target[body:].copy_(copy.tail)
             copy.fetched = target.untyped_storage()
-        self._fetched[copy.ident] = (ref(copy), copy.nbytes)
-        self._fetched_bytes += copy.nbytes
+        self._fetched.add(copy)
 
     def _arrive(self, copy: Copy, *, again: bool) -> None:
         """Makes compute wait for a copy up; for files, the host.
@@ -392,14 +299,10 @@ class ActivationStore:
     def _trim_fetched(self, current: Copy) -> None:
         """Frees what was fetched long ago: a graph that is kept would hold all of it."""
         limit = 4 * self.window()
-        while self._fetched_bytes > limit and len(self._fetched) > 1:
-            ident = next(iter(self._fetched))
-            if ident == current.ident:
-                self._fetched.move_to_end(ident)
-                ident = next(iter(self._fetched))
-            copy = self._fetched[ident][0]()
+        while self._fetched.nbytes > limit and len(self._fetched) > 1:
+            ident, copy = self._fetched.first_but(current)
             if copy is None:
-                self._fetched_bytes -= self._fetched.pop(ident)[1]
+                self._fetched.remove(ident)
             elif copy.reading is not None and not copy.reading.finished:
                 return
             else:
@@ -410,8 +313,7 @@ class ActivationStore:
         copy.fetched = None
         copy.up = None
         copy.reading = None
-        if self._fetched.pop(copy.ident, None) is not None:
-            self._fetched_bytes -= copy.nbytes
+        self._fetched.remove(copy.ident)
 
     # -- the end ---------------------------------------------------------
 
@@ -433,12 +335,9 @@ class ActivationStore:
         """Frees the places of dropped copies; what they have in HBM waits for ``reap``."""
         while self._dropped:
             ident, place, source, fetched, up, reading = self._dropped.popleft()
-            seq = self._seqs.pop(ident, None)
-            if seq is not None:
-                self._live.pop(seq, None)
-            held, brought = self._held.pop(ident, None), self._fetched.pop(ident, None)
-            self._held_bytes -= held[1] if held else 0
-            self._fetched_bytes -= brought[1] if brought else 0
+            self._order.remove(ident)
+            self._held.remove(ident)
+            self._fetched.remove(ident)
             if place is None:
                 continue
             if fetched is not None:
@@ -451,15 +350,14 @@ class ActivationStore:
         """Counts anew what is held and fetched, after an exception anywhere."""
         self.collect()
         self.pool.repair()
-        self._held_bytes = sum(nbytes for _, nbytes in self._held.values())
-        self._fetched_bytes = sum(nbytes for _, nbytes in self._fetched.values())
+        self._held.repair()
+        self._fetched.repair()
         self._looked_to = float("inf")
 
     def copies(self) -> list[Copy]:
         """Returns the copies there are, in the order of saving."""
         self.collect()
-        found = (weak() for _, weak in sorted(self._live.items()))
-        return [copy for copy in found if copy is not None]
+        return self._order.copies()
 
     def _settle(self, place: Place) -> None:
         """Makes the host wait until nothing reads or writes a place."""

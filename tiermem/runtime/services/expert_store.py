@@ -12,7 +12,6 @@ a seat is taken as long as one of these tensors is alive.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,11 +21,11 @@ import torch
 from tiermem.core.block import Block, Extent, Role, Tier, align_up
 from tiermem.core.experts import FORESEEN, Seats, share_out
 from tiermem.core.layout import TensorShape
-from tiermem.core.residency import Record, State
-from tiermem.errors import CapacityError, StorageError
+from tiermem.core.residency import State
+from tiermem.errors import CapacityError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
-from tiermem.storage.checkpointstore import SourceRange
+from tiermem.runtime.services.piece_copies import PieceCopies
 
 _ROOM = "expert room"
 _LEAST_SEATS = 3
@@ -49,6 +48,7 @@ class ExpertStore:
         self._manager = manager
         self._parts = parts = manager.parts
         self.stacks: dict[int, Stack] = {}
+        self._copies = PieceCopies(parts, self.stacks.values)
         self._numbers: dict[int, Stack] = {}
         self._room: Block | None = None
         self._banks: dict[int, Bank] = {}
@@ -62,7 +62,6 @@ class ExpertStore:
         limit, more = parts.limit, parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
-        parts.homes.owners.append(self._owned)
 
     # -- stacks ----------------------------------------------------------
 
@@ -84,7 +83,7 @@ class ExpertStore:
         stack = self.stacks.get(block_id)
         if stack is not None:
             self.close()
-            self._forget_places(stack)
+            self._copies.forget_places(stack)
             del self.stacks[block_id], self._numbers[stack.number]
 
     # -- the expert room -------------------------------------------------
@@ -112,7 +111,7 @@ class ExpertStore:
         parts = self._parts
         for bank in self._banks.values():
             for seat in bank.seats:
-                self._settle(seat)
+                self._copies.settle(seat)
         parts.copy.synchronize()
         seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
         slot = parts.slots.current[room.id]
@@ -275,12 +274,12 @@ class ExpertStore:
                 if piece.stack != stack.number:
                     continue
                 seat = bank.seats[bank.who.seated[piece]]
-                self._settle(seat)
+                self._copies.settle(seat)
                 if not seat.aliased:
                     bank.who.give_up(piece)
                 else:  # stays as it was for its readers; no longer found by its piece
                     bank.who.rename(piece, object())
-        self._forget_places(stack)
+        self._copies.forget_places(stack)
         stack.guessed.clear()
 
     def begin(self, use: Use, expected: Sequence[int] = ()) -> None:
@@ -373,7 +372,7 @@ class ExpertStore:
             if use.coming:
                 with seat.held():  # the next copies begin before the host waits for a disk
                     self._go_on(use)
-            error = self._settle(seat)
+            error = self._copies.settle(seat)
             if error is None:
                 return seat
             bank.who.give_up(piece)
@@ -474,7 +473,11 @@ class ExpertStore:
             return None
         filled = False
         try:
-            self._fill(bank.seats[index], piece, urgent=urgent)
+            seat = bank.seats[index]
+            self._copies.settle(seat)  # a guess that was not used
+            if self._lent:
+                self._note_released()
+            self._copies.begin(seat, self._numbers[piece.stack], piece, urgent=urgent)
             filled = True
         finally:
             if not filled:
@@ -493,110 +496,3 @@ class ExpertStore:
                 bank.who.give_up(other)
                 return bank.who.seat(piece, lambda _: True, urgent=True, guessed=False)
         return None
-
-    def _fill(self, seat: Seat, piece: Piece, *, urgent: bool) -> None:
-        parts = self._parts
-        stack = self._numbers[piece.stack]
-        record = parts.table[stack.block.id]
-        self._settle(seat)  # a guess that was not used
-        if self._lent:
-            self._note_released()
-        begin, nbytes = self._range(stack, piece)
-        seat.event = None
-        if record.home is Tier.DRAM and record.home_extent is not None:
-            home = parts.homes.bytes_of(record.home_extent)[begin : begin + nbytes]
-            self._up(seat, home, stack)
-        elif parts.homes.read_only(record.home_extent):
-            place = self._place(stack, piece, record, begin, nbytes)
-            seat.transfer = parts.transfers.need_mover().read(
-                place, seat.bytes, label=stack.block.name, urgent=urgent, after=seat.released
-            )
-        elif record.home_extent is not None:
-            host = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
-            self._up(seat, host, stack)
-
-    def _up(self, seat: Seat, source: torch.Tensor, stack: Stack) -> None:
-        """Submits a copy up."""
-        parts, started = self._parts, time.perf_counter_ns()
-        nbytes = source.numel()
-        after = parts.transfers.home_ready.get(stack.block.id)
-        behind = seat.released if after is None else (*seat.released, after)
-        seat.event = parts.copy.up_behind(seat.bytes[:nbytes], source, behind)
-        ended = time.perf_counter_ns()
-        parts.counters.moved("dram->hbm", nbytes, ended - started)
-        parts.counters.copy_ns += ended - started
-        parts.timeline.add("dram->hbm", stack.block.name, started, ended, nbytes)
-
-    @staticmethod
-    def _range(stack: Stack, piece: Piece) -> tuple[int, int]:
-        """Returns where a piece begins in its block, and its bytes."""
-        spec, nbytes = stack.block.tensors[piece.tensor], stack.nbytes(piece.tensor)
-        return spec.offset + max(piece.expert, 0) * nbytes, nbytes
-
-    def _settle(self, seat: Seat) -> StorageError | None:
-        """Waits for a read from a file into a seat; returns its error."""
-        transfer = seat.transfer
-        if transfer is None:
-            return None
-        transfers, counters = self._parts.transfers, self._parts.counters
-        transfers.wait(transfer)
-        transfers.poll()
-        seat.transfer = None
-        if transfer.event is not None:
-            self._parts.copy.landed(seat.extent, transfer.event)
-            seat.event = transfer.event
-        if transfer.error is not None:
-            counters.errors += 1
-            return transfer.error
-        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
-        counters.moved("nvme->hbm", seat.bytes.numel(), transfer.finished_ns - begun)
-        return None
-
-    def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
-        """Returns an address in checkpoint files of just a piece."""
-        found = stack.places.get(piece)
-        if found is None:
-            sources = self._parts.homes.open_sources()
-            ranges = sources.ranges_of(record.home_extent)  # type: ignore[arg-type]
-            cut = [part for source in ranges if (part := _cut(source, begin, begin + nbytes))]
-            found = stack.places[piece] = sources.place(cut, align_up(nbytes))
-        return found
-
-    def _from_swap(self, name: str, home: Extent, begin: int, nbytes: int) -> torch.Tensor:
-        """Reads bytes of a block's swap file into host memory; whole chunks, as they are checked.
-
-        Raises:
-            StorageError: If they cannot be read.
-        """
-        parts = self._parts
-        swap, last = parts.homes.swap, begin + nbytes
-        chunks = [] if swap is None else swap.pieces(home)
-        inside = [
-            c for c in chunks if c.extent_offset < last and begin < c.extent_offset + c.nbytes
-        ]
-        first, end = inside[0].extent_offset, inside[-1].extent_offset + inside[-1].nbytes
-        host = torch.empty(end - first, dtype=torch.uint8)
-        mover = parts.transfers.need_mover()
-        extent = Extent(home.offset + first, end - first)
-        parts.transfers.run(mover.read(extent, host, label=name, urgent=True))
-        return host[begin - first : last - first]
-
-    def _forget_places(self, stack: Stack) -> None:
-        for extent in stack.places.values():
-            if self._parts.homes.holds(Tier.NVME, extent):
-                self._parts.homes.release(Tier.NVME, extent)
-        stack.places.clear()
-
-    def _owned(self) -> list[tuple[Tier, Extent]]:
-        """Returns the addresses in files that pieces have."""
-        return [(Tier.NVME, e) for stack in self.stacks.values() for e in stack.places.values()]
-
-
-def _cut(source: SourceRange, begin: int, end: int) -> SourceRange | None:
-    """Returns the part of a range that is between two bytes of a block, as a target of its own."""
-    first, last = max(begin, source.target), min(end, source.target + source.nbytes)
-    if first >= last:
-        return None
-    return SourceRange(
-        source.file, source.offset + first - source.target, last - first, first - begin
-    )

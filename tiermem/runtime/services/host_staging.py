@@ -284,7 +284,7 @@ class HostStage:
                 raise each.read.error
         return cargo
 
-    def done(self, order: Order, written: Collection[int]) -> None:
+    def write_home(self, order: Order, written: Collection[int]) -> None:
         """Begins to write home a load that has been worked on; a second call does nothing.
 
         Args:
@@ -307,7 +307,7 @@ class HostStage:
             self._read_ahead()
             self._torn = False
 
-    def failed(self, order: Order) -> None:
+    def give_up(self, order: Order) -> None:
         """Drops a load that was not worked on, or whose work failed; the files still have it.
 
         The thread has undone its own changes to blocks shared with other loads.

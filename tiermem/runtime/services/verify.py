@@ -33,7 +33,9 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
         else:
             home = torch.empty(block.nbytes, dtype=torch.uint8)
             mover = manager.parts.transfers.need_mover()
-            manager.parts.transfers.run(mover.read(extent, home, label=block.name, urgent=True))
+            manager.parts.transfers.wait_or_raise(
+                mover.read(extent, home, label=block.name, urgent=True)
+            )
         same = torch.ones((), dtype=torch.bool, device=here.device)
         for begin, end in _runs(block):
             same &= (here[begin:end] == home[begin:end].to(here.device)).all()

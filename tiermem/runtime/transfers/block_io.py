@@ -91,7 +91,7 @@ class BlockIo:
             raise InvariantError(f"block {block.name!r} has its home in no file")
         host = torch.empty(block.nbytes, dtype=torch.uint8)
         mover = transfers.need_mover()
-        transfers.run(mover.read(record.home_extent, host, label=block.name, urgent=True))
+        transfers.wait_or_raise(mover.read(record.home_extent, host, label=block.name, urgent=True))
         return host
 
     def restore(self, block: Block, begin: int, end: int) -> None:
@@ -143,7 +143,7 @@ class BlockIo:
             if tensor is not None:
                 view_of(target, spec).copy_(tensor)
         if not in_dram:
-            transfers.run(transfers.need_mover().write(extent, target, label=block.name))
+            transfers.wait_or_raise(transfers.need_mover().write(extent, target, label=block.name))
         transfers.table.home_written(block.id)
         transfers.departures.add_home(block.id)
 

@@ -80,7 +80,7 @@ class DeferredWork:
         """Forgets a piece of work that need not be done any more."""
         self._strike(debt)
 
-    def of(self, elsewhere: Elsewhere) -> list[Deferred]:
+    def that_take_up(self, elsewhere: Elsewhere) -> list[Deferred]:
         """Returns the pieces of work that take up what goes on elsewhere."""
         owed = (debt for found in self.owed.values() for debt in found)
         return list({id(d): d for d in owed if d.elsewhere is elsewhere}.values())

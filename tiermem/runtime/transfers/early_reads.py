@@ -252,7 +252,7 @@ class ReadAhead:
             entry.transfer = mover.read(home, target, label=block.name, in_place=True)
         except Exception:  # nothing was begun
             del self.staged[block.id]
-            self._queue.drop(block.id)
+            self._queue.remove(block.id)
             self._give_back(extent)
             raise
         self.begun += 1
@@ -296,7 +296,7 @@ class ReadAhead:
             with suppress(ClosedError):  # closing ends it as well
                 entry.mover.cancel(entry.transfer)
 
-    def landed(self) -> list[tuple[Record, FileTransfer]]:
+    def take_landed(self) -> list[tuple[Record, FileTransfer]]:
         """Returns the reads that have ended since the last call, and were wanted."""
         done = [entry for entry in self.reading if entry[1].finished]
         if done:
@@ -364,7 +364,7 @@ class ReadAhead:
             self._unpark(block_id)
         entry = self.staged.pop(block_id, None)
         if entry is not None:
-            self._queue.drop(block_id)
+            self._queue.remove(block_id)
             self._dying.append(entry)
             self._bury()
 

@@ -53,7 +53,7 @@ class FileFills:
                 )
                 under_way.append((block, extent, reading))
             for _, _, reading in under_way:
-                transfers.run(reading)
+                transfers.wait_or_raise(reading)
         except Exception:  # after a BaseException a repair waits for what is under way
             self._stop([reading for _, _, reading in under_way])
             raise
@@ -102,7 +102,7 @@ class FileFills:
         if nbytes:
             extent = self._place(ranges, whole.numel())
             mover = self._transfers.need_mover()
-            self._transfers.run(mover.read(extent, whole, label="a tensor", urgent=True))
+            self._transfers.wait_or_raise(mover.read(extent, whole, label="a tensor", urgent=True))
             self._store().forget(extent)
         return whole[:nbytes]
 

@@ -9,127 +9,25 @@ Completions come up only when something here polls; no transfer calls back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.block import Extent, Tier
 from tiermem.core.pace import Waste
 from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
 from tiermem.runtime.base.undisturbed import undisturbed
 from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.runtime.memory.slots import Slot, SlotCache
-from tiermem.runtime.metrics.counters import Counters
-from tiermem.runtime.metrics.pass_timer import PassTimer
-from tiermem.runtime.metrics.timeline import Timeline
+from tiermem.runtime.transfers.departures import Departures
 from tiermem.runtime.transfers.early_reads import ReadAhead
+from tiermem.runtime.transfers.transfer_log import TransferLog
 from tiermem.transfer.copy import CopyEngine, Event
 from tiermem.transfer.file.mover import FileMover, FileTransfer
-
-
-class Departures:
-    """A log of departures from HBM: all changes of what is in HBM are entered, one reader reads it.
-
-    Attributes:
-        count: Grows whenever a block leaves HBM or changes its place there; compare it with an
-            earlier value to know whether any has since.
-    """
-
-    __slots__ = ("_unread", "count")
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self.count = 0
-        self._unread: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._unread)
-
-    def add(self, block_id: int) -> None:
-        """Enters that a block has left HBM."""
-        self.count += 1
-        self._unread.add(block_id)
-
-    def add_move(self) -> None:
-        """Enters that a block has changed its place in HBM, or another has come into its place."""
-        self.count += 1
-
-    def add_home(self, block_id: int) -> None:
-        """Enters that a block's home copy is to be fetched (again): it was lent or written."""
-        self._unread.add(block_id)
-
-    def read(self) -> set[int]:
-        """Returns the blocks added since this was called last."""
-        unread, self._unread = self._unread, set()
-        return unread
-
-    def skip(self) -> None:
-        """Drops what was added and not read: the reader looks at everything anyway."""
-        self._unread.clear()
-
-    def forget(self, block_ids: Iterable[int]) -> None:
-        """Takes out blocks that do not exist any more."""
-        self._unread.difference_update(block_ids)
-
-
-class TransferLog:
-    """Enters transfers into the statistics.
-
-    Attributes:
-        counters: What happened.
-        pass_timer: Measures the copies of passes that are measured.
-    """
-
-    def __init__(self, counters: Counters, timeline: Timeline, pass_timer: PassTimer) -> None:
-        """Enters what it is told into all three."""
-        self.counters = counters
-        self.pass_timer = pass_timer
-        self._timeline = timeline
-        self._enter = timeline.enter
-
-    def copied(self, link: str, block: Block, started: int) -> None:
-        """Enters a copy between HBM and DRAM that has just been submitted.
-
-        Args:
-            link: Such as ``"dram->hbm"``.
-            block: What was copied.
-            started: When that began, by ``time.perf_counter_ns()``.
-        """
-        ended = time.perf_counter_ns()
-        counters, elapsed, nbytes = self.counters, ended - started, block.nbytes
-        moved = counters.moved_by.get(link)
-        if moved is None:
-            counters.moved(link, nbytes, elapsed)
-        else:  # the same in line: done at every streamed use
-            moved[0] += nbytes
-            moved[1] += 1
-            moved[2] += elapsed
-        counters.copy_ns += elapsed
-        self._enter((link, block.name, started, ended, nbytes))
-
-    def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
-        """Enters a file transfer that has finished, well or not."""
-        if transfer.error is not None:
-            self.counters.errors += 1
-            return
-        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
-        self.counters.moved(link, block.nbytes, transfer.finished_ns - begun)
-        if self.pass_timer.sampling:
-            disk = "nvme->hbm" if transfer.is_read else "hbm->nvme"
-            self.pass_timer.landed(disk, block.nbytes, begun, transfer.finished_ns)
-        self._timeline.add(link, block.name, begun, transfer.finished_ns, block.nbytes)
-
-    def stalled(self, started: int) -> None:
-        """Enters a wait of the host for a transfer, which has just ended."""
-        ended = time.perf_counter_ns()
-        self.counters.stalls += 1
-        self.counters.stall_ns += ended - started
-        self._timeline.add("stall", "wait", started, ended)
-
 
 _STAGED = "nvme->dram"
 
@@ -430,7 +328,7 @@ class Transfers:
             if flight.transfer.finished:
                 self._land(block_id, flight)
         if self.ahead.reading:
-            for record, transfer in self.ahead.landed():
+            for record, transfer in self.ahead.take_landed():
                 self.log.landed(_STAGED, record.block, transfer)
 
     def settle(self, block_id: int) -> StorageError | None:
@@ -503,7 +401,7 @@ class Transfers:
         finally:
             self.log.stalled(started)
 
-    def run(self, transfer: FileTransfer) -> None:
+    def wait_or_raise(self, transfer: FileTransfer) -> None:
         """Waits for a transfer that is no flight, and raises its error."""
         self.wait(transfer)
         self.poll()

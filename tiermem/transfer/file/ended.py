@@ -26,7 +26,7 @@ class Ended:
         self.finished: deque[FileTransfer] = deque()
         self.failed = 0
 
-    def settle(self, transfer: FileTransfer, error: StorageError | None) -> None:
+    def mark_finished(self, transfer: FileTransfer, error: StorageError | None) -> None:
         """Marks a transfer as finished and wakes the threads that wait for it."""
         transfer.error = error
         transfer.finished_ns = time.perf_counter_ns()

@@ -66,18 +66,18 @@ def carry_out(chunk: Chunk, copier: ChunkCopier) -> None:
     and copied out of it.
 
     Args:
-        chunk: ``checksum`` and the times are entered there.
+        chunk: ``check`` and the times are entered there.
         copier: Makes the copies.
     """
     started = time.perf_counter_ns()
     if chunk.task is Task.FILL:
         copier.from_source(chunk.memory, chunk.part()).wait()
         chunk.copy_ns = time.perf_counter_ns() - started
-    if chunk.check:
+    if chunk.check.wanted:
         before = time.perf_counter_ns()
-        chunk.checksum = checksum(chunk.address, chunk.piece.nbytes)
-        chunk.checksum_ns = time.perf_counter_ns() - before
-    if chunk.task is Task.LAND and not chunk.wrong:
+        chunk.check.found = checksum(chunk.address, chunk.piece.nbytes)
+        chunk.check.ns = time.perf_counter_ns() - before
+    if chunk.task is Task.LAND and not chunk.check.wrong:
         before = time.perf_counter_ns()
         for target, source in chunk.parts():
             copier.to_target(target, source, chunk.job.after).wait()

@@ -6,7 +6,7 @@ import enum
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -189,6 +189,28 @@ class Task(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Check:
+    """Whether the checksum of a piece is computed, and what came of it.
+
+    Attributes:
+        wanted: Whether it is.
+        expected: What it has to be, or ``None`` for a write.
+        found: What it is, once computed.
+        ns: Time spent on it.
+    """
+
+    wanted: bool = False
+    expected: int | None = None
+    found: int | None = None
+    ns: int = 0
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the bytes read are known to be others than were written."""
+        return self.expected is not None and self.wanted and self.found != self.expected
+
+
+@dataclass(slots=True, eq=False)
 class Chunk:
     """One staging chunk, and the piece that is in it.
 
@@ -198,16 +220,13 @@ class Chunk:
         address: Where the disk reads or writes: staging, or the source itself.
         job: Whose piece it is.
         piece: Where that is in the file and in the extent.
-        check: Whether its checksum is computed.
-        expected: What that has to be, or ``None`` for a write.
-        checksum: What it is, once computed.
+        check: Its checksum.
         on_disk: Whether the I/O engine reads or writes it.
         task: What a helper is doing with it.
         fence: Of the copy under way.
         written: Whether the disk has taken all of it.
         parked: Whether it waits for a target.
         ended: Whether its piece has ended; a copy out of it that streams wait for may go on.
-        checksum_ns: Time spent in the checksum.
         copy_ns: Time spent in the copy.
     """
 
@@ -216,16 +235,13 @@ class Chunk:
     address: int
     job: Job
     piece: Piece
-    check: bool = False
-    expected: int | None = None
-    checksum: int | None = None
+    check: Check = field(default_factory=Check)
     on_disk: bool = False
     task: Task | None = None
     fence: Fence | None = None
     written: bool = False
     parked: bool = False
     ended: bool = False
-    checksum_ns: int = 0
     copy_ns: int = 0
 
     @property
@@ -233,11 +249,6 @@ class Chunk:
         """Whether all that is left of its piece is a copy that streams wait for."""
         fence = self.fence
         return fence is not None and fence.event is not None
-
-    @property
-    def wrong(self) -> bool:
-        """Whether the bytes read are known to be others than were written."""
-        return self.expected is not None and self.check and self.checksum != self.expected
 
     def part(self) -> torch.Tensor:
         """Returns the part of the target or source that belongs to a piece in one run."""
@@ -291,7 +302,7 @@ class JobQueue:
         """Whether a piece could be begun, were there a chunk for it.
 
         Args:
-            may_park: See :meth:`take`.
+            may_park: See :meth:`next_piece`.
         """
         left = (job for job in self.jobs.values() if not (job.exhausted or job.blockers))
         return any(may_park or job.tensor is not None for job in left)
@@ -342,7 +353,7 @@ class JobQueue:
         job.dependents.clear()
         job.blockers.clear()
 
-    def take(self, *, may_write: bool, may_park: bool = False) -> tuple[Job, Piece] | None:
+    def next_piece(self, *, may_write: bool, may_park: bool = False) -> tuple[Job, Piece] | None:
         """Returns the next piece to begin, or ``None``.
 
         Args:

@@ -224,7 +224,7 @@ class FileMover:
             check_tensor(tensor, transfer.nbytes)
         job = Job(transfer, tensor, self._store.pieces(transfer.extent), after)
         if not self._pump.start_job(job):
-            self._pump.ended.settle(transfer, failure(transfer, self._pump.dead))
+            self._pump.ended.mark_finished(transfer, failure(transfer, self._pump.dead))
         return transfer
 
     def poll(self) -> list[FileTransfer]:

@@ -23,12 +23,11 @@ from tiermem.errors import IntegrityError, StorageError
 from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest
 from tiermem.storage.files import FileStore, Piece
 from tiermem.transfer.driver import Signal
-from tiermem.transfer.file.copiers import ChunkCopier, Fence, HostCopier
+from tiermem.transfer.file.copiers import ChunkCopier, Fence
+from tiermem.transfer.file.fenced import FencedCopies
 from tiermem.transfer.file.helpers import Helpers
 from tiermem.transfer.file.jobs import Chunk, FileTransfer, Job, JobQueue, Task
-from tiermem.transfer.file.staging import Staging
-
-_FEW_CHUNKS = 8
+from tiermem.transfer.file.staging import Shares, Staging
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class Pieces:
     Attributes:
         busy: Chunks in use, by number.
         counters: What was done so far.
-        fenced: Chunks whose copy runs by itself.
+        copies: Those that run by themselves.
         queue: Jobs with pieces to begin.
         verify: As given.
     """
@@ -76,24 +75,15 @@ class Pieces:
     ) -> None:
         self.busy: dict[int, Chunk] = {}
         self.counters = Counters()
-        self.fenced: list[Chunk] = []
+        self.copies = FencedCopies(copier)
         self.queue = JobQueue()
         self.verify = verify
         self._store = store
         self._staging = staging
-        self._copier = copier
-        self._on_host = isinstance(copier, HostCopier)
-        self._device_only = getattr(copier, "device_only", False)
         self._ended = ended
         self._rests = rests
         self._writing = 0
-        # What a disk ends all at once is followed by the other half straight away.
-        few = staging.count < _FEW_CHUNKS
-        self._most_on_disk = staging.count if few else staging.count // 2
-        # Some chunks are kept for reads: an urgent one shall not wait behind writes alone.
-        self._most_writing = max(1, staging.count - max(1, staging.count // 4))
-        # What has a target never waits for a chunk of what has none.
-        self._most_parked = staging.count // 2
+        self._most = Shares.of(staging.count)
 
     # Whole transfers -----------------------------------------------------------------
 
@@ -165,17 +155,17 @@ class Pieces:
 
         Not while the disk has all it may have: its next completion comes soon enough.
         """
-        if self.engine.in_flight < self._most_on_disk:
+        if self.engine.in_flight < self._most.on_disk:
             return True
         return any(c.task is not None and c.job.exhausted for c in self.busy.values())
 
     @property
     def needs_fence(self) -> bool:
         """Whether a transfer, or the disk, waits for nothing but copies that run by themselves."""
-        if self._starved and self.fenced:
+        if self._starved and self.copies.chunks:
             return True
         held = {c.job for c in self.busy.values() if c.on_disk or c.task is not None}
-        left = (c.job for c in self.fenced if not c.job.transfer.finished)
+        left = (c.job for c in self.copies.chunks if not c.job.transfer.finished)
         return any(not held or (job.exhausted and job not in held) for job in left)
 
     def last_fence(self) -> Fence | None:
@@ -184,14 +174,14 @@ class Pieces:
             return None
         if any(c.on_disk or c.task is not None for c in self.busy.values()):
             return None
-        if len({c.job.transfer.is_read for c in self.fenced}) > 1:
+        if len({c.job.transfer.is_read for c in self.copies.chunks}) > 1:
             return None  # copies up and down do not wait for each other
-        return next((c.fence for c in self.fenced), None)
+        return next((c.fence for c in self.copies.chunks), None)
 
     @property
     def _starved(self) -> bool:
         """Whether the disk has less than it may have for want of a chunk."""
-        if self._staging.spare or self.engine.in_flight >= self._most_on_disk:
+        if self._staging.spare or self.engine.in_flight >= self._most.on_disk:
             return False
         return self.queue.pending(may_park=self._may_park(self.queue.without_target()))
 
@@ -202,9 +192,9 @@ class Pieces:
         requests: list[IoRequest] = []
         waiting = self.queue.without_target()
         all_begun = False
-        while self._staging.spare and self.engine.in_flight + len(requests) < self._most_on_disk:
-            taken = self.queue.take(
-                may_write=self._writing < self._most_writing,
+        while self._staging.spare and self.engine.in_flight + len(requests) < self._most.on_disk:
+            taken = self.queue.next_piece(
+                may_write=self._writing < self._most.writing,
                 may_park=self._may_park(waiting),
             )
             if taken is None:
@@ -224,7 +214,7 @@ class Pieces:
 
     def _may_park(self, waiting: Sequence[Job]) -> bool:
         """Whether a read without a target may have one more chunk."""
-        return sum(job.active for job in waiting) < self._most_parked
+        return sum(job.active for job in waiting) < self._most.parked
 
     def _note_rests(self, waiting: Sequence[Job], all_begun: bool) -> None:
         """Reports reads without a target for which nothing is under way and nothing can be begun.
@@ -265,9 +255,9 @@ class Pieces:
         if not job.generation:
             job.generation = self._store.begin_write(job.transfer.extent, job.pieces)
         chunk = self._take(job, piece)
-        chunk.check = self.verify
+        chunk.check.wanted = self.verify
         self._writing += 1
-        if job.tensor is None or not self._in_host(job):
+        if job.tensor is None or not self.copies.in_host(job):
             self._copy(chunk)
             return None if chunk.fence is not None else self._send(chunk)
         source = job.tensor.data_ptr() + piece.extent_offset
@@ -279,12 +269,6 @@ class Pieces:
         chunk.address = source
         self.counters.bytes_direct += piece.nbytes
         return self._send(chunk)
-
-    def _in_host(self, job: Job) -> bool:
-        """Whether the bytes of a job lie where a helper thread copies them."""
-        if job.tensor is None:
-            return False
-        return self._on_host or (self._device_only and job.tensor.device.type == "cpu")
 
     def _take(self, job: Job, piece: Piece) -> Chunk:
         chunk = self._staging.take(job, piece)
@@ -299,20 +283,13 @@ class Pieces:
     def _copy(self, chunk: Chunk) -> None:
         """Starts a copy that runs by itself; leaves a fence unless that is done already."""
         before = time.perf_counter_ns()
-        if chunk.job.transfer.is_read:
-            for target, source in chunk.parts():  # on one stream: the last is over last
-                fence = self._copier.to_target(target, source, chunk.job.after)
-            chunk.job.transfer.event = fence.event
-        else:
-            fence = self._copier.from_source(chunk.memory, chunk.part())
+        fence = self.copies.start(chunk)
         self.counters.copy_ns += time.perf_counter_ns() - before
-        if not fence.done():
-            chunk.fence = fence
-            self.fenced.append(chunk)
+        self.copies.note(chunk, fence)
 
     def _send(self, chunk: Chunk) -> IoRequest:
         """Returns the request that writes a chunk; begins its checksum."""
-        if chunk.check and chunk.checksum is None:
+        if chunk.check.wanted and chunk.check.found is None:
             self._give(chunk, Task.CHECK)
         return self._request(IoOp.WRITE, chunk)
 
@@ -347,14 +324,14 @@ class Pieces:
     def _arrived(self, chunk: Chunk) -> None:
         """Checks a piece that was read and copies it on, or hands both to a helper."""
         entry = self._store.written(chunk.job.transfer.extent, chunk.piece)
-        chunk.expected = entry.checksum if entry is not None else None
+        chunk.check.expected = entry.checksum if entry is not None else None
         known = entry is not None and (entry.checksum is not None or entry.learns)
-        chunk.check = self.verify and known
+        chunk.check.wanted = self.verify and known
         in_place = chunk.address != chunk.memory.data_ptr()
-        if self._in_host(chunk.job) and not in_place:
+        if self.copies.in_host(chunk.job) and not in_place:
             self._give(chunk, Task.LAND)
             return
-        if chunk.check:
+        if chunk.check.wanted:
             self._give(chunk, Task.CHECK)
         if chunk.job.tensor is None:
             chunk.parked = True
@@ -367,13 +344,13 @@ class Pieces:
         requests: list[IoRequest] = []
         for chunk in chunks:
             task, chunk.task = chunk.task, None
-            job = chunk.job
-            self.counters.checksum_ns += chunk.checksum_ns
+            job, check = chunk.job, chunk.check
+            self.counters.checksum_ns += check.ns
             self.counters.copy_ns += chunk.copy_ns
-            if chunk.wrong:
+            if check.wrong:
                 self._stop(job, self._damage(chunk))
-            elif chunk.expected is None and chunk.checksum is not None and job.transfer.is_read:
-                self._store.keep_sum(job.transfer.extent, chunk.piece, chunk.checksum)
+            elif check.expected is None and check.found is not None and job.transfer.is_read:
+                self._store.keep_sum(job.transfer.extent, chunk.piece, check.found)
             if task is Task.FILL and job.error is None:
                 requests.append(self._send(chunk))
             else:
@@ -396,12 +373,9 @@ class Pieces:
 
     def look_at_fences(self) -> bool:
         """Goes on with the chunks whose copies have completed; returns whether there was one."""
-        if not self.fenced:
-            return False
-        done = [c for c in self.fenced if c.fence is None or c.fence.done()]
+        done = self.copies.take_done()
         if not done:
             return False
-        self.fenced = [c for c in self.fenced if c not in done]
         requests: list[IoRequest] = []
         for chunk in done:
             chunk.fence = None
@@ -441,13 +415,13 @@ class Pieces:
         self._writing -= 1
         if chunk.written:
             self._store.end_write(
-                transfer.extent, chunk.piece, chunk.job.generation, chunk.checksum
+                transfer.extent, chunk.piece, chunk.job.generation, chunk.check.found
             )
 
-    def drop(self) -> list[Job]:
+    def clear(self) -> list[Job]:
         """Clears everything, once no memory is accessed any more; returns the jobs left."""
         left = list(self.queue.jobs.values())
         self.queue = JobQueue()
         self.busy.clear()
-        self.fenced.clear()
+        self.copies.chunks.clear()
         return left

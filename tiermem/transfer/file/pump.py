@@ -64,7 +64,7 @@ class Pump:
         self.dead: BaseException | None = None
         self.workers = Workers(engine_factory, helpers, copier)
         chunks = Staging(staging, chunk_nbytes)
-        self.pieces = Pieces(store, chunks, copier, verify, ended.settle, ended.rest)
+        self.pieces = Pieces(store, chunks, copier, verify, ended.mark_finished, ended.rest)
         self._pid = os.getpid()
         self._inbox: list[tuple[Message, FileTransfer, Job | None]] = []
         self._taking = False
@@ -255,7 +255,7 @@ class Pump:
         """
         failed = self.workers.close()
         cause = cause or failed
-        for chunk in self.pieces.fenced:
+        for chunk in self.pieces.copies.chunks:
             if chunk.fence is not None:
                 with contextlib.suppress(Exception):  # a broken device fails every copy
                     chunk.fence.wait()
@@ -265,8 +265,8 @@ class Pump:
             self._closing = self._closing or cause is None
             left = [job for what, _, job in self._inbox if job and what is Message.START]
             self._inbox.clear()
-        for job in [*self.pieces.drop(), *left]:
-            self.ended.settle(job.transfer, job.error or failure(job.transfer, cause))
+        for job in [*self.pieces.clear(), *left]:
+            self.ended.mark_finished(job.transfer, job.error or failure(job.transfer, cause))
         self._set_brisk(False)
 
 

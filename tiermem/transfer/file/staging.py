@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from tiermem.core.block import ALIGNMENT
@@ -9,6 +11,30 @@ from tiermem.errors import ConfigError
 from tiermem.storage.files import Piece
 from tiermem.transfer.file.copiers import check_tensor
 from tiermem.transfer.file.jobs import Chunk, Job
+
+_FEW_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many chunks may be used for what, at most.
+
+    Attributes:
+        on_disk: By the disk at once: what it ends all at once is followed by the other half
+            straight away.
+        writing: By writes: an urgent read shall not wait behind writes alone.
+        parked: By reads without a target: what has one never waits for a chunk of theirs.
+    """
+
+    on_disk: int
+    writing: int
+    parked: int
+
+    @classmethod
+    def of(cls, count: int) -> Shares:
+        """Returns the shares of a number of chunks."""
+        on_disk = count if count < _FEW_CHUNKS else count // 2
+        return cls(on_disk, max(1, count - max(1, count // 4)), count // 2)
 
 
 class Staging:

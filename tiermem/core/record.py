@@ -1,0 +1,72 @@
+"""What is known of one block: its state in each tier, and where it is there."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tiermem.core.block import Block, Extent, Tier
+
+
+class State(enum.Enum):
+    """State of a block in one tier."""
+
+    ABSENT = "absent"
+    FILLING = "filling"
+    VALID = "valid"
+    DIRTY = "dirty"
+    DRAINING = "draining"
+
+
+class Move(NamedTuple):
+    """A copy asked for: the whole of one block, from one tier to another.
+
+    Attributes:
+        block: What moves.
+        source: Tier it is read from.
+        target: Tier it is written to.
+        source_extent: Address there.
+        target_extent: Address there.
+    """
+
+    block: Block
+    source: Tier
+    target: Tier
+    source_extent: Extent
+    target_extent: Extent
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One row of the table.
+
+    Attributes:
+        block: The block.
+        home: Tier that always has space for it.
+        home_extent: Its address there (None where the home is HBM).
+        at_home: State of the home copy.
+        in_hbm: State of the HBM copy.
+        extent: Address in HBM, or None.
+        leases: How many leases hold the HBM copy against eviction.
+        defined: Whether the block holds data at all (a gradient may not yet).
+        writes: How often the HBM copy was marked as written.
+        home_writes: How often the home copy was written directly.
+    """
+
+    block: Block
+    home: Tier
+    home_extent: Extent | None
+    at_home: State
+    defined: bool
+    in_hbm: State = State.ABSENT
+    extent: Extent | None = None
+    leases: int = 0
+    writes: int = 0
+    home_writes: int = 0
+    fixed: bool = field(default=False)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the HBM copy can be leased as it is."""
+        return self.in_hbm is State.VALID or self.in_hbm is State.DIRTY

@@ -1,0 +1,63 @@
+"""Which gradients the plain optimizer of a unit is handed, and whether it writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class HandedGradients:
+    """What is handed over in a step, and what becomes of it there.
+
+    Attributes:
+        given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
+        spoils: Whether a step of the class may write the gradients that it is given.
+        scaled: Whether the step under way undoes a scale in them.
+    """
+
+    __slots__ = ("given", "scaled", "spoils")
+
+    def __init__(self) -> None:
+        """Takes a step for one that writes gradients, until the class has been tried."""
+        self.given: dict[int, torch.Tensor] = {}
+        self.spoils = True
+        self.scaled = False
+
+    @property
+    def written(self) -> bool:
+        """Whether the step under way may have written them."""
+        return self.spoils or self.scaled
+
+    def hand_over(
+        self,
+        members: Sequence[tuple[torch.Tensor, int]],
+        owns: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """Gives the optimizer the gradients, in the dtype of what it steps.
+
+        Args:
+            members: Parameters of the unit and the number of their group.
+            owns: What the optimizer steps for each.
+            gradients: One for each, or None; given ones go before them.
+
+        Returns:
+            What is stepped by a gradient that was cast: that gradient is not shared.
+        """
+        if self.given:
+            found = zip(members, gradients, strict=True)
+            gradients = [self.given.get(id(param), gradient) for (param, _), gradient in found]
+        cast = []
+        for (param, _), own, given in zip(members, owns, gradients, strict=True):
+            gradient = given
+            if gradient is None:
+                own.grad = None
+                continue
+            if own is not param or gradient.dtype is not param.dtype:
+                gradient = gradient.to(own.device, own.dtype)
+                if gradient is not given:
+                    cast.append(own)
+            if own.grad is not gradient:
+                own.grad = gradient
+        return cast

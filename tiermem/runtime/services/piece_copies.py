@@ -1,0 +1,142 @@
+"""How a piece of an expert gets into its seat: from DRAM, a swap file or checkpoint files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from tiermem.core.block import Extent, Tier, align_up
+from tiermem.core.residency import Record
+from tiermem.errors import StorageError
+from tiermem.runtime.memory.expert_seats import Piece, Seat, Stack
+from tiermem.runtime.parts import Parts
+from tiermem.storage.checkpointstore import SourceRange
+
+
+class PieceCopies:
+    """Begins copies of pieces, takes up their ends, and knows the addresses that pieces have."""
+
+    def __init__(self, parts: Parts, stacks: Callable[[], Iterable[Stack]]) -> None:
+        """Begins nothing yet.
+
+        Args:
+            parts: Of the manager.
+            stacks: Returns the stacks there are.
+        """
+        self._parts = parts
+        self._stacks = stacks
+        parts.homes.owners.append(self._owned)
+
+    def begin(self, seat: Seat, stack: Stack, piece: Piece, *, urgent: bool) -> None:
+        """Begins to copy a piece into a seat, in which nothing is under way.
+
+        Args:
+            seat: Where to.
+            stack: Whose piece it is.
+            piece: What.
+            urgent: Whether a caller waits for it.
+        """
+        parts = self._parts
+        record = parts.table[stack.block.id]
+        begin, nbytes = self._range(stack, piece)
+        seat.event = None
+        if record.home is Tier.DRAM and record.home_extent is not None:
+            home = parts.homes.bytes_of(record.home_extent)[begin : begin + nbytes]
+            self._up(seat, home, stack)
+        elif parts.homes.read_only(record.home_extent):
+            place = self._place(stack, piece, record, begin, nbytes)
+            seat.transfer = parts.transfers.need_mover().read(
+                place, seat.bytes, label=stack.block.name, urgent=urgent, after=seat.released
+            )
+        elif record.home_extent is not None:
+            host = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
+            self._up(seat, host, stack)
+
+    def settle(self, seat: Seat) -> StorageError | None:
+        """Waits for a read from a file into a seat; returns its error."""
+        transfer = seat.transfer
+        if transfer is None:
+            return None
+        transfers, counters = self._parts.transfers, self._parts.counters
+        transfers.wait(transfer)
+        transfers.poll()
+        seat.transfer = None
+        if transfer.event is not None:
+            self._parts.copy.landed(seat.extent, transfer.event)
+            seat.event = transfer.event
+        if transfer.error is not None:
+            counters.errors += 1
+            return transfer.error
+        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
+        counters.moved("nvme->hbm", seat.bytes.numel(), transfer.finished_ns - begun)
+        return None
+
+    def forget_places(self, stack: Stack) -> None:
+        """Gives back the addresses in files that pieces of a stack have."""
+        for extent in stack.places.values():
+            if self._parts.homes.holds(Tier.NVME, extent):
+                self._parts.homes.release(Tier.NVME, extent)
+        stack.places.clear()
+
+    def _up(self, seat: Seat, source: torch.Tensor, stack: Stack) -> None:
+        """Submits a copy up."""
+        parts, started = self._parts, time.perf_counter_ns()
+        nbytes = source.numel()
+        after = parts.transfers.home_ready.get(stack.block.id)
+        behind = seat.released if after is None else (*seat.released, after)
+        seat.event = parts.copy.up_behind(seat.bytes[:nbytes], source, behind)
+        ended = time.perf_counter_ns()
+        parts.counters.moved("dram->hbm", nbytes, ended - started)
+        parts.counters.copy_ns += ended - started
+        parts.timeline.add("dram->hbm", stack.block.name, started, ended, nbytes)
+
+    @staticmethod
+    def _range(stack: Stack, piece: Piece) -> tuple[int, int]:
+        """Returns where a piece begins in its block, and its bytes."""
+        spec, nbytes = stack.block.tensors[piece.tensor], stack.nbytes(piece.tensor)
+        return spec.offset + max(piece.expert, 0) * nbytes, nbytes
+
+    def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
+        """Returns an address in checkpoint files of just a piece."""
+        found = stack.places.get(piece)
+        if found is None:
+            sources = self._parts.homes.open_sources()
+            ranges = sources.ranges_of(record.home_extent)  # type: ignore[arg-type]
+            cut = [part for source in ranges if (part := _cut(source, begin, begin + nbytes))]
+            found = stack.places[piece] = sources.place(cut, align_up(nbytes))
+        return found
+
+    def _from_swap(self, name: str, home: Extent, begin: int, nbytes: int) -> torch.Tensor:
+        """Reads bytes of a block's swap file into host memory; whole chunks, as they are checked.
+
+        Raises:
+            StorageError: If they cannot be read.
+        """
+        parts = self._parts
+        swap, last = parts.homes.swap, begin + nbytes
+        chunks = [] if swap is None else swap.pieces(home)
+        inside = [
+            c for c in chunks if c.extent_offset < last and begin < c.extent_offset + c.nbytes
+        ]
+        first, end = inside[0].extent_offset, inside[-1].extent_offset + inside[-1].nbytes
+        host = torch.empty(end - first, dtype=torch.uint8)
+        mover = parts.transfers.need_mover()
+        extent = Extent(home.offset + first, end - first)
+        parts.transfers.wait_or_raise(mover.read(extent, host, label=name, urgent=True))
+        return host[begin - first : last - first]
+
+    def _owned(self) -> list[tuple[Tier, Extent]]:
+        """Returns the addresses in files that pieces have."""
+        return [(Tier.NVME, e) for stack in self._stacks() for e in stack.places.values()]
+
+
+def _cut(source: SourceRange, begin: int, end: int) -> SourceRange | None:
+    """Returns the part of a range that is between two bytes of a block, as a target of its own."""
+    first, last = max(begin, source.target), min(end, source.target + source.nbytes)
+    if first >= last:
+        return None
+    return SourceRange(
+        source.file, source.offset + first - source.target, last - first, first - begin
+    )

@@ -1,0 +1,66 @@
+"""Transfers in the statistics: counters, timeline, and the times of passes that are measured."""
+
+from __future__ import annotations
+
+import time
+
+from tiermem.core.block import Block
+from tiermem.runtime.metrics.counters import Counters
+from tiermem.runtime.metrics.pass_timer import PassTimer
+from tiermem.runtime.metrics.timeline import Timeline
+from tiermem.transfer.file.mover import FileTransfer
+
+
+class TransferLog:
+    """Enters transfers into the statistics.
+
+    Attributes:
+        counters: What happened.
+        pass_timer: Measures the copies of passes that are measured.
+    """
+
+    def __init__(self, counters: Counters, timeline: Timeline, pass_timer: PassTimer) -> None:
+        """Enters what it is told into all three."""
+        self.counters = counters
+        self.pass_timer = pass_timer
+        self._timeline = timeline
+        self._enter = timeline.enter
+
+    def copied(self, link: str, block: Block, started: int) -> None:
+        """Enters a copy between HBM and DRAM that has just been submitted.
+
+        Args:
+            link: Such as ``"dram->hbm"``.
+            block: What was copied.
+            started: When that began, by ``time.perf_counter_ns()``.
+        """
+        ended = time.perf_counter_ns()
+        counters, elapsed, nbytes = self.counters, ended - started, block.nbytes
+        moved = counters.moved_by.get(link)
+        if moved is None:
+            counters.moved(link, nbytes, elapsed)
+        else:  # the same in line: done at every streamed use
+            moved[0] += nbytes
+            moved[1] += 1
+            moved[2] += elapsed
+        counters.copy_ns += elapsed
+        self._enter((link, block.name, started, ended, nbytes))
+
+    def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
+        """Enters a file transfer that has finished, well or not."""
+        if transfer.error is not None:
+            self.counters.errors += 1
+            return
+        begun = (transfer.started_ns or transfer.submitted_ns) + transfer.rested_ns
+        self.counters.moved(link, block.nbytes, transfer.finished_ns - begun)
+        if self.pass_timer.sampling:
+            disk = "nvme->hbm" if transfer.is_read else "hbm->nvme"
+            self.pass_timer.landed(disk, block.nbytes, begun, transfer.finished_ns)
+        self._timeline.add(link, block.name, begun, transfer.finished_ns, block.nbytes)
+
+    def stalled(self, started: int) -> None:
+        """Enters a wait of the host for a transfer, which has just ended."""
+        ended = time.perf_counter_ns()
+        self.counters.stalls += 1
+        self.counters.stall_ns += ended - started
+        self._timeline.add("stall", "wait", started, ended)
