@@ -84,7 +84,9 @@ def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> N
     assert all(begin % 64 == 0 and end > begin for begin, end in runs)
     if nbytes <= 0.125 * hbm:
         assert len(runs) == 1
-    assert len(runs) <= 256
+    assert len(runs) <= 4096
+    if nbytes <= 64 * hbm:
+        assert len(runs) <= 256
     if len(runs) > 1 and nbytes <= 16 * hbm:
         assert max(end - begin for begin, end in runs) * each <= hbm // 16 + 64 * each
 

@@ -7,11 +7,16 @@ _MOST = 0.8
 stepped in parts. With an eighth, training at 16,384 tokens was some percent slower on an H200, not
 faster as simulated."""
 _EACH = 16
-"""A part takes one in so many of that room: three parts fit beside what else streams."""
+"""A large one takes one in so many of that room: three parts fit beside what else streams."""
 _PARTS = 256
-"""Most parts of a parameter: where there is next to no room, HBM is refused, with the least."""
+"""Most parts of a parameter, unless there is room for smaller ones only."""
+_FIT = 4
+"""So many parts are not more than the room: three, and what pages and runs round up."""
+_FINEST = 4096
+"""Most parts at all: where there is next to no room, HBM is refused, with the least."""
 _LEAST = 64 << 20
-"""Bytes below which a parameter is stepped as a whole: its copies take milliseconds."""
+"""Bytes below which a parameter is stepped as a whole where that fits at all: its copies take
+milliseconds."""
 _ALIGNED = 1024
 """Elements. Runs begin and end where vectors and cache lines do, so that every element goes through
 the same instructions as in the whole."""
@@ -23,14 +28,22 @@ def parts_of(elements: int, nbytes: int, room: int) -> list[tuple[int, int]]:
     Args:
         elements: How many it has.
         nbytes: Of its state and master.
-        room: Bytes of HBM beside its weights and gradient.
+        room: Bytes of HBM beside its weights and gradient, and what else is held.
 
     Returns:
-        Where each begins and ends; one where it is small, or there is room enough.
+        Where each begins and ends; one where there is room enough.
     """
-    if nbytes < _LEAST or nbytes <= _MOST * room:
+    if nbytes <= (room if nbytes < _LEAST else _MOST * room):
         return [(0, elements)]
-    count = min(_PARTS, -(-nbytes * _EACH // max(1, room)))
-    length = -(-elements // count)
+    return _cut(elements, nbytes, room)
+
+
+def _cut(elements: int, nbytes: int, room: int) -> list[tuple[int, int]]:
+    """Returns runs of which one takes a quarter of the room, or a sixteenth if they are large."""
+    room = max(1, room)
+    count = -(-nbytes * _FIT // room)
+    if nbytes >= _LEAST:
+        count = max(count, min(_PARTS, -(-nbytes * _EACH // room)))
+    length = -(-elements // min(_FINEST, count))
     length += -length % _ALIGNED
     return [(at, min(elements, at + length)) for at in range(0, elements, length)]

@@ -120,7 +120,7 @@ class Program:
             room = hbm - sum(nbytes for home, nbytes in homes if home == "hbm")
             states, masters = [], []
             for unit in units:
-                step, state, master = self._step(unit, kept, room)
+                step, state, master = self._step(unit, kept, room, chain)
                 steps += step
                 states += [(unit.home(policy.home(Role.OPTIMIZER)), n) for n in state]
                 masters += [(unit.home(policy.home(Role.MASTER)), n) for n in master]
@@ -158,7 +158,7 @@ class Program:
         return found
 
     def _step(
-        self, unit: _Unit, kept: Kept, room: int
+        self, unit: _Unit, kept: Kept, room: int, chain: int
     ) -> tuple[list[StepNeed], list[int], list[int]]:
         """Returns the step of a unit, and the bytes of its blocks of state and of masters."""
         policy = self._settings.policy
@@ -174,13 +174,17 @@ class Program:
         weights = unit.block
         whole = weights + (0 if unit.home(policy.home(Role.GRAD)) == "hbm" else unit.nbytes)
         runs = [(0, 1)]
+        in_hbm = {
+            role: unit.home(policy.home(role)) == "hbm" for role in (Role.OPTIMIZER, Role.MASTER)
+        }
         parted = kept.elementwise and not unit.resident
         if parted and unit.nbytes and len(mine) == 1 == len(unit.members):
             (_, own) = mine[0]
             if all(shape.shape == own.shape for shape in states) and own.nbytes:
-                each = sum(shape.itemsize for shape in [*states, *masters])
-                elements = own.nbytes // own.itemsize
-                runs = parts_of(elements, elements * each, max(0, room - whole))
+                loose = ((Role.OPTIMIZER, states), (Role.MASTER, masters))
+                nbytes = sum(pack(found)[1] for role, found in loose if found and not in_hbm[role])
+                held = max(0, chain - weights) if kept.overlap else 0
+                runs = parts_of(own.nbytes // own.itemsize, nbytes, max(0, room - whole - held))
         if len(runs) == 1:
             state = [pack(states)[1]] if states else []
             master = [pack(masters)[1]] if masters else []
@@ -188,10 +192,12 @@ class Program:
             sizes = [end - begin for begin, end in runs]
             state = [pack([_run(s, size) for s in states])[1] for size in sizes if states]
             master = [pack([_run(s, size) for s in masters])[1] for size in sizes if masters]
-        loose = 0
-        for role, sizes in ((Role.OPTIMIZER, state), (Role.MASTER, master)):
-            loose += 0 if unit.home(policy.home(role)) == "hbm" else max(sizes, default=0)
-        nbytes = whole + loose * (1 if len(runs) == 1 else 3)
+        once = sum(
+            max(sizes, default=0)
+            for role, sizes in ((Role.OPTIMIZER, state), (Role.MASTER, master))
+            if not in_hbm[role]
+        )
+        nbytes = whole + once * (1 if len(runs) == 1 else 3)
         return [StepNeed(nbytes, weights, kept.overlap)], state, master
 
     # -- what would do ---------------------------------------------------

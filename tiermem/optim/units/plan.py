@@ -62,11 +62,8 @@ def plan_units(
         units = _divide(runtime, members, make)
         _prepare(units, groups, probe, master_dtype)
         if elementwise:
-            room = (
-                runtime.manager.parts.table.hbm.capacity
-                - runtime.manager.parts.table.fixed_nbytes()
-            )
-            units = [_in_parts(runtime, unit, groups, probe, room) for unit in units]
+            held = runtime.program.worst_chain if overlap else 0
+            units = [_in_parts(runtime, unit, groups, probe, held) for unit in units]
         _reserve(runtime, units, groups, probe, overlap=overlap, on_host=on_host)
     except BaseException:
         runtime.grads.unreserve(made)
@@ -154,11 +151,11 @@ def _in_parts(
     unit: StepUnit,
     groups: Sequence[dict[str, Any]],
     probe: StateProbe,
-    room: int,
+    held: int,
 ) -> StepUnit:
     """Returns a unit that steps a large parameter in parts, or the same where it is not large.
 
-    ``room`` is what HBM has for blocks that come and go, in bytes.
+    ``held`` are bytes of blocks that may be held beside it, its own weights among them.
     """
     if len(unit.members) != 1 or len(unit.entries) != 1 or probe.sparse:
         return unit
@@ -173,9 +170,20 @@ def _in_parts(
     whole = all(len(v.tensors) == 1 and v.shape == param.shape for v in found.values())
     if not whole or not weight.stride == gradient.stride == rows:
         return unit
-    nbytes = sum(v.nbytes for v in found.values()) + (own.nbytes if own is not param else 0)
-    beside = _loose_nbytes(runtime, [entry.group.block, entry.unit.block])
-    runs = parts_of(param.numel(), nbytes, max(0, room - beside))
+    policy = runtime.manager.parts.settings.policy
+    state = [shape_of(key, t) for key, v in found.items() for _, t in v.tensors]
+    master = [shape_of("master", own)] if own is not param else []
+    nbytes = sum(
+        pack(shapes)[1]
+        for role, shapes in ((Role.OPTIMIZER, state), (Role.MASTER, master))
+        if shapes and policy.home(role) != "hbm"
+    )
+    weights = _loose_nbytes(runtime, [entry.group.block])
+    beside = weights + _loose_nbytes(runtime, [entry.unit.block]) + max(0, held - weights)
+    table = runtime.manager.parts.table
+    runtime.manager.can_hold(table.fixed_nbytes() + beside + nbytes)  # it may grow for that
+    room = table.hbm.capacity - table.fixed_nbytes() - beside
+    runs = parts_of(param.numel(), nbytes, max(0, room))
     return PartedUnit(unit, runs) if len(runs) > 1 else unit
 
 
