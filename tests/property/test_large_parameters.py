@@ -59,6 +59,20 @@ class Wide(nn.Module):
         return self.wide(self.inner(x))
 
 
+class Uneven(nn.Module):
+    """Two large parameters and small ones in one block, the larger one last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.randn(WIDTH) * 0.1)
+        self.up = nn.Parameter(torch.randn(1500, WIDTH) * 0.1)
+        self.down = nn.Parameter(torch.randn(WIDTH, 2048) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(functional.linear(x * self.small, self.up))
+        return inner[:, :WIDTH] @ self.down
+
+
 class ByHand(nn.Module):
     """A parameter of the root, used by a function."""
 
@@ -95,7 +109,7 @@ class Stacked(nn.Module):
         return torch.bmm(inner, self.down).sum(0)
 
 
-MODELS: list[Callable[[], nn.Module]] = [Tied, Looked, Wide, ByHand, Convolved, Stacked]
+MODELS: list[Callable[[], nn.Module]] = [Tied, Looked, Wide, ByHand, Convolved, Stacked, Uneven]
 SETTINGS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {}),
     (torch.optim.AdamW, {"fused": True}),
