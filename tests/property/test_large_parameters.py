@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,7 @@ class Pair:
         dtype: torch.dtype,
         hbm: int,
         masters: bool,
+        tier: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
         seed(3)
@@ -143,7 +145,7 @@ class Pair:
         self.params = list(self.plain.parameters())
         self.masters = [p.detach().float().requires_grad_() if masters else p for p in self.params]
         self.by_hand = cls(self.masters, **options)
-        self.tier = tiermem.TierManager(device="cpu", hbm=hbm, dram="16MiB")
+        self.tier = tiermem.TierManager(device="cpu", hbm=hbm, dram="16MiB", **(tier or {}))
         try:
             self.model = self.tier.wrap(copy.deepcopy(self.plain))
             if masters:
@@ -545,3 +547,75 @@ def test_a_model_comes_back_with_a_gradient_in_runs() -> None:
                 assert type(mine.grad) is torch.Tensor
                 assert_same(theirs.grad, mine.grad, "gradient")
                 assert_same(theirs, mine, "weight")
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_weights_that_do_not_fit_are_refused_by_name(make: Any) -> None:
+    """Before anything has moved; what is asked for does."""
+    seed(3)
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    weights, largest = sizes_of(make, torch.float32)
+    with (
+        tiermem.TierManager(device="cpu", hbm=largest // 2, dram="16MiB") as tier,
+        pytest.raises(tiermem.CapacityError, match="in HBM as a whole") as caught,
+    ):
+        tier.wrap(model)
+    said = str(caught.value)
+    assert "tier hbm" in said
+    name = max(dict(model.named_parameters()).items(), key=lambda found: found[1].nbytes)[0]
+    assert repr(name) in said
+    assert_same(before, model.state_dict(), "weights")
+    (least,) = map(int, re.findall(r"hbm= at least (\d+)", said))
+    assert weights - 16 * PAGE <= least <= weights + 30 * PAGE
+    with pair(make, SETTINGS[0], torch.float32, least, False) as twins:
+        twins.backward(0)
+        twins.step()
+        twins.zero_grad()
+        twins.check()
+
+
+def test_gradients_of_a_scaled_loss_are_unscaled_in_runs() -> None:
+    """torch's fused kernels undo a loss scale in the gradients themselves."""
+    weights, _ = sizes_of(Tied, torch.float32)
+    with pair(Tied, SETTINGS[1], torch.float32, weights + 24 * PAGE, False) as twins:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        for number in range(3):
+            sides = ((twins.plain, twins.by_hand), (twins.model, twins.optimizer))
+            for scaler, (model, optimizer) in zip(scalers, sides, strict=True):
+                scaler.scale(loss_of(model, number)).backward()
+                if number == 1:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            twins.check()
+            twins.zero_grad()
+
+
+@pytest.mark.parametrize("overlap", ["auto", "forward", "backward"])
+def test_steps_at_any_time(overlap: str) -> None:
+    weights, _ = sizes_of(Looked, torch.bfloat16)
+    hbm = weights + 28 * PAGE
+    with pair(Looked, SETTINGS[0], torch.bfloat16, hbm, True, overlap=overlap) as twins:
+        assert parted(twins).entries[0].unit.runs
+        for number in range(5):
+            twins.backward(number)
+            twins.step()
+            twins.zero_grad()
+        twins.check()
+
+
+def test_homes_in_files(tmp_path: Path) -> None:
+    """Runs of the gradient, masters and state are written to a disk and read again."""
+    weights, _ = sizes_of(Wide, torch.bfloat16)
+    nvme = {"nvme": str(tmp_path), "nvme_bytes": "8MiB"}
+    nvme |= {"policy": dict.fromkeys(("grads", "master", "optimizer", "params"), "nvme")}
+    with pair(Wide, SETTINGS[0], torch.bfloat16, weights + 28 * PAGE, True, tier=nvme) as twins:
+        assert parted(twins).entries[0].unit.runs
+        for number in range(3):
+            twins.backward(2 * number)
+            twins.backward(2 * number + 1)
+            clip_both(twins, "by torch")
+            twins.step()
+            twins.zero_grad(set_to_none=number == 1)
+        twins.check()

@@ -63,7 +63,7 @@ def gradient_parts(
         would take as much.
     """
     nbytes = elements * itemsize
-    if not least and whole_gradient(nbytes) <= room:
+    if not nbytes or (not least and whole_gradient(nbytes) <= room):
         return [(0, elements)]
     each = itemsize + _KEPT * max(itemsize, _PRECISE)
     runs = _cut(elements, elements * each, room)

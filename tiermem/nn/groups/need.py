@@ -275,7 +275,7 @@ class Program:
         forward = self.budgets(gradients=False)
         kept = self._adamw()
         if not kept.params:
-            return _refusal(error, forward)
+            return _refusal(error, forward, self._undivided())
         whole = self.budgets(gradients=True, optimizers=[*self.optimizers, kept])
         most = self.budgets(gradients=True, optimizers=[*self.optimizers, self._most()])
         more = (
@@ -283,7 +283,18 @@ class Program:
             f"and overlap=); {FREEZE}"
         )
         alone = f"; forward alone would do with {_listed(forward)}" if forward else ""
-        return _refusal(error, whole, more + alone)
+        return _refusal(error, whole, more + self._undivided() + alone)
+
+    def _undivided(self) -> str:
+        """Returns what to do about a parameter that is larger than HBM; nothing without one."""
+        sizes = {f.name: m.shape(f).nbytes for m in self.models for f in (*m.params, *m.buffers)}
+        name = max(sizes, key=sizes.__getitem__)
+        if sizes[name] <= self._settings.hbm:
+            return ""
+        return (
+            f"; calls have {name!r} ({format_size(sizes[name])}) in HBM as a whole: to do with "
+            "less, divide it among several modules"
+        )
 
     def refuse_optimizer(self, error: CapacityError, kept: Kept) -> CapacityError:
         """Returns the error of an optimizer that does not fit, with what would do for it all."""

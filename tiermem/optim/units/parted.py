@@ -36,8 +36,8 @@ from tiermem.optim.units.attempt import Waiting
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.master import Masters
-from tiermem.optim.units.unit import Shown, State, StepUnit, Stored
-from tiermem.runtime.memory.slots import Slot
+from tiermem.optim.units.rununit import RunUnit
+from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
 __all__ = ["ELEMENTWISE", "Part", "PartedUnit"]
@@ -66,43 +66,6 @@ class _AsSeen(ForeignWrites):
 
     def look(self) -> bool:
         return self.written
-
-
-class RunUnit(StepUnit):
-    """Steps one run; where the gradient is kept in runs, it brings that of its own.
-
-    Attributes:
-        run: Of the gradient; None where that is given.
-    """
-
-    run: GradRun | None = None
-
-    def grad_units(self) -> list[GradUnit]:
-        """Returns the run of the gradient, if it is in a block of its own."""
-        return [] if self.run is None else [self.run]
-
-    def sees(self, unit: GradUnit) -> bool:
-        """Whether the optimizer is given the run of the gradient itself, not a cast of it."""
-        return self.own(self.members[0][0]).dtype is unit.block.tensors[0].dtype
-
-    def _update(
-        self,
-        runtime: ModuleRuntime,
-        optimizer: torch.optim.Optimizer,
-        stored: Sequence[Stored],
-        slots: dict[int, Slot],
-        state: State,
-        scaling: Scaling | None,
-        *,
-        owed: bool,
-    ) -> list[Shown]:
-        if self.run is None:
-            return super()._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-        self.given = {id(self.members[0][0]): slots[id(self.run.block)].views[0]}
-        try:
-            return super()._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-        finally:
-            self.given = {}
 
 
 class Part:
