@@ -10,8 +10,10 @@ import pytest
 import torch
 from support_ctrl_c import cut_short
 from support_nn import Tiers, same_bits
-from support_optim import Layer, Twins
+from support_optim import Layer, Twins, loss_of
 from torch import nn
+
+from tiermem.optim.units.parted import PartedUnit
 
 STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "61"))
 """Every so many lines are tried; with 1 all of them."""
@@ -21,9 +23,9 @@ OPTIM = ["optim/"]
 class Small(nn.Module):
     """A tied embedding and two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 20) -> None:
         super().__init__()
-        self.embed = nn.Embedding(20, 8)
+        self.embed = nn.Embedding(rows, 8)
         self.layers = nn.ModuleList([Layer(8, 8), Layer(8, 12)])
         self.to(torch.bfloat16)
 
@@ -42,6 +44,9 @@ KINDS: dict[str, tuple[Tiers, dict[str, Any]]] = {
     "forward": (Tiers("roomy", extra_hbm=1 << 16), {"overlap": "forward"}),
     "host": (Tiers("tight"), {"where": "host"}),
     "host and forward": (Tiers("tight"), {"where": "host", "overlap": "forward"}),
+    "in runs": (Tiers("tight"), {}),
+    "in runs, without masters": (Tiers("tight"), {"master_dtype": None}),
+    "in runs, forward": (Tiers("tight"), {"overlap": "forward"}),
     "one call": (Tiers("roomy", extra_hbm=1 << 20), {}),
     "one call, streaming": (Tiers("tight"), {}),
     "one call, without masters": (Tiers("roomy", extra_hbm=1 << 20), {"master_dtype": None}),
@@ -52,7 +57,12 @@ KINDS: dict[str, tuple[Tiers, dict[str, Any]]] = {
 def twins(kind: str) -> Twins:
     tiers, options = KINDS[kind]
     kernel = "fused" if kind.startswith("one call") else "foreach"
-    return Twins(Small, tiers, settings={"lr": 0.01, kernel: kernel == "fused"}, **options)
+    rows = 1024 if kind.startswith("in runs") else 20
+    settings = {"lr": 0.01, kernel: kernel == "fused"}
+    found = Twins(lambda: Small(rows), tiers, settings=settings, **options)
+    units = [unit for unit in found.optimizer._units if isinstance(unit, PartedUnit)]
+    assert (rows > 20) == any(unit.entries[0].unit.runs for unit in units)
+    return found
 
 
 def every_line(call: Callable[[int], str], check: Callable[[], None]) -> None:
@@ -91,7 +101,7 @@ def test_a_step_cut_short_is_gone_on_with(kind: str) -> None:
         every_line(step, pair.check)
 
 
-@pytest.mark.parametrize("kind", ["forward", "host and forward"])
+@pytest.mark.parametrize("kind", ["forward", "host and forward", "in runs, forward"])
 def test_a_forward_cut_short_that_pays_for_steps(kind: str) -> None:
     """The next forward pays for what is left."""
     with twins(kind) as pair:
@@ -108,7 +118,25 @@ def test_a_forward_cut_short_that_pays_for_steps(kind: str) -> None:
         every_line(forward, pair.check)
 
 
-@pytest.mark.parametrize("kind", ["streaming", "staying"])
+@pytest.mark.parametrize("kind", ["streaming", "in runs"])
+def test_a_backward_cut_short_is_made_again(kind: str) -> None:
+    """After the gradients are cleared; what it had taken in is forgotten."""
+    with twins(kind) as pair:
+
+        def backward(number: int) -> str:
+            loss = loss_of(pair.model, number)
+            where = cut_short(loss.backward, number, ["nn/groups/grad", "nn/groups/newgrads"])
+            pair.optimizer.zero_grad()
+            pair.backward(number)
+            pair.step()
+            pair.by_hand.zero_grad()
+            pair.optimizer.zero_grad()
+            return where
+
+        every_line(backward, pair.check)
+
+
+@pytest.mark.parametrize("kind", ["streaming", "staying", "in runs"])
 def test_clipping_cut_short_has_clipped_all_or_nothing(kind: str) -> None:
     with twins(kind) as pair:
 

@@ -15,6 +15,8 @@ from tiermem.core.block import ALIGNMENT, align_up
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
+_STEPPED = 10
+"""Times the bytes of a parameter: its gradient, a float32 master and three states, of bfloat16."""
 _ROUNDS = 256
 _FINE = 256  # so many parts of a budget are told apart, as long as they are pages
 
@@ -24,7 +26,8 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int]) -> int:
 
     A step holds a block of weights, its unit of gradients, and state and masters of a few
     times the unit's size; and the next unit is fetched meanwhile. Units small enough for
-    that are not made smaller than what a link carries at full speed.
+    that are not made smaller than what a link carries at full speed. A parameter whose step may
+    have to be made in parts is a unit of its own.
 
     Args:
         hbm: Budget in bytes.
@@ -33,7 +36,10 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int]) -> int:
     """
     free = max(0, hbm - block)
     limit = max(free // 20, min(_LEAST_UNIT, free // 8))
-    return max(max(sizes, default=0), min(sum(sizes), limit))
+    largest = max(sizes, default=0)
+    if _STEPPED * largest > free:
+        return limit
+    return max(largest, min(sum(sizes), limit))
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,7 +413,7 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Loa
     """
     stay = group.manager.parts.evictor.residents
     kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
-    gradients = [grads.block for unit in units for grads in unit.grad_units()]
+    gradients = [block for unit in units for grads in unit.grad_units() for block in grads.blocks]
     elements = sum(param.numel() for unit in units for param, _ in unit.members)
     return Load(
         weights=0 if group.block.id in stay else group.block.nbytes,
@@ -425,4 +425,4 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Loa
 
 def _is_untouched(unit: StepUnit) -> bool:
     """Whether the gradients of a unit are those that backward has left."""
-    return unit.has_own_gradients() and not any(grads.pending for grads in unit.grad_units())
+    return unit.has_own_gradients() and not any(grads.awaits for grads in unit.grad_units())

@@ -17,7 +17,7 @@ from tiermem.optim.hostpart import HostPart
 from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.timing import StepTiming
 from tiermem.optim.units.parted import ELEMENTWISE
-from tiermem.optim.units.plan import Member, kept_of, plan_units
+from tiermem.optim.units.plan import Member, kept_of, let_apart, plan_units
 from tiermem.optim.units.unit import StepUnit
 
 
@@ -111,6 +111,7 @@ class Intake:
             self._runtime.manager.remove_blocks(blocks)
             fresh = {id(g): g for u in planned for g in u.grad_units() if id(g) not in homed}
             self._runtime.grads.unreserve(list(fresh.values()))
+            let_apart(e for unit in planned for e in unit.entries)
             if isinstance(error, StepError):
                 raise
             raise program.refuse_optimizer(error, kept) from None

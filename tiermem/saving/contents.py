@@ -15,6 +15,7 @@ from torch import nn
 
 from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
+from tiermem.nn.groups.gradunit import GradRun
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone
 from tiermem.optim.contents import Contents
@@ -233,15 +234,17 @@ class Collector:
                 continue
             unit = entry.unit
             if unit.block.id not in sources:
-                if unit.pending:
-                    self._runtime.grads.open(unit)
-                    self._manager.release(unit.block)
-                sources[unit.block.id] = BlockSource(self._manager, unit.block)
-                self.sources.append(sources[unit.block.id])
+                if unit.awaits:
+                    self._runtime.grads.settle_now(unit)
+                mine = {block.id: BlockSource(self._manager, block) for block in unit.blocks}
+                sources.update(mine)
+                self.sources += mine.values()
             spec = unit.block.tensors[entry.unit_index]
             dtype = spec.dtype if isinstance(spec.dtype, torch.dtype) else param.dtype
             self.specs.append(Spec(name, dtype, tuple(param.shape)))
-            sources[unit.block.id].picks.append((entry.unit_index, name, 0))
+            for part in unit.parts:
+                begin = part.begin * dtype.itemsize if isinstance(part, GradRun) else 0
+                sources[part.block.id].picks.append((entry.unit_index, name, begin))
         return found
 
     # -- tensors in ordinary memory --------------------------------------

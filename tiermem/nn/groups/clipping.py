@@ -142,7 +142,7 @@ def _put_off(places: Sequence[tuple[GradStore, GradUnit, list[Entry]]], change: 
             grads.await_change(unit, entries, change)
     except BaseException:
         for _, unit, _ in places:
-            unit.pending[:] = [found for found in unit.pending if found.change is not change]
+            unit.forget_change(change)
         raise
 
 

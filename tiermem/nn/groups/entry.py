@@ -79,6 +79,8 @@ class Entry(Member):
         hooks: Handles of the hooks that take them.
         lazy: What stands for the gradient in ``param.grad``.
         ways: How stand-ins get at the gradient, once there was one.
+        whole: Whether its gradient is to be in one block, or in runs, as who steps it asks for;
+            None for what there is room for.
     """
 
     __slots__ = (
@@ -94,6 +96,7 @@ class Entry(Member):
         "unit_index",
         "waits",
         "ways",
+        "whole",
     )
 
     def __init__(self, param: nn.Parameter, name: str, group: Group, index: int) -> None:
@@ -110,3 +113,4 @@ class Entry(Member):
         self.hooks: list[RemovableHandle] = []
         self.lazy: torch.Tensor | None = None
         self.ways: Ways | None = None
+        self.whole: bool | None = None

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tiermem.core.block import Role
 from tiermem.core.layout import TensorShape
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.compat.entrances import inside
@@ -17,7 +16,8 @@ from tiermem.nn.compat.weakly import Hook, Weak
 from tiermem.nn.groups.above import Norms, Passes, Watcher
 from tiermem.nn.groups.clipping import Clippable
 from tiermem.nn.groups.entry import Entry
-from tiermem.nn.groups.gradunit import Change, GradUnit, Measure, Pending, divide, make_first
+from tiermem.nn.groups.gradunit import Change, GradRun, GradUnit, Measure, divide, make_first
+from tiermem.nn.groups.gradwanted import Wanted
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
 from tiermem.nn.groups.newgrads import NewGradients
@@ -29,6 +29,7 @@ from tiermem.nn.tensors.lazy import (
     is_gone,
     is_held,
     is_shared,
+    is_viewed,
     orphan,
     refresh,
 )
@@ -116,10 +117,7 @@ class GradStore:
                     "another dtype; make the optimizer before the first backward, or call "
                     "zero_grad() on the model first"
                 )
-        for unit in units.values():
-            for entry in unit.entries:
-                entry.unit = None
-        self.manager.remove_blocks([unit.block for unit in units.values()])
+        self.unreserve(list(units.values()))
         self._dtypes.update((id(entry.param), dtype) for entry in entries)
 
     def reserve(self, groups: Iterable[Group]) -> list[GradUnit]:
@@ -131,30 +129,56 @@ class GradStore:
         Raises:
             CapacityError: Before anything is changed.
         """
-        wanted, units = [], []
-        for group in groups:
-            for entries in divide(group, self._runtime.unit_limit(group)):
-                name = f"{group.block.name}.grad[{entries[0].name}]"
-                shapes = [self._shape(e) for e in entries]
-                wanted.append((name, Role.GRAD, shapes))
-                units.append((entries, group))
-        made = []
-        homes = ["hbm" if group.resident else None for _, group in units]
-        blocks = self.manager.add_blocks(wanted, home=homes)
-        for block, (entries, group) in zip(blocks, units, strict=True):
-            unit = GradUnit(block, entries, group)
-            made.append(unit)
-            for index, entry in enumerate(entries):
+        wanted = [
+            Wanted(entries, [self._shape(e) for e in entries])
+            for group in groups
+            for entries in divide(group, self._runtime.unit_limit(group))
+        ]
+        for each in wanted:
+            each.cut(self._runtime)
+        shapes = [shapes for each in wanted for shapes in each.blocks()]
+        homes = ["hbm" if each.group.resident else None for each in wanted for _ in each.blocks()]
+        blocks = iter(self.manager.add_blocks(shapes, home=homes))
+        made = [each.make(blocks) for each in wanted]
+        for unit in made:
+            for index, entry in enumerate(unit.entries):
                 entry.unit_index = index
                 entry.unit = unit
         return made
+
+    def lay_out(self, entry: Entry, *, whole: bool) -> None:
+        """Keeps the gradient of a parameter in one block, or in runs, from now on.
+
+        Args:
+            entry: The parameter.
+            whole: Whether in one block; else in runs, where that takes less of HBM.
+
+        Raises:
+            CapacityError: If there is no home for it.
+        """
+        entry.whole, unit = whole, entry.unit
+        if unit is None or whole == (not unit.runs) or len(unit.entries) > 1:
+            return
+        self.sync(entry)
+        self.pay(unit)
+        value = self.load(entry, self.dtype_of(entry)) if entry.has_grad else None
+        if value is not None:
+            self.clear(entry)
+        self.unreserve([unit])
+        try:
+            self.reserve([entry.group])
+        finally:
+            if value is not None:
+                entry.param.grad = value.to(entry.param.dtype)
+                if entry.unit is not None:
+                    self.store(entry, value)
 
     def unreserve(self, units: Sequence[GradUnit]) -> None:
         """Gives homes back that were reserved and are not used yet."""
         for unit in units:
             for entry in unit.entries:
                 entry.unit = None
-        self.manager.remove_blocks([unit.block for unit in units])
+        self.manager.remove_blocks([block for unit in units for block in unit.blocks])
 
     def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
         """Registers a measurement of every gradient to come, made while it is in HBM.
@@ -195,7 +219,7 @@ class GradStore:
         """Returns what was measured of a gradient as it is now, or None."""
         found = self._measured.get(id(entry))
         unit = entry.unit
-        if found is None or found[0] is not measure or unit is None or unit.pending:
+        if found is None or found[0] is not measure or unit is None or unit.awaits:
             return None
         return found[1] if entry.has_grad else None
 
@@ -205,7 +229,7 @@ class GradStore:
 
     def await_change(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
         """Adds a change that is applied to stored gradients when they are next in HBM."""
-        unit.pending.append(Pending(entries, change))
+        unit.await_change(entries, change)
         for entry in entries:
             for watcher in self.watchers:
                 watcher.edited(entry)
@@ -228,8 +252,9 @@ class GradStore:
             if other.has_grad:
                 return
         if unit is not None:
-            unit.pending.clear()
-            self.manager.discard(unit.block)
+            unit.forget_changes()
+            for block in unit.blocks:
+                self.manager.discard(block)
 
     def drop_forgotten(self) -> None:
         """Clears gradients that users have set to None (``model.zero_grad()``).
@@ -365,18 +390,47 @@ class GradStore:
         """
         if entry.unit is None or not entry.has_grad:
             raise RuntimeError(f"parameter {entry.name!r} has no gradient any more")
+        dtype, device = dtype or entry.param.dtype, self.manager.parts.device
+        if not entry.unit.runs:
+            return self._copy(entry.unit, entry, dtype)
+        whole = torch.empty(entry.param.shape, dtype=dtype, device=device)
+        for run in entry.unit.runs:
+            with torch.no_grad():
+                run.of(whole).copy_(self._copy(run, entry, dtype))
+        return whole
+
+    def _copy(self, part: GradUnit, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a copy of a gradient, or of a run of it."""
         try:
-            slot = self.open(entry.unit)
+            slot = self.open(part)
         except CapacityError as error:
             raise beside_optimizer(error) from None
         try:
             with torch.no_grad():
-                return slot.views[entry.unit_index].to(dtype or entry.param.dtype, copy=True)
+                return slot.views[entry.unit_index].to(dtype, copy=True)
         finally:
-            self.manager.release(entry.unit.block)
+            self.manager.release(part.block)
+
+    def settle_now(self, unit: GradUnit) -> None:
+        """Makes the changes that are pending on a unit, wherever it is."""
+        for part in unit.parts:
+            if part.pending:
+                self.open(part)
+                self.manager.release(part.block)
+        if unit.runs:
+            self.show(unit.entries[0])
+
+    def show(self, entry: Entry) -> None:
+        """Shows a gradient in runs, which was written, in the views that users have of it."""
+        if is_viewed(entry.lazy) and entry.has_grad:
+            refresh(entry.lazy, self.load(entry, self.dtype_of(entry)))
 
     def open(self, unit: GradUnit) -> Slot:
-        """Acquires a unit's block and makes the changes that are pending; release it after use."""
+        """Acquires a unit's block and makes the changes that are pending; release it after use.
+
+        Args:
+            unit: One in one block, or a run.
+        """
         slot = self.manager.acquire(unit.block)
         try:
             self.settle(unit, slot)
@@ -404,13 +458,25 @@ class GradStore:
                 while unit.pending:
                     make_first(unit.pending, found)
         finally:
-            for entry in unit.entries:
+            for entry in () if isinstance(unit, GradRun) else unit.entries:
                 refresh(entry.lazy, slot.views[entry.unit_index])
 
     def store(self, entry: Entry, gradient: torch.Tensor) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""
         unit = self._unit_of(entry)
-        slot = self.open(unit)
+        for part in unit.parts:
+            self._write(part, entry, part.of(gradient))
+        entry.has_grad = True
+        self._stored[id(unit)] = unit
+        if unit.runs:
+            self.show(entry)
+        self.expose(entry)
+        for watcher in self.watchers:
+            watcher.edited(entry)
+
+    def _write(self, part: GradUnit, entry: Entry, gradient: torch.Tensor) -> None:
+        """Writes a gradient, or a run of it, where it is kept."""
+        slot = self.open(part)
         written = False
         try:
             with unrecorded():
@@ -420,19 +486,18 @@ class GradStore:
                     follow(view, gradient.to(view.device))  # it was shown in fewer bits
                 else:
                     view.copy_(gradient)
-                refresh(entry.lazy, view)
+                if not isinstance(part, GradRun):
+                    refresh(entry.lazy, view)
                 self.unmeasure((entry,))
-            entry.has_grad = True
-            self._stored[id(unit)] = unit
         finally:
-            self.manager.release(unit.block, dirty=written)
-        self.expose(entry)
-        for watcher in self.watchers:
-            watcher.edited(entry)
+            self.manager.release(part.block, dirty=written)
 
     def _store_new(self, found: Sequence[tuple[Entry, torch.Tensor]]) -> None:
         """Adds dense gradients of parameters of one unit to those in the tiers, and shows them."""
         unit = self._unit_of(found[0][0])
+        if unit.runs:
+            self._store_runs(unit, *found[0])
+            return
         slot = self._open_new(unit)
         written = False
         try:
@@ -457,6 +522,30 @@ class GradStore:
             self.manager.release(unit.block, dirty=written)
         for entry, _ in found:
             self.expose(entry)
+
+    def _store_runs(self, unit: GradUnit, entry: Entry, gradient: torch.Tensor) -> None:
+        """Adds a gradient to the one that is kept in runs, and shows it.
+
+        Its norm is taken where it is the first: of a sum there is no whole in HBM to take it of.
+        """
+        self.unmeasure((entry,))
+        for run in unit.runs:
+            slot = self.open(run)
+            try:
+                with unrecorded():
+                    view, new = slot.views[0], run.of(gradient)
+                    view.add_(new) if entry.has_grad else view.copy_(new)
+            finally:
+                self.manager.release(run.block, dirty=True)
+        measure = self._measures.get(id(entry))
+        if measure is not None and not entry.has_grad:
+            with quiet(self.manager.parts.device), unrecorded():
+                kept = gradient.detach().to(self.dtype_of(entry))
+                self._measured[id(entry)] = measure, measure(kept)
+        entry.has_grad = True
+        self._stored[id(unit)] = unit
+        self.show(entry)
+        self.expose(entry)
 
     def _measure_new(self, found: Sequence[tuple[Entry, torch.Tensor]], slot: Slot) -> None:
         """Measures gradients that have just been written."""
@@ -620,4 +709,4 @@ class GradStore:
             return
         if self._pipeline is None:
             self._pipeline = BlockSweep(self.manager)
-        self._pipeline.write([before.block], gradients=True)
+        self._pipeline.write(before.blocks, gradients=True)

@@ -64,22 +64,85 @@ class GradUnit:
     """One block of gradients: those of consecutive parameters of one group.
 
     Attributes:
-        block: The block.
+        block: The block; of a gradient in runs the first of them.
         entries: Its parameters, in the order of the block's specs.
         group: The group they are from.
+        runs: Of the one gradient, where it is too large to be in HBM as a whole; else empty.
         pending: Changes that every gradient of it awaits (the factor of a clipping); made when
-            the block is next in HBM, so that they cost no sweep of their own.
+            the block is next in HBM, so that they cost no sweep of their own. Of a gradient in runs
+            each run has them.
         usual: How many of its gradients came in a row in the last backward.
     """
 
-    __slots__ = ("block", "entries", "group", "pending", "usual")
+    __slots__ = ("block", "entries", "group", "pending", "runs", "usual")
 
-    def __init__(self, block: Block, entries: list[Entry], group: Group) -> None:
+    def __init__(
+        self, block: Block, entries: list[Entry], group: Group, runs: Sequence[GradRun] = ()
+    ) -> None:
         self.block = block
         self.entries = entries
         self.group = group
+        self.runs = runs
         self.pending: list[Pending] = []
         self.usual = 0
+
+    @property
+    def parts(self) -> Sequence[GradUnit]:
+        """What comes to HBM by itself: the runs, or the unit as a whole."""
+        return self.runs or (self,)
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All of its blocks."""
+        return [part.block for part in self.parts]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether any of it awaits a change."""
+        return any(part.pending for part in self.parts)
+
+    def of(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns what it has of the gradient of one of its parameters."""
+        return gradient
+
+    def await_change(self, entries: Sequence[Entry], change: Change) -> None:
+        """Adds a change of the gradients of some of its parameters."""
+        for part in self.parts:
+            part.pending.append(Pending(entries, change))
+
+    def forget_change(self, change: Change) -> None:
+        """Takes a change back that has not been made."""
+        for part in self.parts:
+            part.pending[:] = [found for found in part.pending if found.change is not change]
+
+    def forget_changes(self) -> None:
+        """Takes all changes back: there is nothing to change."""
+        for part in self.parts:
+            part.pending.clear()
+
+
+class GradRun(GradUnit):
+    """A run of the elements of one gradient, in a block of its own.
+
+    Attributes:
+        begin: Its first element.
+        end: The first after it.
+    """
+
+    __slots__ = ("begin", "end")
+
+    def __init__(self, block: Block, entry: Entry, begin: int, end: int) -> None:
+        super().__init__(block, [entry], entry.group)
+        self.begin, self.end = begin, end
+
+    def of(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns its elements of the whole gradient."""
+        return gradient.reshape(-1)[self.begin : self.end]
 
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiermem.config import Settings, format_size
 from tiermem.core.block import Role, align_up
-from tiermem.core.layout import TensorShape, pack, split
+from tiermem.core.layout import TensorShape, contiguous_stride, pack, split
 from tiermem.core.need import Home, Played, StepNeed, least, unit_limit
-from tiermem.core.parts import parts_of
+from tiermem.core.parts import at_once, gradient_parts, parts_of
 from tiermem.errors import CapacityError
 from tiermem.nn.groups.above import Passes
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
@@ -112,22 +112,29 @@ class Program:
             return Played(homes, chain)
         at: Home = policy.home(Role.GRAD)
         wide = max((kept.grad_itemsize for kept in optimizers), default=0)
-        units = [unit for plan in plans for unit in self._units(plan, wide)]
-        homes += [(unit.home(at), unit.nbytes) for unit in units]
-        largest = max((u.nbytes for u in units if u.home(at) != "hbm"), default=0)
+        room = hbm - sum(nbytes for home, nbytes in homes if home == "hbm") - chain
+        whole = {i for kept in optimizers if not kept.elementwise for i in kept.params}
+        cuts = _Cuts(max(0, room), chain, whole, at)
+        units = [
+            self._in_runs(unit, optimizers, room + chain, cuts)
+            for plan in plans
+            for unit in self._units(plan, wide, cuts)
+        ]
+        homes += [(unit.home(at), nbytes) for unit in units for nbytes in unit.gradients]
+        largest = max((n for u in units if u.home(at) != "hbm" for n in u.gradients), default=0)
         steps: list[StepNeed] = []
         for kept in optimizers:
             room = hbm - sum(nbytes for home, nbytes in homes if home == "hbm")
             states, masters = [], []
             for unit in units:
-                step, state, master = self._step(unit, kept, room)
+                step, state, master = self._step(unit, kept, room, chain)
                 steps += step
                 states += [(unit.home(policy.home(Role.OPTIMIZER)), n) for n in state]
                 masters += [(unit.home(policy.home(Role.MASTER)), n) for n in master]
             homes += states + masters
         return Played(homes, chain, largest, steps)
 
-    def _units(self, plan: BlockPlan, wide: int) -> list[_Unit]:
+    def _units(self, plan: BlockPlan, wide: int, cuts: _Cuts) -> list[_Unit]:
         """Returns the units of a model, the elements of gradients of ``wide`` bytes at least."""
         found = []
         known, dtype_of = plan.inventory, self._dtype_for
@@ -148,17 +155,38 @@ class Program:
                     _of_itemsize(s, max(wide, dtype_of(f.tensor).itemsize))
                     for f, s in zip(part, shapes, strict=True)
                 ]
-                here.append(_Unit(part, shapes, 0 if fixed else block, pack(kept)[1], stays))
+                runs = cuts.of(part, kept, stays)
+                mine = _Unit(part, shapes, 0 if fixed else block, kept, runs, stays)
+                here.append(mine)
             frozen = [f for f in entries if not f.tensor.requires_grad]
             if frozen:  # an optimizer may keep state for them all the same, together
                 shapes = [known.shape(f) for f in frozen]
-                here.append(_Unit(frozen, shapes, 0 if fixed else block, 0, stays))
+                here.append(_Unit(frozen, shapes, 0 if fixed else block, [], [], stays))
             order = {id(f): number for number, f in enumerate(entries)}
             found += sorted(here, key=lambda unit: order[id(unit.members[0])])
         return found
 
+    def _in_runs(self, unit: _Unit, optimizers: Sequence[Kept], room: int, cuts: _Cuts) -> _Unit:
+        """Returns a unit whose gradient is in runs where a step would have no room for it whole.
+
+        Args:
+            unit: The unit.
+            optimizers: Those that make steps.
+            room: Bytes of HBM beside what stays there.
+            cuts: Cuts gradients.
+        """
+        if unit.runs or not unit.gradients:
+            return unit
+        for kept in optimizers:
+            steps, *_ = self._step(unit, kept, room, cuts.chain)
+            for need in steps:
+                if need.nbytes + max(0, need.overlap * (cuts.chain - need.weights)) > room:
+                    runs = cuts.of(unit.members, unit.kept, unit.resident, least=True)
+                    return replace(unit, runs=runs)
+        return unit
+
     def _step(
-        self, unit: _Unit, kept: Kept, room: int
+        self, unit: _Unit, kept: Kept, room: int, chain: int
     ) -> tuple[list[StepNeed], list[int], list[int]]:
         """Returns the step of a unit, and the bytes of its blocks of state and of masters."""
         policy = self._settings.policy
@@ -171,28 +199,22 @@ class Program:
             return [], [], []
         states = [shape for param, own in mine for shape in kept.state(param, own)]
         masters = [m for param, own in mine if (m := kept.master(param, own)) is not None]
-        weights = unit.block
-        whole = weights + (0 if unit.home(policy.home(Role.GRAD)) == "hbm" else unit.nbytes)
-        runs = [(0, 1)]
-        parted = kept.elementwise and not unit.resident
-        if parted and unit.nbytes and len(mine) == 1 == len(unit.members):
-            (_, own) = mine[0]
-            if all(shape.shape == own.shape for shape in states) and own.nbytes:
-                each = sum(shape.itemsize for shape in [*states, *masters])
-                elements = own.nbytes // own.itemsize
-                runs = parts_of(elements, elements * each, max(0, room - whole))
-        if len(runs) == 1:
-            state = [pack(states)[1]] if states else []
-            master = [pack(masters)[1]] if masters else []
-        else:
-            sizes = [end - begin for begin, end in runs]
-            state = [pack([_run(s, size) for s in states])[1] for size in sizes if states]
-            master = [pack([_run(s, size) for s in masters])[1] for size in sizes if masters]
-        loose = 0
+        kinds = ((Role.OPTIMIZER, states), (Role.MASTER, masters))
+        loose = {role for role, _ in kinds if unit.home(policy.home(role)) != "hbm"}
+        moves = unit.home(policy.home(Role.GRAD)) != "hbm"
+        whole = unit.block + (max(unit.gradients, default=0) if moves and not unit.runs else 0)
+        runs = list(unit.runs) or [(0, 1)]
+        if not unit.runs and _may_be_parted(unit, kept, mine, states):
+            nbytes = sum(pack(found)[1] for role, found in kinds if found and role in loose)
+            held = max(0, chain - unit.block) if kept.overlap else 0
+            elements = mine[0][1].nbytes // mine[0][1].itemsize
+            runs = parts_of(elements, nbytes, max(0, room - whole - held))
+        state, master = ([pack(s)[1] for s in _cut(shapes, runs)] for _, shapes in kinds)
+        once = max(unit.gradients) if unit.runs and moves else 0
         for role, sizes in ((Role.OPTIMIZER, state), (Role.MASTER, master)):
-            loose += 0 if unit.home(policy.home(role)) == "hbm" else max(sizes, default=0)
-        nbytes = whole + loose * (1 if len(runs) == 1 else 3)
-        return [StepNeed(nbytes, weights, kept.overlap)], state, master
+            once += max(sizes, default=0) if role in loose else 0
+        nbytes = whole + (once if len(runs) == 1 else at_once(once))
+        return [StepNeed(nbytes, unit.block, kept.overlap)], state, master
 
     # -- what would do ---------------------------------------------------
 
@@ -253,7 +275,7 @@ class Program:
         forward = self.budgets(gradients=False)
         kept = self._adamw()
         if not kept.params:
-            return _refusal(error, forward)
+            return _refusal(error, forward, self._undivided())
         whole = self.budgets(gradients=True, optimizers=[*self.optimizers, kept])
         most = self.budgets(gradients=True, optimizers=[*self.optimizers, self._most()])
         more = (
@@ -261,7 +283,18 @@ class Program:
             f"and overlap=); {FREEZE}"
         )
         alone = f"; forward alone would do with {_listed(forward)}" if forward else ""
-        return _refusal(error, whole, more + alone)
+        return _refusal(error, whole, more + self._undivided() + alone)
+
+    def _undivided(self) -> str:
+        """Returns what to do about a parameter that is larger than HBM; nothing without one."""
+        sizes = {f.name: m.shape(f).nbytes for m in self.models for f in (*m.params, *m.buffers)}
+        name = max(sizes, key=sizes.__getitem__)
+        if sizes[name] <= self._settings.hbm:
+            return ""
+        return (
+            f"; calls have {name!r} ({format_size(sizes[name])}) in HBM as a whole: to do with "
+            "less, divide it among several modules"
+        )
 
     def refuse_optimizer(self, error: CapacityError, kept: Kept) -> CapacityError:
         """Returns the error of an optimizer that does not fit, with what would do for it all."""
@@ -282,19 +315,91 @@ class _Unit:
         members: The parameters.
         shapes: Of these parameters.
         block: Bytes of their block of weights; 0 where that is fixed in HBM.
-        nbytes: Of their gradients; 0 for frozen ones.
+        kept: Shapes of their gradients; none for frozen ones.
+        runs: Of elements, that these blocks have, of a gradient that is too large to be whole.
         resident: Whether weights, gradients and state are all at home in HBM.
     """
 
     members: Sequence[Found]
     shapes: Sequence[TensorShape]
     block: int
-    nbytes: int
+    kept: Sequence[TensorShape]
+    runs: Sequence[tuple[int, int]]
     resident: bool
+
+    @property
+    def gradients(self) -> list[int]:
+        """Bytes of the blocks of their gradients."""
+        if self.runs:
+            return [pack([_run(self.kept[0], end - begin)])[1] for begin, end in self.runs]
+        return [pack(self.kept)[1]] if self.kept else []
 
     def home(self, policy: Home) -> Home:
         """Returns the home of their blocks, given that of such blocks in general."""
         return "hbm" if self.resident else policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """Which gradients are kept in runs.
+
+    Attributes:
+        room: Bytes of HBM beside what calls hold.
+        chain: What they hold.
+        whole: Ids of the parameters that are stepped as a whole.
+        home: Of gradients in general.
+    """
+
+    room: int
+    chain: int
+    whole: set[int]
+    home: Home
+
+    def of(
+        self,
+        members: Sequence[Found],
+        shapes: Sequence[TensorShape],
+        resident: bool,
+        *,
+        least: bool = False,
+    ) -> list[tuple[int, int]]:
+        """Returns the runs of the gradient of some parameters; none where it is whole."""
+        shape = shapes[0]
+        if (
+            len(members) > 1
+            or resident
+            or self.home == "hbm"
+            or id(members[0].tensor) in self.whole
+        ):
+            return []
+        if shape.stride != contiguous_stride(shape.shape):
+            return []
+        elements = shape.nbytes // shape.itemsize
+        runs = gradient_parts(elements, shape.itemsize, self.room, least=least)
+        return runs if len(runs) > 1 else []
+
+
+def _may_be_parted(
+    unit: _Unit,
+    kept: Kept,
+    mine: Sequence[tuple[torch.Tensor, TensorShape]],
+    states: Sequence[TensorShape],
+) -> bool:
+    """Whether a unit, some parameters of which an optimizer steps, can be stepped in parts."""
+    if not kept.elementwise or unit.resident or not unit.gradients:
+        return False
+    if not len(mine) == len(unit.members) == 1 or not mine[0][1].nbytes:
+        return False
+    return all(shape.shape == mine[0][1].shape for shape in states)
+
+
+def _cut(
+    shapes: Sequence[TensorShape], runs: Sequence[tuple[int, int]]
+) -> list[Sequence[TensorShape]]:
+    """Returns the tensors of each part; nothing where there are none."""
+    if len(runs) == 1 or not shapes:
+        return [shapes] if shapes else []
+    return [[_run(shape, end - begin) for shape in shapes] for begin, end in runs]
 
 
 def _of_itemsize(shape: TensorShape, itemsize: int) -> TensorShape:
@@ -335,7 +440,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
         units = {
             id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None
         }
-        loose = [u.block for u in units.values() if not table[u.block.id].fixed]
+        loose = [b for u in units.values() for b in u.blocks if not table[b.id].fixed]
         largest = max(loose, key=lambda block: block.nbytes, default=None)
         if largest is None:
             return made

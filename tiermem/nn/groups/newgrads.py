@@ -93,7 +93,7 @@ def _may_wait(entry: Entry, unit: GradUnit) -> bool:
     One that is added to is only a part of its sum until then, and hooks that run after accumulation
     are shown what is in the tiers.
     """
-    if unit.block.nbytes > _AT_MOST or entry.has_grad:
+    if unit.nbytes > _AT_MOST or entry.has_grad:
         return False
     with torch._C.DisableTorchFunctionSubclass():
         return len(entry.param._post_accumulate_grad_hooks) == 1

@@ -108,7 +108,8 @@ class BackwardPass:
         self._began = time.perf_counter_ns()
         for look in self.on_begin:
             look()
-        trained = {e.unit.block.id for g in runtime.groups for e in g.entries if e.unit is not None}
+        units = [e.unit for g in runtime.groups for e in g.entries if e.unit is not None]
+        trained = {block.id for unit in units for block in unit.blocks}
         order = [b for b in manager.parts.planner.schedule.order if b not in trained]
         del order[manager.parts.planner.cursor :]
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.watchers]

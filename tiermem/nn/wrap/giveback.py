@@ -65,8 +65,7 @@ class Leaving:
         """Returns the bytes of the tensors and gradients that are to be given back."""
         groups = self._groups()
         units = self._units()
-        blocks = [*(g.block for g in groups), *(u.block for u in units)]
-        return sum(block.nbytes for block in blocks)
+        return sum(g.block.nbytes for g in groups) + sum(unit.nbytes for unit in units)
 
     def host_bytes(self) -> int:
         """Returns the bytes of host memory that it takes beyond the DRAM budget."""
@@ -76,7 +75,7 @@ class Leaving:
             return 2 * largest
         frees = self._closing or not self._manager.parts.homes.arena.locked
         new = sum(g.block.nbytes for g in groups if not (frees and self._in_dram(g)))
-        return new + largest + sum(unit.block.nbytes for unit in self._units())
+        return new + largest + sum(unit.nbytes for unit in self._units())
 
     def _groups(self) -> list[Group]:
         return [group for group in self.wrapped.groups if not group.freed]
@@ -158,9 +157,13 @@ class Leaving:
                     )
 
     def _read_gradients(self, unit: GradUnit) -> None:
-        if unit.pending:
-            self._runtime.grads.open(unit)
-            self._manager.release(unit.block)
+        if unit.awaits:
+            self._runtime.grads.settle_now(unit)
+        if unit.runs:
+            (entry,) = unit.entries
+            runs = [self._manager.read(block)[0] for block in unit.blocks]
+            self._gradients[id(entry)] = torch.cat(runs).view(entry.param.shape)
+            return
         tensors = self._manager.read(unit.block)
         for entry in unit.entries:
             if entry.has_grad:

@@ -104,7 +104,8 @@ def _drop_lost(runtime: ModuleRuntime) -> None:
 
     They were about to be given to some.
     """
-    known = {e.unit.block.id for g in runtime.groups for e in g.entries if e.unit is not None}
+    units = [e.unit for g in runtime.groups for e in g.entries if e.unit is not None]
+    known = {block.id for unit in units for block in unit.blocks}
     known |= {block.id for keeper in runtime.keepers for block in keeper.blocks()}
     kinds = (Role.GRAD, Role.OPTIMIZER, Role.MASTER)
     records = list(runtime.manager.parts.table)

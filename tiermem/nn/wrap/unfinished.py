@@ -19,7 +19,7 @@ def finish_changes(runtime: ModuleRuntime) -> None:
     """
     for group in runtime.groups:
         for unit in {id(e.unit): e.unit for e in group.entries if e.unit is not None}.values():
-            for pending in unit.pending:
+            for pending in [pending for part in unit.parts for pending in part.pending]:
                 pending.note_written()
 
 
@@ -40,7 +40,9 @@ def repair_gradients(runtime: ModuleRuntime) -> None:
 def _repair(entry: Entry, manager: BlockManager) -> None:
     unit = entry.unit
     lent = unit is not None and manager.host_loans.borrowers(unit.block) > 0  # to a host step
-    there = unit is not None and (lent or manager.parts.table[unit.block.id].defined)
+    blocks = [] if unit is None else unit.blocks
+    defined = [block for block in blocks if manager.parts.table[block.id].defined]
+    there = unit is not None and (lent or len(defined) == len(blocks))
     with torch._C.DisableTorchFunctionSubclass():
         if entry.has_grad and (not there or entry.lazy is None):
             entry.has_grad = False
@@ -48,7 +50,7 @@ def _repair(entry: Entry, manager: BlockManager) -> None:
             if entry.param.grad is entry.lazy:
                 entry.param.grad = None
             entry.lazy = None
-    if unit is not None and there and not any(e.has_grad for e in unit.entries):
-        unit.pending.clear()
-        if not lent:
-            manager.discard(unit.block)
+    if unit is not None and (lent or defined) and not any(e.has_grad for e in unit.entries):
+        unit.forget_changes()
+        for block in defined if not lent else ():
+            manager.discard(block)

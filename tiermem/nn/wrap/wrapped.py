@@ -291,7 +291,7 @@ class WrappedModel:
             owners.pop(entry.param, None)
         self.modules.uninstall()
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
-        blocks = [u.block for u in units.values()] + [g.block for g in self.groups]
+        blocks = [b for u in units.values() for b in u.blocks] + [g.block for g in self.groups]
         if self.resident is not None:
             if self.resident.holds:  # else this was cut short there
                 self.resident.let_go()

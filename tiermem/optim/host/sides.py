@@ -211,7 +211,7 @@ def _traffic(
 ) -> Traffic:
     """Returns the bytes of an element: of the weights' dtype, and of what the units keep."""
     kept = sum(b.nbytes for u in units for b in u.kept_blocks()) // max(1, elements)
-    found = sum(g.block.nbytes for u in units for g in u.grad_units()) // max(1, elements)
+    found = sum(g.nbytes for u in units for g in u.grad_units()) // max(1, elements)
     gradient = max(weight.itemsize, found)
     alike = stepped is weight
     # the gradient is cast, then read; the loop casts as it reads

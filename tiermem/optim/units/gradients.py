@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 import torch
 
 from tiermem.nn.groups.entry import Entry
-from tiermem.nn.groups.gradunit import Change, GradUnit, Pending
+from tiermem.nn.groups.gradunit import Change, GradUnit
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, ensure_there, is_viewed
 
@@ -96,13 +96,17 @@ class UnitGradients:
 
         Args:
             runtime: The modules' runtime.
-            use: What to call.
+            use: What to call; it writes nothing.
             but: Ids of entries to pass over.
         """
         self.sync(runtime)
         for unit in self.grad_units():
             stored = [e for e in self.entries if e.has_grad and e.unit is unit and id(e) not in but]
             if not stored:
+                continue
+            if unit.runs:
+                (entry,) = stored
+                use(entry.param, runtime.grads.load(entry, runtime.grads.dtype_of(entry)))
                 continue
             slot = runtime.grads.open(unit)
             try:
@@ -125,10 +129,9 @@ class UnitGradients:
             entries = self.entries_in(unit)
             if any(e.has_grad for e in entries):
                 runtime.grads.pay(unit)
-                unit.pending.append(Pending(entries, change))
+                unit.await_change(entries, change)
                 if any(is_viewed(e.lazy) for e in entries):
-                    runtime.grads.open(unit)
-                    runtime.manager.release(unit.block)
+                    runtime.grads.settle_now(unit)
         loose = [
             p.grad
             for p, _ in self.members
@@ -140,7 +143,7 @@ class UnitGradients:
     def unchange(self, change: Change) -> None:
         """Takes a change back that stored gradients still await."""
         for unit in self.grad_units():
-            unit.pending[:] = [found for found in unit.pending if found.change is not change]
+            unit.forget_change(change)
 
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:

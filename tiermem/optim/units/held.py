@@ -72,7 +72,8 @@ class Held:
             StorageError: If its bytes cannot be read.
         """
         unit, runtime = self._unit, self._runtime
-        self.gradients = [u for u in unit.grad_units() if any(e.has_grad for e in u.entries)]
+        here = [u for u in unit.grad_units() if not u.runs]  # those come with their parts
+        self.gradients = [u for u in here if any(e.has_grad for e in u.entries)]
         self._lease([u.block for u in self.gradients] + self._kept)
         for u, slot in zip(self.gradients, self._slots, strict=False):
             runtime.grads.settle(u, slot)

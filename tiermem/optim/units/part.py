@@ -12,6 +12,7 @@ from tiermem.nn.tensors.placeholder import is_placeholder, shared_placeholder
 from tiermem.optim.rules.groups import frozen
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.master import Masters
+from tiermem.optim.units.rununit import RunUnit
 from tiermem.optim.units.unit import State, StepUnit
 
 
@@ -45,7 +46,7 @@ class Part:
         self._away = shared_placeholder(torch.Size((count,)), param.dtype, param.device)
         self.param = nn.Parameter(self._away)
         name = f"{whole.name}[part {number}]"
-        self.unit = StepUnit(name, [(self.param, group)], [], whole.plain.make)
+        self.unit = RunUnit(name, [(self.param, group)], [], whole.plain.make)
         self.seen = self.unit.foreign = _AsSeen()
         self.unit.handed.spoils = whole.handed.spoils
         self.state: State = {}

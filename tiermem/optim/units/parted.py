@@ -4,6 +4,8 @@ The step of an embedding works on eight times the bytes of its bf16 weights. Tho
 of 128 Ki tokens, 4,096 wide, are 1 GiB, and master and AdamW's state 6 GiB more, all at once;
 and while they come up and go down, nothing else can. In parts, weights and gradient are there as
 a whole, as the model has them, and the rest is one part in use, one arriving and one leaving.
+Where HBM has no room for the gradient beside the weights, that is in runs as well
+(:mod:`tiermem.nn.groups.gradwanted`), and each part brings its own.
 
 Only for classes of torch's whose update of an element depends on that element, its state and
 numbers that all of them share. Each part has a plain optimizer of its own, over a run of elements.
@@ -21,6 +23,8 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.gradunit import GradRun, GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.keepers import UnderWay
 from tiermem.nn.passes.runtime import ModuleRuntime
@@ -32,6 +36,8 @@ from tiermem.optim.units.part import Part
 from tiermem.optim.units.partsstate import PartsState, numbers_of
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
+
+__all__ = ["ELEMENTWISE", "Part", "PartedUnit"]
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adadelta,
@@ -72,6 +78,7 @@ class PartedUnit(StepUnit):
         self._follows = False
         # no frame has it: with the traceback of a failure it would keep its place
         self._gradient: torch.Tensor | None = None
+        self._copied = False  # from runs that are not those of the parts
         self._whole: Held | None = None
         self._waiting: Waiting | None = None
         self._attempts: list[UnderWay] = []
@@ -95,6 +102,10 @@ class PartedUnit(StepUnit):
     def name(self, name: str) -> None:
         self._base = name
 
+    def blocks(self) -> list[Block]:
+        """Returns the blocks that a step uses, in the order it does."""
+        return self._whole_blocks() + [block for part in self._parted() for block in part]
+
     def kept_blocks(self) -> list[Block]:
         """Returns the blocks of state and masters of all parts."""
         return [block for part in self.parts for block in part.unit.kept_blocks()]
@@ -107,7 +118,7 @@ class PartedUnit(StepUnit):
 
     def begins_with(self) -> list[Block]:
         """Returns the blocks of the first part."""
-        return [*self._whole_blocks(), *self.parts[0].unit.kept_blocks()]
+        return [*self._whole_blocks(), *self._parted()[0]]
 
     def at_once(self) -> list[Block]:
         """Returns the blocks of the largest part, three times.
@@ -115,13 +126,21 @@ class PartedUnit(StepUnit):
         Weights and gradient stay where they are while parts come and go, and the rest of HBM may be
         on both sides of either: one of three runs has room for a part then.
         """
-        kept = (part.unit.kept_blocks() for part in self.parts)
-        largest = max(kept, key=lambda found: sum(block.nbytes for block in found))
+        largest = max(self._parted(), key=lambda found: sum(block.nbytes for block in found))
         return [*self._whole_blocks(), *largest, *largest, *largest]
 
     def _whole_blocks(self) -> list[Block]:
+        """Returns the blocks that stay while parts come and go."""
         weights = [] if self.group is None else [self.group.block]
-        return weights + [unit.block for unit in self.grad_units()]
+        return weights + [unit.block for unit in self.grad_units() if not unit.runs]
+
+    def _parted(self) -> list[list[Block]]:
+        """Returns the blocks of each part."""
+        unit = self.entries[0].unit
+        runs = [] if unit is None else [[run.block] for run in unit.runs]
+        kept = [part.unit.kept_blocks() for part in self.parts]
+        found = zip_longest(runs, kept, fillvalue=list[Block]())
+        return [[*mine, *others] for mine, others in found]
 
     # -- the step --------------------------------------------------------
 
@@ -152,15 +171,14 @@ class PartedUnit(StepUnit):
             self._attempts = runtime.keepers.attempts
             self._attempts.append(self)
             try:
-                self._hold(self._whole, owed=owed)
-                if self._gradient is not None:
+                self._hold(runtime, self._whole, owed=owed)
+                if self._gradient is not None or self.parts[0].unit.run is not None:
                     self.counted.ahead(self, ticket)  # torch does not count the parts' writes
                     if self._ticket is None:
                         self._numbers_then = numbers_of(state.get(self._param, {}))
                         self._ticket = ticket
                     self._step_parts(runtime, groups, scaling, meanwhile, write)
-                    if entry.has_grad and entry.lazy is not None:
-                        refresh(entry.lazy, self._gradient)
+                    self._show_gradient(runtime, entry)
                     self.shown.publish(runtime, state)
                 else:
                     self._refuse_other_gradient()
@@ -174,16 +192,45 @@ class PartedUnit(StepUnit):
         if owed:
             self.clear_forgotten(runtime)
 
-    def _hold(self, held: Held, *, owed: bool) -> None:
+    def _hold(self, runtime: ModuleRuntime, held: Held, *, owed: bool) -> None:
         """Brings up weights and gradient; see :meth:`_open`."""
         (entry,) = self.entries
         slots = held.open()
         self._look()
-        if entry.unit is not None and entry.has_grad:
-            self._gradient = slots[id(entry.unit.block)].views[entry.unit_index]
+        unit = entry.unit
+        runs: Sequence[GradRun] = ()
+        self._copied = False
+        if unit is not None and entry.has_grad:
+            if not unit.runs:
+                self._gradient = slots[id(unit.block)].views[entry.unit_index]
+            elif self._has_runs(unit):
+                runs = unit.runs
+            else:
+                self._gradient = runtime.grads.load(entry, runtime.grads.dtype_of(entry))
+                self._copied = True
         gradient = None if owed else entry.param.grad
         if gradient is not None and (entry.materialized or not entry.has_grad):
-            self._gradient = gradient.to(self._param.device).contiguous()
+            self._gradient, runs = gradient.to(self._param.device).contiguous(), ()
+            self._copied = False
+        for part, run in zip_longest(self.parts, runs):
+            part.unit.run = run
+
+    def _has_runs(self, unit: GradUnit) -> bool:
+        """Whether a gradient is in the runs of the parts; not where its dtype was changed since."""
+        return [(run.begin, run.end) for run in unit.runs] == [
+            (part.begin, part.end) for part in self.parts
+        ]
+
+    def _show_gradient(self, runtime: ModuleRuntime, entry: Entry) -> None:
+        """Shows a gradient that the step may have written, where users see it."""
+        if not entry.has_grad:
+            return
+        if self._gradient is None:
+            runtime.grads.show(entry)
+        elif not self._copied:
+            refresh(entry.lazy, self._gradient)
+        elif self.handed.written:
+            runtime.grads.store(entry, self._gradient)
 
     def _look(self) -> None:
         self._follows = self.foreign.look() or self._follows
@@ -240,7 +287,7 @@ class PartedUnit(StepUnit):
         for part, following in zip_longest(left, left[1:]):
             fetch = meanwhile
             if meanwhile is not None and following is not None:
-                coming = following.unit.kept_blocks()
+                coming = following.unit.blocks()
                 fetch = partial(BlockSweep(runtime.manager).fetch, coming)
             part.take_numbers(numbers)
             part.point_at(self._param, self._gradient)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch
 from tiermem.config import format_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
-from tiermem.core.parts import parts_of
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.need import Kept, check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.probe import Make, StateProbe, settings_of
+from tiermem.optim.units.cutting import in_parts, lay_out_gradients, loose_nbytes
 from tiermem.optim.units.master import Masters, master_dtype_of
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.places import Place
@@ -58,21 +58,30 @@ def plan_units(
     Raises:
         CapacityError: If a step or the state does not fit; nothing is reserved then.
     """
+    apart = [e for group in runtime.groups for e in group.entries if e.whole is None]
+    known = {id(e.unit): e.unit for e in apart}
     made = check_gradients(runtime)
     try:
         units = _divide(runtime, members, make)
         _prepare(units, groups, probe, master_dtype)
         if elementwise:
-            room = (
-                runtime.manager.parts.table.hbm.capacity
-                - runtime.manager.parts.table.fixed_nbytes()
-            )
-            units = [_in_parts(runtime, unit, groups, probe, room) for unit in units]
+            held = runtime.program.worst_chain if overlap else 0
+            units = [in_parts(runtime, unit, groups, probe, held) for unit in units]
+        lay_out_gradients(runtime, units)
         _reserve(runtime, units, groups, probe, overlap=overlap, on_host=on_host)
     except BaseException:
-        runtime.grads.unreserve(made)
+        let_apart(apart)
+        joined = [e.unit for e in apart if e.unit is not None and not e.has_grad]
+        new = {id(u): u for u in joined if id(u) not in known} | {id(u): u for u in made}
+        runtime.grads.unreserve(list(new.values()))
         raise
     return units
+
+
+def let_apart(entries: Iterable[Entry]) -> None:
+    """Keeps gradients as there is room for them, as who would have stepped them was refused."""
+    for entry in entries:
+        entry.whole = None
 
 
 def _divide(runtime: ModuleRuntime, members: Sequence[Member], make: Make) -> list[StepUnit]:
@@ -148,36 +157,6 @@ def kept_of(
 
     parted = elementwise and not probe.sparse
     return Kept(frozenset(number_of), state, master, overlap=overlap, elementwise=parted)
-
-
-def _in_parts(
-    runtime: ModuleRuntime,
-    unit: StepUnit,
-    groups: Sequence[dict[str, Any]],
-    probe: StateProbe,
-    room: int,
-) -> StepUnit:
-    """Returns a unit that steps a large parameter in parts, or the same where it is not large.
-
-    ``room`` is what HBM has for blocks that come and go, in bytes.
-    """
-    if len(unit.members) != 1 or len(unit.entries) != 1 or probe.sparse:
-        return unit
-    (entry,), ((param, number),) = unit.entries, unit.members
-    if entry.unit is None or not param.requires_grad or entry.group.resident:
-        return unit
-    weight = entry.group.block.tensors[entry.index]
-    gradient = entry.unit.block.tensors[entry.unit_index]
-    rows = torch.empty(weight.shape, device="meta").stride()
-    own = unit.own(param)
-    found = probe.state_of(own, weight.stride, number, settings_of(groups[number]))
-    whole = all(len(v.tensors) == 1 and v.shape == param.shape for v in found.values())
-    if not whole or not weight.stride == gradient.stride == rows:
-        return unit
-    nbytes = sum(v.nbytes for v in found.values()) + (own.nbytes if own is not param else 0)
-    beside = _loose_nbytes(runtime, [entry.group.block, entry.unit.block])
-    runs = parts_of(param.numel(), nbytes, max(0, room - beside))
-    return PartedUnit(unit, runs) if len(runs) > 1 else unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +325,6 @@ def _state_of(
     return shapes, places
 
 
-def _loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:
-    """Returns the bytes of those of some blocks that come and go."""
-    table = runtime.manager.parts.table
-    return sum(block.nbytes for block in blocks if not table[block.id].fixed)
-
-
 def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) -> None:
     """Raises for a device budget in which a step could not be made.
 
@@ -363,9 +336,9 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
     table = runtime.manager.parts.table
     fixed = table.fixed_nbytes()
     for unit in units:
-        need = fixed + _loose_nbytes(runtime, unit.at_once())
+        need = fixed + loose_nbytes(runtime, unit.at_once())
         if held and unit.group is not None:
-            need += max(0, held - _loose_nbytes(runtime, [unit.group.block]))
+            need += max(0, held - loose_nbytes(runtime, [unit.group.block]))
         if not runtime.manager.can_hold(need):
             raise CapacityError(
                 f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "

@@ -99,7 +99,7 @@ class StepUnit(UnitGradients):
     def blocks(self) -> list[Block]:
         """Returns the blocks that a step uses, in the order it does."""
         found = [self.group.block] if self.group is not None else []
-        found += [unit.block for unit in self.grad_units()]
+        found += [block for unit in self.grad_units() for block in unit.blocks]
         return found + self.kept_blocks()
 
     def kept_blocks(self) -> list[Block]:
