@@ -115,14 +115,14 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a loop that repeats is repeated although another plan was made",
-        _RUNTIME + "lookahead/replay.py",
+        _RUNTIME + "lookahead/recordings.py",
         "if tape is None or tape.outlook is not outlook:",
         "if tape is None:",
         STEADY,
     ),
     Mutation(
         "a pass is done again though two in a row did not do the same",
-        _RUNTIME + "lookahead/replay.py",
+        _RUNTIME + "lookahead/recordings.py",
         "        again = done == tape.done\n",
         "        again = True\n",
         STEADY,
@@ -179,7 +179,7 @@ _ELSEWHERE = (
     Mutation(
         "weights whose block has left a loop that repeats look at what came there",
         _RUNTIME + "lookahead/replay.py",
-        "                self._rules.unpoint(leaves)\n",
+        "                rules.unpoint(leaves)\n",
         "                pass\n",
         ("tests/unit/test_replay_loop.py",),
     ),

@@ -15,8 +15,8 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.plan_maker import StreamPlan
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.testing.io import ScriptedEngine

@@ -31,7 +31,7 @@ from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State
 from tiermem.errors import CapacityError, IntegrityError, StorageError
 from tiermem.io.engine import IoOp, IoRequest
-from tiermem.runtime.lookahead.plan_maker import StreamPlan
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot
 from tiermem.testing.io import Fault, ScriptedEngine

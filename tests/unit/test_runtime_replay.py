@@ -464,7 +464,7 @@ def test_old_schedules_are_let_go() -> None:
             made.manager.begin_pass(("loop", number), [block.id for block in made.blocks])
             for use in range(5):
                 made.use(use)
-        assert len(made.manager.replay._tapes) <= 16
+        assert len(made.manager.replay.recordings._tapes) <= 16
         assert isinstance(made.manager.replay, Replay)
 
 

@@ -450,7 +450,7 @@ class BlockManager:
         if room is None:
             return False
         self.parts.transfers.fill(record, room.extent)
-        self.replay.note(record, room, position)
+        self.replay.recordings.note(record, room, position)
         self.parts.evictor.order.note_use(record.block.id)
         self.parts.counters.prefetches += 1
         return True

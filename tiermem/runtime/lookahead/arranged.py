@@ -25,7 +25,8 @@ from tiermem.core.laps import (
 )
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY, StreamPlan
+from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.swaps import Fit, Step, Swap
 from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.metrics.pass_timer import LINK_UP

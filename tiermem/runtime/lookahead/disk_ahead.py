@@ -7,7 +7,7 @@ from collections.abc import Set
 from tiermem.core.block import Tier, align_up
 from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.plan_maker import StreamPlan
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.parts import Parts
 from tiermem.transfer.file.mover import FileMover

@@ -8,7 +8,8 @@ from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.lookahead.disk_ahead import DiskAhead
-from tiermem.runtime.lookahead.plan_maker import PlanMaker, StreamPlan
+from tiermem.runtime.lookahead.plan_maker import PlanMaker
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.walks import Fetcher, Reach, Walk, make_walk
 from tiermem.runtime.parts import Parts
 

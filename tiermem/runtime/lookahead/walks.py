@@ -12,7 +12,7 @@ from tiermem.core.block import Block, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.loans.host_loans import HostLoans
-from tiermem.runtime.lookahead.plan_maker import StreamPlan
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.parts import Parts
 
 
@@ -115,6 +115,56 @@ class Reach:
     least: int
 
 
+class _Ahead:
+    """The uses ahead of the compute of blocks that take room.
+
+    Attributes:
+        uses: Position and block of each, in order.
+        nbytes: Of the blocks, each counted once.
+    """
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self.uses: deque[tuple[int, Block]] = deque()
+        self.nbytes = 0
+        self._often: dict[int, int] = {}
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self._often)
+
+    def clear(self) -> None:
+        """Counts none any more."""
+        self.uses.clear()
+        self._often.clear()
+        self.nbytes = 0
+
+    def append(self, position: int, block: Block) -> None:
+        """Counts a use; a block that is used again takes no more room."""
+        often = self._often.get(block.id, 0)
+        self._often[block.id] = often + 1
+        self.nbytes += 0 if often else block.nbytes
+        self.uses.append((position, block))
+
+    def leave_before(self, cursor: int) -> None:
+        """Counts no use before a cursor any more."""
+        while self.uses and self.uses[0][0] < cursor:
+            self._leave_out(self.uses.popleft()[1])
+
+    def leave_from(self, position: int) -> None:
+        """Counts no use at or behind a position any more."""
+        while self.uses and self.uses[-1][0] >= position:
+            self._leave_out(self.uses.pop()[1])
+
+    def _leave_out(self, block: Block) -> None:
+        often = self._often.pop(block.id)
+        if often > 1:
+            self._often[block.id] = often - 1
+        else:
+            self.nbytes -= block.nbytes
+
+
 class Walk(Protocol):
     """Goes over one schedule, with one plan, and begins the fetches that are due.
 
@@ -196,11 +246,7 @@ class SequenceWalk:
         self._idle = self._idle_of_many if len(schedule.order) >= _MANY else -1
         self._seen = -1  # departures that this walk knows of
         self._cursor = 0
-        # uses ahead of the cursor of blocks that take room: position and block of each, how many
-        # of a block, and the bytes of the blocks
-        self._ahead: deque[tuple[int, Block]] = deque()
-        self._uses: dict[int, int] = {}
-        self._nbytes = 0
+        self._ahead = _Ahead()
         self._lacking = True
 
     def restart(self, cursor: int) -> None:
@@ -209,8 +255,6 @@ class SequenceWalk:
         self._departures.skip()
         self.position = cursor
         self._ahead.clear()
-        self._uses.clear()
-        self._nbytes = 0
         self._lacking = cursor > 0
         if self.complete == self._seen:
             self.position = len(self._schedule.order)
@@ -221,9 +265,7 @@ class SequenceWalk:
         if again:
             self.restart(cursor)
         self._cursor = cursor
-        ahead = self._ahead
-        while ahead and ahead[0][0] < cursor:
-            self._leave_out(ahead.popleft()[1])
+        self._ahead.leave_before(cursor)
         if self.position < cursor:
             self.position = cursor
         return again
@@ -246,7 +288,7 @@ class SequenceWalk:
                             return begun
                         begun += 1
                 if not (record.block.id in residents and record.usable):
-                    self._take_in(record.block)
+                    self._ahead.append(self.position, record.block)
                     self._lacking = True
             self.position += 1
         if not self._lacking and self.position == len(order):
@@ -261,36 +303,21 @@ class SequenceWalk:
         self._departures.skip()  # what left for it comes after it
         return True
 
-    def _take_in(self, block: Block) -> None:
-        """Counts the use at the present position; a block that is used again takes no more room."""
-        uses = self._uses.get(block.id, 0)
-        self._uses[block.id] = uses + 1
-        self._nbytes += 0 if uses else block.nbytes
-        self._ahead.append((self.position, block))
-
-    def _leave_out(self, block: Block) -> None:
-        """Counts a use no more."""
-        uses = self._uses.pop(block.id)
-        if uses > 1:
-            self._uses[block.id] = uses - 1
-        else:
-            self._nbytes -= block.nbytes
-
     def _is_behind(self, cursor: int) -> bool:
         """Whether something has left HBM, so that all has to be looked at again."""
         return self._seen != self._departures.count
 
     def _wants_more(self) -> bool:
         """Whether more is to be ahead of the compute than is."""
-        blocks, reach = len(self._uses), self._reach
+        blocks, nbytes, reach = self._ahead.blocks, self._ahead.nbytes, self._reach
         if reach.blocks is not None:
             return blocks < reach.blocks
         timetable = self._outlook.timetable
         if timetable.knows(self.position):
-            if blocks and self._nbytes >= self._outlook.ahead:
+            if blocks and nbytes >= self._outlook.ahead:
                 return False
             return blocks < _AUTO_BLOCKS or timetable.due(self.position, self._cursor)
-        return blocks < _AUTO_BLOCKS or (self._nbytes < reach.least and blocks < _MOST_BLOCKS)
+        return blocks < _AUTO_BLOCKS or (nbytes < reach.least and blocks < _MOST_BLOCKS)
 
 
 class RingWalk(SequenceWalk):
@@ -314,11 +341,10 @@ class RingWalk(SequenceWalk):
         for block_id in self._departures.read():
             first = min(first, self._schedule.next_use(block_id, cursor))
         if first < self.position:
-            self.position, ahead = first, self._ahead
-            while ahead and ahead[-1][0] >= first:
-                self._leave_out(ahead.pop()[1])
+            self.position = first
+            self._ahead.leave_from(first)
 
     def _wants_more(self) -> bool:
         if self._reach.blocks is not None:
             return super()._wants_more()
-        return not self._ahead or self._nbytes < self._outlook.ahead
+        return not self._ahead.blocks or self._ahead.nbytes < self._outlook.ahead

@@ -97,6 +97,10 @@ class _Length:
     slowed: bool = False
 
 
+_NOT_ARRIVED: tuple[Stamp | None, int] = (None, 0)
+"""At a use: the stamp before it waits, and the nanoseconds that the host had waited by then."""
+
+
 class PassTimer:
     """Stamps the passes that are to be measured, and hands what they say to the estimates.
 
@@ -121,8 +125,7 @@ class PassTimer:
         self._open: _Sample | None = None
         self._length = _Length()
         self._waiting: deque[_Sample] = deque()
-        self._before: Stamp | None = None
-        self._stalled = 0
+        self._before = _NOT_ARRIVED
         self._begin: Stamp | None = None
         self._fills: dict[int, _Fill] = {}
         self._older: dict[int, _Fill] = {}
@@ -159,7 +162,8 @@ class PassTimer:
 
     def cut_short(self) -> None:
         """Drops what is being measured, after an exception anywhere."""
-        self._open = self._before = self._begin = None
+        self._open = self._begin = None
+        self._before = _NOT_ARRIVED
         self._waiting.clear()
         self._fills, self._older = {}, {}
         self.sampling = self.pending = False
@@ -167,8 +171,7 @@ class PassTimer:
     def arrived(self) -> None:
         """Stamps the compute stream at a use, before it waits for anything."""
         self._drop_loose()
-        self._before = self._clock.stamp()
-        self._stalled = self._counters.stall_ns
+        self._before = self._clock.stamp(), self._counters.stall_ns
 
     def started(self, record: Record, ready: Event | None) -> None:
         """Stamps the compute stream where the use may begin, its block being in HBM.
@@ -177,7 +180,7 @@ class PassTimer:
             record: The block's row.
             ready: What the compute stream waits for, if anything.
         """
-        before, self._before = self._before, None
+        (before, stalled), self._before = self._before, _NOT_ARRIVED
         sample = self._open
         if sample is None:
             return
@@ -188,7 +191,7 @@ class PassTimer:
             return
         block_id = record.block.id
         fill = self._fills.pop(block_id, None) or self._older.pop(block_id, None)
-        waited = self._counters.stall_ns - self._stalled
+        waited = self._counters.stall_ns - stalled
         # a block at home in a file that was copied from its place in DRAM waits for that link
         link = LINK_UP[Tier.DRAM] if fill is not None else LINK_UP.get(record.home)
         sample.uses.append(_Use(block_id, link, before, after, fill, ready is not None, waited))
@@ -305,9 +308,9 @@ class PassTimer:
 
     def _drop_loose(self) -> None:
         """Frees the stamps of a use or a copy that an error cut short."""
-        if self._before is not None or self._begin is not None:
-            self._free(self._before, self._begin)
-            self._before = self._begin = None
+        if self._before[0] is not None or self._begin is not None:
+            self._free(self._before[0], self._begin)
+            self._before, self._begin = _NOT_ARRIVED, None
 
     def _read(self, sample: _Sample) -> bool:
         """Reads the next use of a pass, if all its stamps have passed."""

@@ -1,0 +1,50 @@
+"""What is planned for one schedule: what stays, and when fetches are due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tiermem.core.cost import Timetable
+from tiermem.core.plans import Plan
+
+
+@dataclass(slots=True, eq=False)
+class StreamPlan:
+    """The plan for one schedule.
+
+    Attributes:
+        made_of: What it depends on, besides the schedule.
+        plan: What stays in HBM and in DRAM, and what is left to stream through.
+        ahead: Bytes of HBM that may be fetched ahead, the last block of them not counted.
+        timetable: When fetches are due.
+        compute: Seconds of each use; None where nothing is known of it.
+        through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
+        turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
+    """
+
+    made_of: tuple[int, ...]
+    plan: Plan
+    ahead: int
+    timetable: Timetable
+    compute: Sequence[float | None]
+    through_dram: bool
+    turn: int = 0
+
+    def decides_as(self, other: StreamPlan) -> bool:
+        """Whether it decides the same as a newer plan for the same schedule, whose times differ."""
+        return (self.plan, self.ahead, self.turn, self.through_dram) == (
+            other.plan,
+            other.ahead,
+            other.turn,
+            other.through_dram,
+        )
+
+    def take_times(self, other: StreamPlan) -> None:
+        """Takes over the times of a plan that decides the same, and so goes on.
+
+        A recording of what was done by it is not made anew for times that differ by a little, and
+        those that differ by more are met with at the next check.
+        """
+        self.made_of, self.timetable = other.made_of, other.timetable
+        self.compute = other.compute
