@@ -327,6 +327,12 @@ def test_host_time(tmp_path) -> None:
     assert {"Acquirer.acquire", "Transfers.fill", "HostCopyEngine.up"} <= parts
 
 
+def test_calls(tmp_path) -> None:
+    line = "layers --device cpu --set tiny --tokens 1 --calls 3 --out out.json"
+    (row,) = check_rows(run("bench_calls.py", tmp_path, *line.split()), "GB", "raw ms", "in HBM ms")
+    assert "measured" in row["call 1"] and "measured" not in row["call 3"]
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
 def test_uses(tmp_path) -> None:
     """The copies go through CUDA's engine; the bits are those of the plain model."""
