@@ -181,7 +181,8 @@ class Loop:
     def is_good(self, plan: Plan) -> bool:
         """Whether no plan for rounds that are laid out would be much better than one.
 
-        They wait for nothing but the busier of link and compute, and move hardly more than any.
+        They wait for nothing but the busier of link and compute, once the first block that streams
+        has been used, and move hardly more than with any other.
         """
         out = self.by_laps(plan.residents)
         if out is None:
@@ -191,7 +192,9 @@ class Loop:
         two = sum(sorted(streams)[-2:])
         moves = (sum(self.sizes.values()) - self.room + two) / rate
         moved = sum(self.transfer[visit.block] for visit in out.visits)
-        enough = _WORTH_IT_LAID_OUT * max(moves, sum(self._round()[1]))
+        compute = self._round()[1]
+        begin = sum(compute[: out.visits[0].first + 1])
+        enough = _WORTH_IT_LAID_OUT * max(moves, sum(compute)) + begin
         return out.seconds <= enough and moved <= _MORE_MOVED * moves
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
