@@ -229,3 +229,13 @@ def test_a_plan_that_cannot_be_laid_out_is_not_kept_for_a_loop_that_can() -> Non
             turn(usual, 8)
         assert made.manager.stats().misses == before
         made.check()
+
+
+def test_a_pass_of_thousands_of_uses_is_laid_out() -> None:
+    """Not all that is foreseen of it is planned for."""
+    with loop(12, 6, depth="auto") as made:
+        order = list(range(12)) * 300
+        for _ in range(3):
+            made.go_round(order)
+        assert arranged(made)
+        made.check()

@@ -450,7 +450,7 @@ class PlanMaker:
                 uses = [(b, None if record is None else record.block) for b, record in records]
                 seconds = known[key] = forecast.seconds(key, self._load, uses)
             found += seconds
-        return found
+        return found[: len(order)]
 
     def _seconds(self, record: Record, beside: bool) -> tuple[str, float] | None:
         """Returns over which link a block is fetched ahead, and for how long."""
