@@ -503,10 +503,10 @@ _ELSEWHERE = (
         ("tests/property/test_laps.py",),
     ),
     Mutation(
-        "what was written is dropped where HBM is arranged",
+        "what was written keeps HBM from being arranged",
         "tiermem/runtime/lookahead/arranged.py",
-        "if record.in_hbm is not State.VALID or not evictor.rules.let_loose(record):",
-        "if not evictor.rules.let_loose(record):",
+        "if record.in_hbm is State.DIRTY and not self._write(record):",
+        "if record.in_hbm is State.DIRTY:",
         ("tests/unit/test_runtime_arranged.py",),
     ),
     Mutation(

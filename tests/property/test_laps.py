@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
 
-from tiermem.core.laps import Fetch, Missing, Place, Rounds, layouts, play, visits_of
+from tiermem.core import laps
+from tiermem.core.laps import (
+    Fetch,
+    Missing,
+    Place,
+    Rounds,
+    lay_out,
+    layouts,
+    play,
+    visits_of,
+)
 
 ROUNDS = 7
 
@@ -177,3 +189,23 @@ def test_uses_near_each_other_are_one_visit() -> None:
         (4, 5, 5),
         (0, 6, 6),
     ]
+
+
+def test_many_blocks_of_many_sizes_take_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places that come round only after hundreds of rounds are not gone through."""
+    sizes = {block: 1 + (7 * block * block + block) % 39 for block in range(2000)}
+    room = sum(sizes.values()) // 4
+    looked = 0
+    overlapped = laps._overlapped
+
+    def counted(*arguments: Any) -> list[int]:
+        nonlocal looked
+        looked += 1
+        return overlapped(*arguments)
+
+    monkeypatch.setattr(laps, "_overlapped", counted)
+    order = list(range(2000))
+    transfer = {block: size * 1e-6 for block, size in sizes.items()}
+    found = lay_out(order, [1e-6] * 2000, sizes, transfer, [(0, room)], 0.0)
+    assert found is not None
+    assert looked <= 150_000

@@ -159,3 +159,83 @@ def test_a_user_who_says_how_far_to_fetch_ahead_is_heard() -> None:
         for _ in range(6):
             made.go_round()
             assert not arranged(made)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_was_written_does_not_keep_a_loop_from_being_laid_out(stays: bool) -> None:
+    with loop(12, 6, depth="auto") as made:
+        for _ in range(5):
+            made.go_round()
+        residents = made.manager.parts.evictor.residents
+        chosen = [n for n, block in enumerate(made.blocks) if (block.id in residents) == stays]
+        for number in chosen:
+            made.use(number, write=True)
+            made.go_round()  # what was written may be in the way, or leave: it is decided
+            for _ in range(3):
+                made.go_round()
+                assert arranged(made)
+        made.check()
+
+
+def test_what_was_written_is_written_home_before_hbm_is_arranged() -> None:
+    with loop(12, 6, depth="auto") as made:
+        for number in range(11):  # the last one would be used once more in a row
+            for _ in range(5):
+                made.go_round()
+            assert arranged(made)
+            made.use(number, write=True)  # ends the replay
+            made.go_round()
+            assert not arranged(made)
+            made.use(number, write=True)
+            made.go_round()
+            assert arranged(made)
+        made.check()
+
+
+def test_a_pass_that_uses_only_what_another_one_holds_is_planned() -> None:
+    """An outer module's parameter stays; a call that uses nothing else leaves nothing to plan."""
+    with loop(12, 6, depth="auto") as made:
+        manager = made.manager
+        for short in [False, False, False, True, True, False, False, True, True]:
+            manager.begin_pass(short)
+            if short:
+                made.use(0)
+            else:
+                manager.acquire(made.blocks[0])
+                for number in range(1, 12):
+                    made.use(number)
+                manager.release(made.blocks[0])
+            manager.end_pass()
+        made.check()
+
+
+def test_a_plan_that_cannot_be_laid_out_is_not_kept_for_a_loop_that_can() -> None:
+    """By a model that leaves out what it waits for it looks as good, and every round has misses."""
+    with loop(7, 5, depth="auto", large=1) as made:
+        usual = [2, 0, 1, 4, 5, 6, 3]
+
+        def turn(order: list[int], load: int) -> None:
+            made.manager.begin_pass("loop", load=load)
+            for number in order:
+                made.use(number)
+
+        for _ in range(6):
+            turn(usual, 8)
+        turn([*usual, 6], 32)
+        for _ in range(10):
+            turn(usual, 8)
+        before = made.manager.stats().misses
+        for _ in range(4):
+            turn(usual, 8)
+        assert made.manager.stats().misses == before
+        made.check()
+
+
+def test_a_pass_of_thousands_of_uses_is_laid_out() -> None:
+    """Not all that is foreseen of it is planned for."""
+    with loop(12, 6, depth="auto") as made:
+        order = list(range(12)) * 300
+        for _ in range(3):
+            made.go_round(order)
+        assert arranged(made)
+        made.check()

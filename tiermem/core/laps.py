@@ -8,6 +8,7 @@ round fetches, where to, and what leaves for it follows from the order of use an
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ _MOST_SIZES = 4
 """Sizes of blocks, those with the most bytes, that smaller slots are made for."""
 _LEAD = 4
 """Rounds in which a loop has to come to repeat itself."""
+_MOST_PLACES = 1 << 20
+"""Visits of all rounds of a layout: one that takes longer to come round is not tried."""
+_MOST_PLAYED = 1 << 15
+"""Uses in the rounds that are played until they repeat, but for the first ones."""
 _MORE_LAPS = 2
 _BISECTIONS = 24
 
@@ -92,6 +97,11 @@ class Place:
     offset: int
     nbytes: int
     free_at: int = -1
+
+    @property
+    def end(self) -> int:
+        """The byte after the last."""
+        return self.offset + self.nbytes
 
 
 class Missing(NamedTuple):
@@ -263,9 +273,10 @@ def play(
     Returns:
         The rounds; None where a block would come too late for its use, or no two rounds are alike.
     """
-    events, rounds = length + 1, _LEAD + 2 * len(layout)
+    events, rounds = length + 1, _LEAD + min(2 * len(layout), 2 + _MOST_PLAYED // length)
     found: list[list[Fetch]] = [[] for _ in range(rounds)]
     there = {block: Place(place.offset, place.nbytes) for block, place in inside.items()}
+    begins = sorted((place.offset, block) for block, place in there.items())
     now = 0
     late = list(reversed(missing))
     for number in range(rounds):
@@ -277,7 +288,7 @@ def play(
             if place is not None and place.offset == offset:
                 place.free_at = begin + visit.last + 2
                 continue
-            over = _overlapped(there, visit, offset)
+            over = _overlapped(there, begins, visit, offset)
             now = max([now, *(there[block].free_at for block in over)])
             if now > begin + visit.first:
                 return None
@@ -289,8 +300,9 @@ def play(
                 Fetch(now % events, block, nbytes, offset, tuple(over), exchanged, use)
             )
             for other in over:
-                del there[other]
+                begins.remove((there.pop(other).offset, other))
             there[block] = Place(offset, nbytes, begin + visit.last + 2)
+            insort(begins, (offset, block))
         for rest in reversed(late):
             found[0].append(_of_missing(rest, now))
         late = []
@@ -300,14 +312,24 @@ def play(
     return None
 
 
-def _overlapped(there: Mapping[int, Place], visit: Visit, offset: int) -> list[int]:
-    """Returns what has to leave for a block to come to an offset, itself included."""
-    end, block = offset + visit.nbytes, visit.block
-    return [
-        other
-        for other, place in there.items()
-        if (place.offset < end and offset < place.offset + place.nbytes) or other == block
-    ]
+def _overlapped(
+    there: Mapping[int, Place], begins: Sequence[tuple[int, int]], visit: Visit, offset: int
+) -> list[int]:
+    """Returns what has to leave for a block to come to an offset, itself included.
+
+    Args:
+        there: What is in HBM, by id.
+        begins: The offset and id of each, ascending.
+        visit: The block that comes.
+        offset: Where to.
+    """
+    first = max(0, bisect_right(begins, (offset, -1)) - 1)
+    if first < len(begins) and there[begins[first][1]].end <= offset:
+        first += 1
+    found = [block for _, block in begins[first : bisect_left(begins, (offset + visit.nbytes, -1))]]
+    if visit.block in there and visit.block not in found:
+        found.append(visit.block)
+    return found
 
 
 def _repeated(found: list[list[Fetch]], period: int) -> Rounds | None:
@@ -405,7 +427,10 @@ def _of_missing(block: Missing, event: int) -> Fetch:
 
 
 def _in_slots(sizes: Sequence[int], runs: Sequence[Run]) -> list[list[int]]:
-    """Returns the offsets in slots that take turns, by round; none with fewer than two slots."""
+    """Returns the offsets in slots that take turns, by round.
+
+    None with fewer than two slots, or where they come round too late.
+    """
     slot = max(sizes)
     slots = [at for begin, end in runs for at in range(begin, end - slot + 1, slot)]
     if len(slots) < 2:
@@ -418,6 +443,8 @@ def _in_slots(sizes: Sequence[int], runs: Sequence[Run]) -> list[list[int]]:
         places.append((number, filled))
         filled += nbytes
     rounds = len(slots) // math.gcd(number + 1, len(slots))
+    if rounds * len(sizes) > _MOST_PLACES:
+        return []
     return [
         [slots[(turn * (number + 1) + at) % len(slots)] + inside for at, inside in places]
         for turn in range(rounds)
@@ -437,6 +464,8 @@ def _in_two_sizes(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[li
             continue
         count = sum(nbytes <= small for nbytes in sizes)
         rounds = len(slots) // math.gcd(count, len(slots))
+        if rounds * len(sizes) > _MOST_PLACES:
+            continue
         found = []
         for number in range(rounds):
             turn = number * count

@@ -178,6 +178,13 @@ class Loop:
             self._by_residents[kept] = out
         return self._by_residents[kept]
 
+    def lays_out_as(self, plan: Plan, other: Plan) -> bool:
+        """Whether rounds are laid out with a plan if they are with another one.
+
+        Where they are not, :meth:`seconds` goes by a model that leaves more out.
+        """
+        return self.by_laps(other.residents) is None or self.by_laps(plan.residents) is not None
+
     def is_good(self, plan: Plan) -> bool:
         """Whether no plan for rounds that are laid out would be much better than one.
 

@@ -255,15 +255,27 @@ class Arranger:
         """Evicts a block that does not lie where it belongs; returns whether none is in the way."""
         if record is None or record.extent is None:
             return False  # bytes that somebody's views keep
-        if record.fixed or record.block.id in inside:
-            return record.fixed or record.in_hbm is State.VALID
-        regions, evictor = self._parts.evictor.regions, self._parts.evictor
-        if record.block.id in residents and not regions.misplaced(record):
+        if record.fixed:
+            return True
+        evictor = self._parts.evictor
+        if record.block.id in residents and not evictor.regions.misplaced(record):
+            return record.usable  # it does not leave, be it written home or not
+        if record.in_hbm is State.DIRTY and not self._write(record):
+            return False
+        if record.in_hbm is not State.VALID or record.block.id in inside:
             return record.in_hbm is State.VALID
-        if record.in_hbm is not State.VALID or not evictor.rules.let_loose(record):
+        if not evictor.rules.let_loose(record):
             return False
         evictor.evict(record)
         return True
+
+    def _write(self, record: Record) -> bool:
+        """Writes a block home, if that takes no disk; returns whether that could be."""
+        if record.home is not Tier.DRAM or not self._parts.evictor.rules.let_loose(record):
+            return False
+        transfers = self._parts.transfers
+        transfers.drain(record)
+        return transfers.settle(record.block.id) is None
 
     def _missing(self, loop: _Loop, residents: frozenset[int]) -> list[Missing] | None:
         """Returns what stays and is not in HBM, with places; None where it has no room."""

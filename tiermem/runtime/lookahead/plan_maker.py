@@ -36,6 +36,9 @@ _AS_GOOD = 1.005
 """A plan that moves less to come into force may be so many times as slow."""
 _NOTHING = 2e-3
 """Of a round: what a plan saves that is as good."""
+_DECIDED = 0.1
+"""Of a round: what is saved at least by a plan with which it is laid out, over one with which it
+is not: the model of those leaves out what they wait for."""
 _ROUNDS = 3
 _MOST_LOADS = 32
 _STATE = (Role.MASTER, Role.OPTIMIZER)
@@ -316,7 +319,7 @@ class PlanMaker:
         for near in (there, ()):
             stay = adjust_residents(kept, near, order, loop.sizes, room)
             other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay))
-            if loop.seconds(other) <= enough:
+            if loop.seconds(other) <= enough and loop.lays_out_as(other, plan):
                 return other
         return plan
 
@@ -335,6 +338,8 @@ class PlanMaker:
             return plan
         rounds = len(loop.order) / loop.length
         saved = (loop.seconds(now) - loop.seconds(plan)) / rounds
+        if not loop.lays_out_as(now, plan):
+            saved = max(saved, _DECIDED * loop.seconds(plan) / rounds)
         if saved <= _NOTHING * loop.seconds(now) / rounds:
             return now
         if self._run * saved >= sum(loop.transfer[block] for block in coming):
@@ -379,7 +384,7 @@ class PlanMaker:
             transfer[block] = self._from_dram(self._parts.table[block])[1]
         if not files:  # a few rounds tell as much as all that are foreseen
             rounds = _ROUNDS * sum(block in sizes for block in schedule.order[: _length(schedule)])
-            if _comes_again(schedule):
+            if rounds and _comes_again(schedule):  # it may use none of them, and others all of them
                 blocks, seconds = blocks[:rounds], seconds[:rounds]
         return Loop(blocks, sizes, room, seconds, transfer, SLOT_LATENCY, files)
 
@@ -445,7 +450,7 @@ class PlanMaker:
                 uses = [(b, None if record is None else record.block) for b, record in records]
                 seconds = known[key] = forecast.seconds(key, self._load, uses)
             found += seconds
-        return found
+        return found[: len(order)]
 
     def _seconds(self, record: Record, beside: bool) -> tuple[str, float] | None:
         """Returns over which link a block is fetched ahead, and for how long."""
