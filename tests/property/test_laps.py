@@ -17,10 +17,10 @@ from tiermem.core.laps import (
     Place,
     Rounds,
     lay_out,
-    layouts,
     play,
     visits_of,
 )
+from tiermem.core.layouts import layouts
 
 ROUNDS = 7
 
@@ -116,7 +116,7 @@ def test_every_use_finds_its_block(
     visits = visits_of(order, moving, data.draw(st.integers(0, room)))
     assert {v.block for v in visits} == set(moving)
     top = runs[-1][1]
-    for layout in layouts(visits, runs):
+    for layout in layouts([visit.nbytes for visit in visits], runs):
         memory = Memory(top + sum(sizes[b] for b in stay))
         missing, offset = [], top
         for block in sorted(stay, key=order.index):
@@ -138,7 +138,7 @@ def test_every_use_finds_its_block(
 
 def laid_out(order: list[int], sizes: dict[int, int], room: int) -> Rounds | None:
     visits = visits_of(order, sizes, room // 2)
-    for layout in layouts(visits, [(0, room)]):
+    for layout in layouts([visit.nbytes for visit in visits], [(0, room)]):
         rounds = play(visits, layout, len(order), {})
         if rounds is not None:
             return rounds

@@ -7,15 +7,12 @@ round fetches, where to, and what leaves for it follows from the order of use an
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-Run = tuple[int, int]
-"""First byte of some room, and the first behind it."""
+from tiermem.core.layouts import Run, layouts
 
 _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
@@ -28,16 +25,10 @@ _PRELUDE = 500e-6
 _POSTPONED = 1
 """Fetches left to the begin of the next round, where the link is busier than the device."""
 _MOST_TRIED = 3
-_MOST_SIZES = 4
-"""Sizes of blocks, those with the most bytes, that smaller slots are made for."""
 _LEAD = 4
 """Rounds in which a loop has to come to repeat itself."""
-_MOST_PLACES = 1 << 20
-"""Visits of all rounds of a layout: one that takes longer to come round is not tried."""
 _MOST_PLAYED = 1 << 15
 """Uses in the rounds that are played until they repeat, but for the first ones."""
-_MORE_LAPS = 2
-_BISECTIONS = 24
 
 
 class Visit(NamedTuple):
@@ -143,7 +134,7 @@ class LaidOut:
 
     Attributes:
         visits: Of a round, by first use.
-        layout: See :func:`layouts`.
+        layout: See :func:`tiermem.core.layouts.layouts`.
         postponed: How many of the fetches for the next round are left to its begin.
         seconds: How long a round takes by the model of the link.
     """
@@ -180,7 +171,7 @@ def lay_out(
     count = _POSTPONED if moved > used else 0
     best: LaidOut | None = None
     tried = 0
-    for layout in layouts(visits, runs):
+    for layout in layouts([visit.nbytes for visit in visits], runs):
         rounds = play(visits, layout, len(order), {})
         if rounds is None:
             continue
@@ -220,37 +211,6 @@ def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> lis
     return found
 
 
-def layouts(visits: Sequence[Visit], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
-    """Yields ways to lay visits out.
-
-    In slots of the size of the largest, each of which takes as many blocks that come one after the
-    other as fit; the slots take turns, however many slotfuls come in a round. Or, where there are
-    several sizes, in one slot of the largest and the rest of the room in slots of a smaller size,
-    which take turns among themselves; or in laps over the whole room that are about as long, where
-    each round begins at the begin of the room.
-
-    Args:
-        visits: Of one round, by first use.
-        runs: The room, ascending.
-
-    Yields:
-        The offset of each visit, for each of some rounds after which the first is repeated.
-    """
-    sizes = [visit.nbytes for visit in visits]
-    turning = _in_slots(sizes, runs)
-    if turning:
-        yield turning
-    if len(set(sizes)) == 1:
-        return
-    yield from _in_two_sizes(sizes, runs)
-    room = sum(end - begin for begin, end in runs)
-    least = _laps(sizes, room)
-    for count in range(least, least + _MORE_LAPS + 1):
-        offsets = _in_laps(sizes, _shortest(sizes, count, room), runs)
-        if offsets is not None:
-            yield [offsets]
-
-
 def play(
     visits: Sequence[Visit],
     layout: Sequence[Sequence[int]],
@@ -265,7 +225,7 @@ def play(
 
     Args:
         visits: Of one round, by first use.
-        layout: See :func:`layouts`.
+        layout: See :func:`tiermem.core.layouts.layouts`.
         length: Uses in a round.
         inside: What is in HBM of what streams as the first round begins, by id.
         missing: What stays and is fetched in the first round, by first use.
@@ -424,100 +384,3 @@ def seconds_of(
 
 def _of_missing(block: Missing, event: int) -> Fetch:
     return Fetch(event, block.block, block.nbytes, block.offset, (), False, block.first)
-
-
-def _in_slots(sizes: Sequence[int], runs: Sequence[Run]) -> list[list[int]]:
-    """Returns the offsets in slots that take turns, by round.
-
-    None with fewer than two slots, or where they come round too late.
-    """
-    slot = max(sizes)
-    slots = [at for begin, end in runs for at in range(begin, end - slot + 1, slot)]
-    if len(slots) < 2:
-        return []
-    places: list[tuple[int, int]] = []  # which slotful of the round, and how far into it
-    number = filled = 0
-    for nbytes in sizes:
-        if filled + nbytes > slot:
-            number, filled = number + 1, 0
-        places.append((number, filled))
-        filled += nbytes
-    rounds = len(slots) // math.gcd(number + 1, len(slots))
-    if rounds * len(sizes) > _MOST_PLACES:
-        return []
-    return [
-        [slots[(turn * (number + 1) + at) % len(slots)] + inside for at, inside in places]
-        for turn in range(rounds)
-    ]
-
-
-def _in_two_sizes(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
-    """Yields the offsets where the largest blocks have a slot to themselves, by round."""
-    large = max(sizes)
-    begin, end = max(runs, key=lambda run: run[1] - run[0])
-    smaller: Counter[int] = Counter()
-    for nbytes in sizes:
-        smaller[nbytes] += nbytes
-    for small, _ in smaller.most_common(_MOST_SIZES):
-        slots = list(range(begin + large, end - small + 1, small))
-        if small == large or len(slots) < 2:
-            continue
-        count = sum(nbytes <= small for nbytes in sizes)
-        rounds = len(slots) // math.gcd(count, len(slots))
-        if rounds * len(sizes) > _MOST_PLACES:
-            continue
-        found = []
-        for number in range(rounds):
-            turn = number * count
-            offsets = []
-            for nbytes in sizes:
-                if nbytes > small:
-                    offsets.append(begin)
-                else:
-                    offsets.append(slots[turn % len(slots)])
-                    turn += 1
-            found.append(offsets)
-        yield found
-
-
-def _laps(sizes: Sequence[int], bound: int) -> int:
-    """Returns how many laps there are, none of them longer than ``bound`` but by one block."""
-    laps, filled = 1, 0
-    for nbytes in sizes:
-        if filled and filled + nbytes > bound:
-            laps, filled = laps + 1, 0
-        filled += nbytes
-    return laps
-
-
-def _shortest(sizes: Sequence[int], count: int, most: int) -> int:
-    """Returns the bytes of the longest lap where so many laps are about as long."""
-    least = max(max(sizes), sum(sizes) // count)
-    most = max(most, least)
-    for _ in range(_BISECTIONS):
-        middle = (least + most) // 2
-        if _laps(sizes, middle) <= count:
-            most = middle
-        else:
-            least = middle + 1
-        if least >= most:
-            break
-    return most
-
-
-def _in_laps(sizes: Sequence[int], bound: int, runs: Sequence[Run]) -> list[int] | None:
-    """Returns the offset of each block; None where one of them has no room in its lap."""
-    offsets: list[int] = []
-    run, at, filled = 0, runs[0][0], 0
-    for nbytes in sizes:
-        if filled and filled + nbytes > bound:
-            run, at, filled = 0, runs[0][0], 0
-        while at + nbytes > runs[run][1]:
-            run += 1
-            if run == len(runs):
-                return None
-            at = runs[run][0]
-        offsets.append(at)
-        at += nbytes
-        filled += nbytes
-    return offsets

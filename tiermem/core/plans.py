@@ -249,12 +249,6 @@ class Loop:
         seconds, busy = play(one)
         return rounds * seconds, rounds * busy
 
-    def waits_for_link(self, plan: Plan) -> bool:
-        """Whether the copies of what streams take longer than all compute."""
-        order, compute, fetch = self._round()
-        copies = (f for b, f in zip(order, fetch, strict=True) if b not in plan.residents)
-        return sum(copies) > sum(compute)
-
     def one_by_one(self, plan: Plan) -> float:
         """Returns how long it takes with a plan of two slots, one block in use and one ahead.
 
