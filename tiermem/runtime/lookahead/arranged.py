@@ -92,6 +92,7 @@ class Arranger:
         """Works on ``parts``; ``fetcher`` knows whether copies run beside the compute."""
         self._parts = parts
         self._fetcher = fetcher
+        self._departures = parts.transfers.departures
         self._loops: dict[_Name, _Loop | None] = {}
         self._force: _Force | None = None
         self._pauses: dict[Hashable, _Pause] = {}
@@ -109,19 +110,14 @@ class Arranger:
         if not self._may(plan):
             self._force = None
             return None
-        loop = self._loop(plan)
-        force = self._force
-        if loop is None:
-            self._force = None
-        elif (
-            force is None
-            or force.loop is not loop
-            or force.departures != self._parts.transfers.departures.count
-        ):
-            self._force = self._arrange(loop, plan.plan.residents)
-            if self._force is None:
-                self.broke_off()
-        force = self._force
+        loop, force = self._loop(plan), self._force
+        undisturbed = force is not None and force.loop is loop
+        if force is None or not (undisturbed and force.departures == self._departures.count):
+            force = self._force = None
+            if loop is not None and self._is_simple(loop):
+                force = self._force = self._arrange(loop, plan.plan.residents)
+                if force is None:
+                    self.broke_off()
         if force is None:
             return None
         force.departures = -1
@@ -132,7 +128,7 @@ class Arranger:
         force = self._force
         if force is not None:
             force.at = force.rounds.after(force.at)
-            force.departures = self._parts.transfers.departures.count
+            force.departures = self._departures.count
             self._pauses.pop(self._parts.planner.key, None)
 
     def broke_off(self) -> None:
@@ -171,15 +167,14 @@ class Arranger:
         return True
 
     def _loop(self, plan: StreamPlan) -> _Loop | None:
-        """Returns the loop of the present schedule, if it can be laid out with a plan."""
+        """Returns the loop of the present schedule, if that can be laid out with a plan."""
         schedule, residents = self._parts.planner.schedule, plan.plan.residents
         name = schedule, residents, self._parts.table.hbm.capacity
         if name not in self._loops:
             self._loops[name] = self._lay_out(schedule, residents, plan.compute)
             if len(self._loops) > _MOST_LOOPS:
                 del self._loops[next(iter(self._loops))]
-        loop = self._loops[name]
-        return loop if loop is not None and self._is_simple(loop) else None
+        return self._loops[name]
 
     def _lay_out(
         self, schedule: Schedule, residents: frozenset[int], compute: Sequence[float | None]
