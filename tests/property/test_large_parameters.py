@@ -235,10 +235,7 @@ def test_weights_and_gradient_fit_and_the_state_does_not(
     weights, largest = sizes_of(make, dtype)
     hbm = weights + largest + (12 + round(share * 400)) * PAGE
     with pair(make, case, dtype, hbm, masters) as twins:
-        for number in range(2):
-            twins.backward(number)
-            twins.step()
-            twins.zero_grad()
+        train(twins, 2)
         twins.check()
 
 
@@ -307,6 +304,14 @@ def clip_both(twins: Pair, how: str) -> None:
         assert_same(norm, twins.optimizer.clip_grad_norm_(0.01), "norm")
 
 
+def train(twins: Pair, steps: int) -> None:
+    """Makes so many steps, each of a backward of its own."""
+    for number in range(steps):
+        twins.backward(number)
+        twins.step()
+        twins.zero_grad()
+
+
 def parted(twins: Pair) -> PartedUnit:
     return max(
         (unit for unit in twins.optimizer._units if isinstance(unit, PartedUnit)),
@@ -336,10 +341,7 @@ def test_a_state_dict_goes_on_in_another_budget(
     path = tmp_path_factory.mktemp("saved") / "run"
     first, second = (weights + 20 * PAGE + round(s * largest / PAGE) * PAGE for s in shares)
     with pair(make, case, dtype, first, masters) as twins:
-        for number in range(2):
-            twins.backward(number)
-            twins.step()
-            twins.zero_grad()
+        train(twins, 2)
         if saves:
             twins.backward(2)
             twins.tier.save(path)
@@ -457,10 +459,7 @@ def test_a_backward_that_fails_between_runs_is_made_again(
             with pytest.raises(tiermem.StorageError):
                 loss_of(twins.model, 1).backward()
         twins.optimizer.zero_grad()
-        for number in range(2):
-            twins.backward(number)
-            twins.step()
-            twins.zero_grad()
+        train(twins, 2)
         twins.check()
 
 
@@ -485,10 +484,7 @@ def test_a_class_that_may_do_anything_is_refused_before_anything_moves() -> None
         optimizer.step()
     for make in (Tied, Wide, Stacked):
         with pair(make, (Own, {}), torch.float32, need_of(make, Own), False) as twins:
-            for number in range(2):
-                twins.backward(number)
-                twins.step()
-                twins.zero_grad()
+            train(twins, 2)
             twins.check()
 
 
@@ -510,10 +506,7 @@ def test_what_errors_ask_for_does(make: Any, cls: Any) -> None:
     hbm = need_of(make, cls)
     assert hbm <= weights + 30 * PAGE
     with pair(make, (cls, {}), torch.float32, hbm, False) as twins:
-        for number in range(2):
-            twins.backward(number)
-            twins.step()
-            twins.zero_grad()
+        train(twins, 2)
         twins.check()
 
 
@@ -598,10 +591,7 @@ def test_steps_at_any_time(overlap: str) -> None:
     hbm = weights + 28 * PAGE
     with pair(Looked, SETTINGS[0], torch.bfloat16, hbm, True, overlap=overlap) as twins:
         assert parted(twins).entries[0].unit.runs
-        for number in range(5):
-            twins.backward(number)
-            twins.step()
-            twins.zero_grad()
+        train(twins, 5)
         twins.check()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -66,6 +67,18 @@ class Schedule:
 
     def __len__(self) -> int:
         return len(self.order)
+
+    @property
+    def first_length(self) -> int:
+        """Uses of the pass that begins it."""
+        return self.passes[1][0] if len(self.passes) > 1 else len(self)
+
+    @cached_property
+    def comes_again(self) -> bool:
+        """Whether the pass that begins it is followed by another one that does the same."""
+        length = self.first_length
+        again = list(self.order[length : 2 * length])
+        return bool(again) and list(self.order[:length]) == again
 
     def next_use(self, block: int, start: int) -> int:
         """Returns the first position at or after ``start`` that uses ``block``, or NEVER."""

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tiermem.nn.groups.gradunit import GradRun, GradUnit
-from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.units.unit import Shown, State, StepUnit, Stored
+from tiermem.optim.units.unit import StepUnit, Stored
 from tiermem.runtime.memory.slots import Slot
 
 
@@ -30,21 +28,9 @@ class RunUnit(StepUnit):
         """Whether the optimizer is given the run of the gradient itself, not a cast of it."""
         return self.own(self.members[0][0]).dtype is unit.block.tensors[0].dtype
 
-    def _update(
-        self,
-        runtime: ModuleRuntime,
-        optimizer: torch.optim.Optimizer,
-        stored: Sequence[Stored],
-        slots: dict[int, Slot],
-        state: State,
-        scaling: Scaling | None,
-        *,
-        owed: bool,
-    ) -> list[Shown]:
+    def _gradients_in(
+        self, stored: Sequence[Stored], slots: dict[int, Slot], *, owed: bool
+    ) -> list[torch.Tensor | None]:
         if self.run is None:
-            return super()._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-        self.handed.given = {id(self.members[0][0]): slots[id(self.run.block)].views[0]}
-        try:
-            return super()._update(runtime, optimizer, stored, slots, state, scaling, owed=owed)
-        finally:
-            self.handed.given = {}
+            return super()._gradients_in(stored, slots, owed=owed)
+        return [slots[id(self.run.block)].views[0]]

@@ -274,17 +274,24 @@ class StepUnit(UnitGradients):
         Returns:
             What stands for the tensors that were written, and their values.
         """
+        gradients = self._gradients_in(stored, slots, owed=owed)
+        slot = slots.get(id(self.block))
+        cast = self.handed.hand_over(self.members, self.plain.owns(), gradients)
+        self.plain.attach(slot)
+        self._run(optimizer, scaling, cast)
+        return self._complete(runtime, stored, slots, state)
+
+    def _gradients_in(
+        self, stored: Sequence[Stored], slots: dict[int, Slot], *, owed: bool
+    ) -> list[torch.Tensor | None]:
+        """Returns the gradient of each member: in what is held, else the program's own."""
         gradients = [None if owed else param.grad for param, _ in self.members]
         of: GradUnit | None = None
         for number, entry, unit in stored:
             if unit is not of:
                 of, views = unit, slots[id(unit.block)].views
             gradients[number] = views[entry.unit_index]
-        slot = slots.get(id(self.block))
-        cast = self.handed.hand_over(self.members, self.plain.owns(), gradients)
-        self.plain.attach(slot)
-        self._run(optimizer, scaling, cast)
-        return self._complete(runtime, stored, slots, state)
+        return gradients
 
     def _complete(
         self,

@@ -27,7 +27,7 @@ from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
-from tiermem.runtime.lookahead.swaps import Fit, Step, Swap
+from tiermem.runtime.lookahead.swaps import Fit, Step, Swap, steps_over
 from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.metrics.pass_timer import LINK_UP
 from tiermem.runtime.parts import Parts
@@ -158,7 +158,7 @@ class Arranger:
             return False
         if None in plan.compute:
             return False  # the plan is a guess, and another one comes soon
-        if len(schedule.passes) < 2 or not 2 <= schedule.passes[1][0] <= _MOST_USES:
+        if len(schedule.passes) < 2 or not 2 <= schedule.first_length <= _MOST_USES:
             return False
         pause = self._pauses.get(planner.key)
         if pause is not None and pause.passes:
@@ -180,10 +180,10 @@ class Arranger:
         self, schedule: Schedule, residents: frozenset[int], compute: Sequence[float | None]
     ) -> _Loop | None:
         """Lays out a loop that comes again as it is; None where it does not, or cannot be."""
-        length = schedule.passes[1][0]
-        order = list(schedule.order[:length])
-        if order != list(schedule.order[length : 2 * length]):
+        if not schedule.comes_again:
             return None
+        length = schedule.first_length
+        order = list(schedule.order[:length])
         table, runs = self._parts.table, self._parts.evictor.regions.runs()
         sizes = {
             block: record.block.nbytes
@@ -296,7 +296,7 @@ class Arranger:
         """Returns the steps of each round: as it begins, then after each use."""
         get, found = self._parts.table.get, []
         for fetches in rounds.fetches:
-            steps = [Step(None, -1), *(Step(get(block), block) for block in loop.order)]
+            steps = steps_over(loop.order, get)
             for fetch in fetches:
                 steps[fetch.event].swaps.append(self._swap_of(fetch, len(loop.order)))
             found.append(steps)

@@ -284,7 +284,7 @@ class PlanMaker:
             )
         else:
             loop = self._loop(schedule, sizes, room, known, fetch, spare)
-            loop = replace(loop, steady=steady, laid_out=not files and _comes_again(schedule))
+            loop = replace(loop, steady=steady, laid_out=not files and schedule.comes_again)
             now = self._in_force
             if now is not None and now[0] == alike[:2] and loop.slower.is_good(now[1]):
                 plan = before = now[1]
@@ -383,8 +383,10 @@ class PlanMaker:
         for block in on_disk:
             transfer[block] = self._from_dram(self._parts.table[block])[1]
         if not files:  # a few rounds tell as much as all that are foreseen
-            rounds = _ROUNDS * sum(block in sizes for block in schedule.order[: _length(schedule)])
-            if rounds and _comes_again(schedule):  # it may use none of them, and others all of them
+            rounds = _ROUNDS * sum(
+                block in sizes for block in schedule.order[: schedule.first_length]
+            )
+            if rounds and schedule.comes_again:  # it may use none, and others all of them
                 blocks, seconds = blocks[:rounds], seconds[:rounds]
         return Loop(blocks, sizes, room, seconds, transfer, SLOT_LATENCY, files)
 
@@ -466,24 +468,12 @@ class PlanMaker:
         return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
 
-def _length(schedule: Schedule) -> int:
-    """Returns the uses of the pass that begins a schedule."""
-    return schedule.passes[1][0] if len(schedule.passes) > 1 else len(schedule)
-
-
-def _comes_again(schedule: Schedule) -> bool:
-    """Whether the pass that begins a schedule is followed by another one that does the same."""
-    length = _length(schedule)
-    again = list(schedule.order[length : 2 * length])
-    return bool(again) and list(schedule.order[:length]) == again
-
-
 def _goes_round(schedule: Schedule) -> bool:
     """Whether the same blocks are used in the same order pass for pass, each once.
 
     A pass may use nothing: a step all of whose blocks were stepped in backward.
     """
-    order, length = schedule.order, _length(schedule)
+    order, length = schedule.order, schedule.first_length
     if not length or len(order) < 2 * length or len(order) % length:
         return False
     if len(set(order[:length])) != length:

@@ -10,7 +10,7 @@ from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.lookahead.disk_ahead import DiskAhead
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
-from tiermem.runtime.lookahead.walks import Fetcher, Reach, Walk, make_walk
+from tiermem.runtime.lookahead.walks import Fetcher, Reach, SequenceWalk, make_walk
 from tiermem.runtime.parts import Parts
 
 _AUTO_BYTES = 64 << 20
@@ -43,9 +43,9 @@ class Prefetcher:
         self._reach = Reach(None if depth == "auto" else depth, least)
         self._maker = PlanMaker(parts, least)
         self._planned: Schedule | None = None
-        self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, Walk]] = {}
+        self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, SequenceWalk]] = {}
         self._load = 0
-        self._walk: Walk | None = None
+        self._walk: SequenceWalk | None = None
         self._held: set[int] = set()
         self._previous: Record | None = None
 
@@ -141,7 +141,7 @@ class Prefetcher:
             walk.restart(0)
             walk.go_on(min(len(schedule.order), _MOST_STEPS))
 
-    def _plan(self, schedule: Schedule) -> tuple[StreamPlan, Walk]:
+    def _plan(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
         """Decides what stays and when fetches are due, unless that is decided already."""
         made_of = self._maker.made_of(self._held)
         name = (schedule, self._load)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.swaps import Fit, Step, Swap
+from tiermem.runtime.lookahead.swaps import Fit, Step, Swap, steps_over
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.evictor import Room
 
@@ -177,10 +177,9 @@ class Recordings:
 
     def _steps_of(self, noted: _Pass) -> list[Step]:
         """Returns the steps that repeat a recorded pass, one for each place of the schedule."""
-        schedule, table = noted.schedule, self._parts.table
-        passes = schedule.passes
-        end = passes[1][0] if len(passes) > 1 else len(schedule)
-        steps = [Step(None, -1), *(Step(table.get(block), block) for block in schedule.order[:end])]
+        schedule, passes = noted.schedule, noted.schedule.passes
+        end = schedule.first_length
+        steps = steps_over(schedule.order[:end], self._parts.table.get)
         for cursor, swap in noted.swaps:
             if cursor > end:
                 break

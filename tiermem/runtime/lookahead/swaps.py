@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from tiermem.core.residency import Record
@@ -96,3 +96,13 @@ class Step:
     used: Record | None
     block: int
     swaps: list[Swap] = field(default_factory=list)
+
+
+def steps_over(order: Iterable[int], get: Callable[[int], Record | None]) -> list[Step]:
+    """Returns the steps of a pass, without swaps yet: one as it begins, and one after each use.
+
+    Args:
+        order: Ids of the blocks that it uses.
+        get: Returns the record of a block, if it exists.
+    """
+    return [Step(None, -1), *(Step(get(block), block) for block in order)]

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import Record, State
@@ -165,38 +164,9 @@ class _Ahead:
             self.nbytes -= block.nbytes
 
 
-class Walk(Protocol):
-    """Goes over one schedule, with one plan, and begins the fetches that are due.
-
-    Attributes:
-        position: The first use that has not been looked at.
-        complete: Departures from HBM by the time at which every block was there to stay; -1 where
-            they never were. Until another one leaves there is nothing to look at.
-    """
-
-    position: int
-    complete: int
-
-    def restart(self, cursor: int) -> None:
-        """Looks at every use again from a cursor on."""
-        ...
-
-    def catch_up(self, cursor: int) -> bool:
-        """Moves the cursor to where the compute is, and looks again at what has left HBM since.
-
-        Returns:
-            Whether everything from the cursor on is looked at again.
-        """
-        ...
-
-    def go_on(self, end: int) -> int:
-        """Begins fetches, the soonest first, up to the use at ``end``; returns how many."""
-        ...
-
-
 def make_walk(
     parts: Parts, fetcher: Fetcher, schedule: Schedule, outlook: StreamPlan, reach: Reach
-) -> Walk:
+) -> SequenceWalk:
     """Returns the walk that a plan asks for.
 
     Args:
@@ -218,7 +188,8 @@ class SequenceWalk:
 
     Attributes:
         position: The first use that has not been looked at.
-        complete: See :class:`Walk`.
+        complete: Departures from HBM by the time at which every block was there to stay; -1 where
+            they never were. Until another one leaves there is nothing to look at.
     """
 
     _idle_of_many = -1
@@ -260,7 +231,11 @@ class SequenceWalk:
             self.position = len(self._schedule.order)
 
     def catch_up(self, cursor: int) -> bool:
-        """Moves the cursor to where the compute is; see :class:`Walk`."""
+        """Moves the cursor to where the compute is, and looks again at what has left HBM since.
+
+        Returns:
+            Whether everything from the cursor on is looked at again.
+        """
         again = cursor < self._cursor or self._is_behind(cursor)
         if again:
             self.restart(cursor)
@@ -271,7 +246,7 @@ class SequenceWalk:
         return again
 
     def go_on(self, end: int) -> int:
-        """Begins fetches, the soonest first; see :class:`Walk`."""
+        """Begins fetches, the soonest first, up to the use at ``end``; returns how many."""
         if self._cursor <= self._idle:
             return 0
         get, residents = self._get, self._regions.residents
