@@ -503,6 +503,20 @@ _ELSEWHERE = (
         ("tests/property/test_laps.py",),
     ),
     Mutation(
+        "a pass that could be planned beforehand begins with reading measurements",
+        _RUNTIME + "metrics/pass_timer.py",
+        "and self.estimates.can_foresee(key)",
+        "and self.estimates.sure(key)",
+        ("tests/unit/test_runtime_arranged.py",),
+    ),
+    Mutation(
+        "plans are made as passes begin, not as they end",
+        _RUNTIME + "manager.py",
+        "if pass_timer.ended():",
+        "if pass_timer.ended() and False:",
+        ("tests/unit/test_runtime_arranged.py",),
+    ),
+    Mutation(
         "what was written keeps HBM from being arranged",
         "tiermem/runtime/lookahead/arranged.py",
         "if record.in_hbm is State.DIRTY and not self._write(record):",

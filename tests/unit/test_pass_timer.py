@@ -122,6 +122,7 @@ class Player:
 def test_uses_are_told_apart_in_whatever_order_stamps_pass(seed: int) -> None:
     player = Player(random.Random(seed))
     for _ in range(3):
+        player.estimates.ask_again()
         player.sweep()
         player.pass_timer.harvest()
     player.read_all()

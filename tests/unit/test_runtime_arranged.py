@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from support_examples import examples
 from support_loop import Loop, loop
 
 from tiermem.core.block import Block
+from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.runtime.memory.slots import Slot
+from tiermem.runtime.metrics.pass_timer import PassTimer
 
 
 def arranged(made: Loop) -> bool:
@@ -35,6 +38,38 @@ def test_the_pass_after_those_that_were_measured_is_replayed(large: int) -> None
             made.go_round()
             assert arranged(made)
             assert made.manager.stats().misses == before
+        made.check()
+
+
+def test_plans_are_made_as_passes_end_once_they_can_be_foreseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass begins with what was decided before: neither measurements nor plans hold it up."""
+    with loop(12, 6, depth="auto") as made:
+        manager = made.manager
+        manager.parts.pass_timer.estimates.flops = 1e12
+        done: list[str] = []
+        for what, name in ((PlanMaker, "make"), (PassTimer, "harvest")):
+            real = getattr(what, name)
+
+            def noted(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+                done.append(name)
+                return real(*args, **kwargs)
+
+            monkeypatch.setattr(what, name, noted)
+        begins, ends = [], []
+        for _ in range(6):
+            done.clear()
+            manager.begin_pass("loop", range(1, 13), load=64)
+            begins.append(list(done))
+            for number in range(12):
+                made.use(number)
+            done.clear()
+            manager.end_pass()
+            ends.append(list(done))
+        assert begins[:2] == [["make"], ["harvest", "make"]]
+        assert begins[2:] == [[]] * 4
+        assert ends == [[], [], ["harvest", "make"], [], [], []]
         made.check()
 
 

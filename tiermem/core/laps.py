@@ -185,6 +185,11 @@ def lay_out(
     return best
 
 
+def host_seconds(uses: int) -> float:
+    """Returns the host's seconds from the begin of a round until it has entered so many uses."""
+    return _PRELUDE + uses * _HOST if uses else 0.0
+
+
 def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> list[Visit]:
     """Returns the visits of a round, by first use.
 
@@ -364,7 +369,7 @@ def seconds_of(
         waiting = iter(rounds.fetches[number])
         fetch = next(waiting, None)
         for event in range(len(order) + 1):
-            host = began + (_PRELUDE + event * _HOST if event else 0.0)
+            host = began + host_seconds(event)
             while fetch is not None and fetch.event == event:
                 link = max(
                     [link, host, *(free.get(block, 0.0) + latency for block in fetch.leaves)]

@@ -66,6 +66,7 @@ class _Pass:
 
     blocks: dict[int, Recent] = field(default_factory=dict)
     samples: int = 0
+    asked: int = 0  # for samples, some of which may not have been read yet
     since: int = 0
     extra: int = 0
     calm: int = 0
@@ -119,9 +120,10 @@ class Estimates:
             known.calm -= 1
         if known.extra:
             known.extra -= 1
-        elif known.samples >= _SAMPLES_AT_FIRST and known.since < _EVERY:
+        elif known.asked >= _SAMPLES_AT_FIRST and known.since < _EVERY:
             return False
         known.since = 0
+        known.asked += 1
         return True
 
     def took(self, key: Hashable, seconds: float) -> None:
@@ -261,6 +263,10 @@ class Estimates:
         """Whether passes of that name were measured often enough to be counted on."""
         known = self._passes.get(key)
         return known is not None and known.samples >= _SURE and bool(known.blocks)
+
+    def can_foresee(self, key: Hashable) -> bool:
+        """Whether plans for passes of that name can be made before more of them is measured."""
+        return self.sure(key) or (self.flops > 0.0 and self.samples(key) > 0)
 
     def known(self) -> Iterator[Hashable]:
         """Yields the names of the passes that were measured often enough."""

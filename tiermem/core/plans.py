@@ -14,7 +14,7 @@ from functools import cached_property
 
 from tiermem.core.cost import refetched, streaming_time
 from tiermem.core.fromdisk import Round, play
-from tiermem.core.laps import LaidOut, lay_out
+from tiermem.core.laps import LaidOut, host_seconds, lay_out
 from tiermem.core.residents import choose_residents, keep_largest
 from tiermem.core.slots import one_ahead_time
 
@@ -188,8 +188,8 @@ class Loop:
     def is_good(self, plan: Plan) -> bool:
         """Whether no plan for rounds that are laid out would be much better than one.
 
-        They wait for nothing but the busier of link and compute, once the first block that streams
-        has been used, and move hardly more than with any other.
+        They wait for nothing but the busiest of link, compute and host, once the first block that
+        streams has been used, and move hardly more than with any other.
         """
         out = self.by_laps(plan.residents)
         if out is None:
@@ -201,7 +201,8 @@ class Loop:
         moved = sum(self.transfer[visit.block] for visit in out.visits)
         compute = self._round()[1]
         begin = sum(compute[: out.visits[0].first + 1])
-        enough = _WORTH_IT_LAID_OUT * max(moves, sum(compute)) + begin
+        host = host_seconds(len(compute) - 1)
+        enough = _WORTH_IT_LAID_OUT * max(moves, sum(compute), host) + begin
         return out.seconds <= enough and moved <= _MORE_MOVED * moves
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
@@ -221,7 +222,8 @@ class Loop:
         """Returns a lower bound of the seconds, where each block is used once in each round."""
         order, compute, _ = self._round()
         copies = sum(self.transfer[b] for b in set(order) if b not in plan.residents)
-        return max(copies, sum(compute)) * len(self.order) / len(order)
+        host = host_seconds(len(order) - 1) if self.laid_out else 0.0
+        return max(copies, sum(compute), host) * len(self.order) / len(order)
 
     def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
         """Returns how long it takes with a plan for blocks from files, and the disk of it.
@@ -336,7 +338,7 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
         seconds = loop.seconds(plan)
         if seconds < fastest:
             best, fastest = plan, seconds
-        if fastest <= _WORTH_TRYING * least:
+        if fastest <= _WORTH_TRYING * least or (best is plan and loop.is_good(plan)):
             break
     if settled is not None and loop.by_laps(settled.residents) is not None:
         return settled if loop.seconds(settled) <= fastest * _WORTH_IT else best

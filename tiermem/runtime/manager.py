@@ -421,7 +421,8 @@ class BlockManager:
         pass_timer = self.parts.pass_timer
         if pass_timer.sampling or pass_timer.pending:
             with self.lock:
-                pass_timer.ended()
+                if pass_timer.ended():
+                    self.prefetcher.plan_next()
 
     def poll(self) -> None:
         """Takes up every transfer that has finished."""

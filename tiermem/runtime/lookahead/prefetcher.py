@@ -77,6 +77,17 @@ class Prefetcher:
         outlook, _ = self._plan(self._planner.schedule)
         return outlook, self.fetcher.number
 
+    def plan_next(self) -> None:
+        """Decides on the next pass as one ends, where that is expected to do the same.
+
+        The device still works on what the host has submitted of this one, so that the next pass
+        does not wait for a plan.
+        """
+        planner = self._planner
+        schedule = planner.schedule
+        if schedule.comes_again and schedule.passes[1][1] == planner.key:
+            self._decide(schedule)
+
     def run(self) -> None:
         """Begins every fetch that is due."""
         planner = self._planner
@@ -142,6 +153,18 @@ class Prefetcher:
             walk.go_on(min(len(schedule.order), _MOST_STEPS))
 
     def _plan(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
+        """Brings into force what is decided on a schedule."""
+        found = outlook, walk = self._decide(schedule)
+        self._planned, self._walk = schedule, walk
+        self.fetcher.begin_schedule()
+        plan, evictor = outlook.plan, self._parts.evictor
+        evictor.keep(plan.residents, plan.slot)
+        evictor.ring.begin(outlook.turn, self.fetcher.number, schedule)
+        self.disk.plan(schedule, outlook)
+        self._restart(self._planner.cursor)
+        return found
+
+    def _decide(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
         """Decides what stays and when fetches are due, unless that is decided already."""
         made_of = self._maker.made_of(self._held)
         name = (schedule, self._load)
@@ -158,12 +181,4 @@ class Prefetcher:
         self._outlooks[name] = found
         if len(self._outlooks) > _MOST_PLANS:
             del self._outlooks[next(iter(self._outlooks))]
-        outlook, walk = found
-        self._planned, self._walk = schedule, walk
-        self.fetcher.begin_schedule()
-        plan, evictor = outlook.plan, self._parts.evictor
-        evictor.keep(plan.residents, plan.slot)
-        evictor.ring.begin(outlook.turn, self.fetcher.number, schedule)
-        self.disk.plan(schedule, outlook)
-        self._restart(self._planner.cursor)
         return found

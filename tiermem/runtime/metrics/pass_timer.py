@@ -149,9 +149,9 @@ class PassTimer:
             for fill in self._older.values():
                 self._let_go(fill)
             self._older, self._fills = self._fills, {}
-        # the plan for this pass is made with what was measured; once passes are known well enough
-        # it is read as one ends instead, where the host has mostly nothing to do but to wait
-        if self.pending and not (self._reads_at_ends and self.estimates.sure(key)):
+        # the plan for this pass is made with what was measured; once that can be done without, it
+        # is read as one ends instead, where the host has mostly nothing to do but to wait
+        if self.pending and not (self._reads_at_ends and self.estimates.can_foresee(key)):
             self.harvest()
         self._reads_at_ends = False
         if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
@@ -167,6 +167,7 @@ class PassTimer:
         self._waiting.clear()
         self._fills, self._older = {}, {}
         self.sampling = self.pending = False
+        self.estimates.ask_again()
 
     def arrived(self) -> None:
         """Stamps the compute stream at a use, before it waits for anything."""
@@ -196,14 +197,20 @@ class PassTimer:
         link = LINK_UP[Tier.DRAM] if fill is not None else LINK_UP.get(record.home)
         sample.uses.append(_Use(block_id, link, before, after, fill, ready is not None, waited))
 
-    def ended(self) -> None:
-        """Ends the pass, its last work having been submitted, and reads those before it."""
+    def ended(self) -> bool:
+        """Ends the pass, its last work having been submitted, and reads those before it.
+
+        Returns:
+            Whether there were any to read.
+        """
         self._reads_at_ends = True
-        if self.pending:
+        found = self.pending
+        if found:
             self.harvest()
         if self._open is not None:
             self._open.end = self._clock.stamp() if self._clock.usable() else None
             self._close()
+        return found
 
     def rising(self, extent: Extent, after: Event | None) -> None:
         """Stamps the begin of a copy to HBM, which is about to be submitted."""
