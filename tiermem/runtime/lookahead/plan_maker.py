@@ -170,23 +170,26 @@ class PlanMaker:
             and plan.in_dram is None
             and self._by_way_of_dram(order, sizes, plan, compute, fetch)
         )
-        if turn:  # room alone decides
-            timetable = Timetable((), ())
-        else:
+        if not turn:
             for block in [b for b in fetch if b in (plan.in_dram or ())]:
                 fetch[block] = self._from_dram(loose[block])
-            inside = {block for block, record in loose.items() if record.usable}
+        inside = {block for block, record in loose.items() if record.usable}
+
+        def timed() -> Timetable:
+            if turn:  # room alone decides
+                return Timetable((), ())
             away = refetched(order, sizes, plan.residents, plan.reserve, inside)
             fetches = [
                 fetch[b] if missing else None for b, missing in zip(order, away, strict=True)
             ]
-            timetable = Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
+            return Timetable(compute, fetches, margin=_MARGIN, latency=_LATENCY)
+
         ahead, largest = table.hbm.capacity // 2, largest_beside(sizes, plan.residents)
         if plan.residents and turn:
             ahead = int(_OF_THE_REST * plan.reserve)
         elif plan.residents and largest:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
-        return StreamPlan(made_of, plan, ahead, timetable, compute, through, turn)
+        return StreamPlan(made_of, plan, ahead, timed, compute, through, turn)
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiermem.core.cost import Timetable
@@ -17,7 +17,7 @@ class StreamPlan:
         made_of: What it depends on, besides the schedule.
         plan: What stays in HBM and in DRAM, and what is left to stream through.
         ahead: Bytes of HBM that may be fetched ahead, the last block of them not counted.
-        timetable: When fetches are due.
+        timed: Makes the timetable, which only passes that are decided go by.
         compute: Seconds of each use; None where nothing is known of it.
         through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
         turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
@@ -26,10 +26,18 @@ class StreamPlan:
     made_of: tuple[int, ...]
     plan: Plan
     ahead: int
-    timetable: Timetable
+    timed: Callable[[], Timetable]
     compute: Sequence[float | None]
     through_dram: bool
     turn: int = 0
+    _timetable: Timetable | None = None
+
+    @property
+    def timetable(self) -> Timetable:
+        """When fetches are due."""
+        if self._timetable is None:
+            self._timetable = self.timed()
+        return self._timetable
 
     def decides_as(self, other: StreamPlan) -> bool:
         """Whether it decides the same as a newer plan for the same schedule, whose times differ."""
@@ -46,5 +54,5 @@ class StreamPlan:
         A recording of what was done by it is not made anew for times that differ by a little, and
         those that differ by more are met with at the next check.
         """
-        self.made_of, self.timetable = other.made_of, other.timetable
-        self.compute = other.compute
+        self.made_of, self.compute = other.made_of, other.compute
+        self.timed, self._timetable = other.timed, other._timetable
