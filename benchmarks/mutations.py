@@ -51,7 +51,7 @@ _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _FOLDER = "tiermem/saving/folder.py"
 _RULES = _RUNTIME + "placement/leaving.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
-_GRADS = "tiermem/nn/groups/grads.py"
+_GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
 _COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
 
@@ -540,8 +540,8 @@ _ELSEWHERE = (
     Mutation(
         "what waits in vain is not taken in before a backward ends",
         "tiermem/nn/passes/backward.py",
-        "        runtime.grads.new.end_backward()",
-        "        runtime.grads.new.forget()",
+        "            self.incoming.new.end_backward()",
+        "            self.incoming.new.forget()",
         ("tests/unit/test_optim_arrivals.py",),
     ),
 )

@@ -143,9 +143,11 @@ def test_gradients_that_are_not_announced(micro: int, overlap: Any) -> None:
 def test_gradients_that_are_announced_after_all() -> None:
     with watched(Twins(Net, Tiers("dram"))) as pair:
         pair.backward(0)
-        grads = pair.model._call_impl.runtime.grads
-        entries = [entry for group in grads._runtime.groups for entry in group.entries]
-        grads._unheard.update((id(entry.param), entry) for entry in entries)
+        runtime = pair.model._call_impl.runtime
+        entries = [entry for group in runtime.groups for entry in group.entries]
+        for entry in entries:
+            entry.unheard = True
+            runtime.backward.incoming._unheard[id(entry.param)] = entry
         for number in range(1, 3):
             pair.backward(number)
         pair.step()
@@ -156,7 +158,7 @@ def test_a_model_that_was_taken_out_is_forgotten() -> None:
     with watched(Twins(Net, Tiers("dram"))) as pair:
         forget_hooks(pair.model)
         pair.backward(0)
-        unheard = pair.model._call_impl.runtime.grads._unheard
+        unheard = pair.model._call_impl.runtime.backward.incoming._unheard
         assert unheard
         pair.step()
         pair.tier.unwrap(pair.model)

@@ -160,9 +160,9 @@ def test_no_norm_is_taken_any_more() -> None:
             optimizer.step()
             optimizer.zero_grad()
         second.close()  # what is measured is the first one's
-        assert len(tier._runtime.grads._measures) == len(list(model.parameters()))
+        assert len(tier._runtime.grads.norms._measures) == len(list(model.parameters()))
         first.close()
-        assert not tier._runtime.grads._measures
+        assert not tier._runtime.grads.norms._measures
 
 
 def test_after_the_manager_there_is_nothing_to_close() -> None:

@@ -96,15 +96,15 @@ class Norms:
         self._number = number
         self.measure: Measure | None = None
         self.taken = self.swept = 0
-        runtime.grads.add_norms(self)
+        runtime.grads.norms.add(self)
 
     def close(self, units: Sequence[StepUnit]) -> None:
         """Ends this optimizer's norms; those that another optimizer asks for as well go on."""
-        self._runtime.grads.remove_norms(self, [e for unit in units for e in unit.entries])
+        self._runtime.grads.norms.remove(self, [e for unit in units for e in unit.entries])
 
     def forget(self, units: Sequence[StepUnit]) -> None:
         """Forgets what was measured."""
-        self._runtime.grads.unmeasure(e for unit in units for e in unit.entries)
+        self._runtime.grads.norms.invalidate(e for unit in units for e in unit.entries)
 
     def clip(
         self,
@@ -165,12 +165,14 @@ class Norms:
 
         for unit in units:
             unit.sync(self._runtime)
-        known = {id(e) for u in units for e in u.entries if grads.measured(e, measure) is not None}
+        known = {
+            id(e) for u in units for e in u.entries if grads.norms.known(e, measure) is not None
+        }
         if any(e.has_grad and id(e) not in known for u in units for e in u.entries):
             self._runtime.manager.begin_pass(("clip", self._number), [])
         for unit in units:
             for entry in unit.entries:
-                norm = grads.measured(entry, measure)
+                norm = grads.norms.known(entry, measure)
                 if norm is not None and entry.unit is not None:
                     norms[id(entry.param)] = norm
                     spec = entry.unit.block.tensors[entry.unit_index]
@@ -184,5 +186,5 @@ class Norms:
     def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:
         """Returns the function that takes a norm, and registers it for all gradients to come."""
         self.measure = measure_of(kind)
-        self._runtime.grads.measure((e for u in units for e in u.entries), self.measure)
+        self._runtime.grads.norms.ask((e for u in units for e in u.entries), self.measure)
         return self.measure

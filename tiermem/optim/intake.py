@@ -134,7 +134,7 @@ class Intake:
         self._units.members.taken(taking.members)
         for unit in taking.planned:
             for entry in unit.entries:
-                self._runtime.grads.track(entry)
+                self._runtime.backward.incoming.track(entry)
         self._tried.counts.prepare(taking.planned)
         self._timing.extend(taking.planned, taking.groups)
         self._taking = None

@@ -44,8 +44,8 @@ class Clippable:
             return None
         grads, entry = found
         measure = measure_of((order, None, None))
-        grads.measure([entry], measure)
-        return grads.measured(entry, measure)
+        grads.norms.ask([entry], measure)
+        return grads.norms.known(entry, measure)
 
     def waits(self, stand_in: LazyTensor) -> tuple[GradStore, GradUnit, Entry] | None:
         """Returns where a change can wait until the gradient is next in HBM, or None."""

@@ -75,6 +75,7 @@ class Entry(Member):
         displaced: Whether its stand-in made way for a new gradient that is not there yet.
         tracked: Whether gradients of it are taken.
         announced: Whether one was announced and has not come yet.
+        unheard: Whether one once came without being announced.
         waits: Whether one has come, and waits for others of its unit.
         hooks: Handles of the hooks that take them.
         lazy: What stands for the gradient in ``param.grad``.
@@ -92,6 +93,7 @@ class Entry(Member):
         "name",
         "param",
         "tracked",
+        "unheard",
         "unit",
         "unit_index",
         "waits",
@@ -109,7 +111,7 @@ class Entry(Member):
         self.has_grad = False
         self.displaced = False
         self.tracked = False
-        self.announced = self.waits = False
+        self.announced = self.unheard = self.waits = False
         self.hooks: list[RemovableHandle] = []
         self.lazy: torch.Tensor | None = None
         self.ways: Ways | None = None

@@ -1,4 +1,4 @@
-"""Gradients: taken from autograd as they arrive, packed into blocks, handed out lazily."""
+"""Gradients in the tiers: packed into blocks, added to, handed out lazily."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from tiermem.core.layout import TensorShape
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.compat.entrances import inside
-from tiermem.nn.compat.quiet import quiet, unrecorded
+from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.compat.shapes import follow, shape_of
-from tiermem.nn.compat.weakly import Hook, Weak
-from tiermem.nn.groups.above import Norms, Passes, Watcher
+from tiermem.nn.compat.weakly import Weak
+from tiermem.nn.groups.above import Passes, Watcher
 from tiermem.nn.groups.clipping import Clippable
 from tiermem.nn.groups.entry import Entry
-from tiermem.nn.groups.gradunit import Change, GradRun, GradUnit, Measure, divide, make_first
+from tiermem.nn.groups.gradnorms import GradNorms
+from tiermem.nn.groups.gradunit import Change, GradRun, GradUnit, divide, make_first
 from tiermem.nn.groups.gradwanted import Wanted
 from tiermem.nn.groups.group import Group
-from tiermem.nn.groups.need import accumulates, beside_optimizer, check_gradients
-from tiermem.nn.groups.newgrads import NewGradients
+from tiermem.nn.groups.need import beside_optimizer, check_gradients
 from tiermem.nn.tensors.lazy import (
     LazyTensor,
     Ways,
@@ -28,65 +28,44 @@ from tiermem.nn.tensors.lazy import (
     is_elsewhere,
     is_gone,
     is_held,
-    is_shared,
     is_viewed,
     orphan,
     refresh,
 )
 from tiermem.runtime.memory.slots import Slot
-from tiermem.runtime.services.sweep import BlockSweep
 
 
 class GradStore:
-    """Takes gradients into the tiers and gives them back.
+    """Keeps gradients in the tiers and gives them back.
 
     Attributes:
         manager: Where the gradients are.
-        new: Those that were accumulated and are not in the tiers yet.
+        norms: What is measured of them.
         watchers: Notified of every gradient that arrives.
+        displaced: Whose stand-ins made way for gradients that are not there yet.
     """
 
     def __init__(self, runtime: Passes) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
         self.manager = runtime.manager
-        self.new = NewGradients(runtime.manager.parts.device, self.take_over)
+        self.norms = GradNorms(runtime.manager.parts.device)
         self._deferred = runtime.manager.parts.deferred
-        self._displaced: list[Entry] = []
+        self.displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.watchers: list[Watcher] = []
-        self._measures: dict[int, Measure] = {}
-        self._norms: list[Norms] = []  # of every optimizer that is open
-        self._measured: dict[int, tuple[Measure, torch.Tensor]] = {}
-        self._arriving: GradUnit | None = None
-        self._pipeline: BlockSweep | None = None
         self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
-        self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
-
-    def track(self, entry: Entry) -> None:
-        """Watches the gradients of a parameter from now on."""
-        if entry.tracked or not entry.param.requires_grad:
-            return
-        entry.tracked = True
-        entry.hooks += [
-            entry.param.register_hook(Hook(self._before, entry)),
-            entry.param.register_post_accumulate_grad_hook(Hook(self._after, entry)),
-        ]
 
     def forget(self, entries: Iterable[Entry]) -> None:
-        """Stops watching the gradients of parameters, which leave the tiers."""
+        """Forgets the gradients of parameters, which leave the tiers."""
         entries = list(entries)
         gone = {id(entry) for entry in entries}
         for key, unit in list(self._stored.items()):
             if any(id(entry) in gone for entry in unit.entries):
                 del self._stored[key]
         for entry in entries:
-            while entry.hooks:
-                entry.hooks.pop().remove()
-            self._unheard.pop(id(entry.param), None)
             self._dtypes.pop(id(entry.param), None)
-            self._measures.pop(id(entry), None)
-            self._measured.pop(id(entry), None)
+            self.norms.forget(entry)
 
     def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
         """Sets the dtype in which gradients are accumulated and kept.
@@ -180,49 +159,6 @@ class GradStore:
                 entry.unit = None
         self.manager.remove_blocks([block for unit in units for block in unit.blocks])
 
-    def measure(self, entries: Iterable[Entry], measure: Measure) -> None:
-        """Registers a measurement of every gradient to come, made while it is in HBM.
-
-        Args:
-            entries: Whose gradients.
-            measure: Returns a small tensor (a norm) for a gradient.
-        """
-        self._measures.update((id(entry), measure) for entry in entries)
-
-    def add_norms(self, norms: Norms) -> None:
-        """Adds the norms of an optimizer that is open."""
-        self._norms.append(norms)
-
-    def remove_norms(self, norms: Norms, entries: Iterable[Entry]) -> None:
-        """Ends the measurements of these norms, except those that other norms use as well.
-
-        Args:
-            norms: Of an optimizer that is closed.
-            entries: Whose gradients it used.
-        """
-        self._norms.remove(norms)
-        measure = norms.measure
-        if measure is None or any(other.measure is measure for other in self._norms):
-            return
-        for entry in entries:
-            if self._measures.get(id(entry)) is measure:
-                del self._measures[id(entry)]
-                self._measured.pop(id(entry), None)
-
-    def unmeasure(self, entries: Iterable[Entry]) -> None:
-        """Forgets what was measured of gradients that may be written now."""
-        if self._measured:
-            for entry in entries:
-                self._measured.pop(id(entry), None)
-
-    def measured(self, entry: Entry, measure: Measure) -> torch.Tensor | None:
-        """Returns what was measured of a gradient as it is now, or None."""
-        found = self._measured.get(id(entry))
-        unit = entry.unit
-        if found is None or found[0] is not measure or unit is None or unit.awaits:
-            return None
-        return found[1] if entry.has_grad else None
-
     def is_used(self, entry: Entry) -> bool:
         """Whether a step has used a gradient already, and is made again where that changes."""
         return any(watcher.has_used(entry) for watcher in self.watchers)
@@ -237,7 +173,7 @@ class GradStore:
     def clear(self, entry: Entry) -> None:
         """Clears the gradient of one parameter; references to it keep its value."""
         self.pay(entry.unit)
-        self.unmeasure((entry,))
+        self.norms.invalidate((entry,))
         stand_in = entry.lazy
         if isinstance(stand_in, LazyTensor):
             with torch._C.DisableTorchFunctionSubclass():
@@ -298,17 +234,17 @@ class GradStore:
 
     def sync(self, entry: Entry) -> None:
         """Follows a user's change of ``param.grad``: another tensor or None ends the stored one."""
-        if self._displaced:
+        if self.displaced:
             self.restore(unheard=torch._C._current_graph_task_id() == -1)
         if entry.displaced:
             return
-        self._follow(entry)
+        self.follow(entry)
         if entry.has_grad:
             flush(entry.lazy)
 
     def sync_all(self, entries: Sequence[Entry]) -> None:
         """Does what :meth:`sync` does with each of some parameters."""
-        as_left = not self._displaced
+        as_left = not self.displaced
         with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
             for entry in entries if as_left else ():
                 stand_in: Any = entry.lazy
@@ -318,7 +254,7 @@ class GradStore:
         for entry in entries if not as_left else ():
             self.sync(entry)
 
-    def _follow(self, entry: Entry) -> None:
+    def follow(self, entry: Entry) -> None:
         """Ends the stored gradient where ``param.grad`` is another tensor, or None.
 
         A stand-in put aside before, or another parameter's, becomes an ordinary gradient.
@@ -332,22 +268,6 @@ class GradStore:
             flush(current)
             entry.param.grad = current._load().to(entry.param.device, entry.param.dtype)
 
-    def begin_backward(self) -> None:
-        """Prepares, as a backward begins, for gradients that are not going to be announced.
-
-        torch 2.6 forgets the hooks of a parameter when Python code (a compiled block's backward,
-        a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
-        saved-tensor hooks; what runs after it was accumulated is still called.
-        """
-        for entry in self._unheard.values():
-            self._before(entry)
-
-    def end_backward(self) -> None:
-        """Called as a backward ends: nothing arrives any more."""
-        self.restore()
-        self._arrives(None)
-        self._pipeline = None
-
     def restore(self, *, unheard: bool = True) -> None:
         """Puts stand-ins back that made way for a gradient that was never accumulated.
 
@@ -357,19 +277,14 @@ class GradStore:
             unheard: Whether also for those that come unannounced, and may still.
         """
         waiting: list[Entry] = []
-        for entry in self._displaced:
-            if entry.displaced and not unheard and id(entry.param) in self._unheard:
+        for entry in self.displaced:
+            if entry.displaced and not unheard and entry.unheard:
                 waiting.append(entry)
                 continue
             if entry.displaced and entry.has_grad and entry.param.grad is None:
                 self.expose(entry)
             entry.displaced = False
-        self._displaced = waiting
-
-    def forget_backward(self) -> None:
-        """Forgets what is under way in a backward, which an exception has ended."""
-        self._arriving = self._pipeline = None
-        self._displaced = []
+        self.displaced = waiting
 
     def dtype_of(self, entry: Entry) -> torch.dtype:
         """Returns the dtype that gradients of a parameter are kept in."""
@@ -439,12 +354,6 @@ class GradStore:
             raise
         return slot
 
-    def _open_new(self, unit: GradUnit) -> Slot:
-        """Opens a unit's block; as a part of its last use if that was for the gradient before."""
-        if unit is self._arriving and not unit.pending:
-            return self.manager.again(unit.block)
-        return self.open(unit)
-
     def settle(self, unit: GradUnit, slot: Slot) -> None:
         """Makes the changes that are pending on a unit whose block has been acquired."""
         if not unit.pending:
@@ -452,7 +361,7 @@ class GradStore:
         found = {id(e): slot.views[e.unit_index] for e in unit.entries if e.has_grad}
         if found:
             self.manager.mark_dirty(unit.block)
-        self.unmeasure(unit.entries)
+        self.norms.invalidate(unit.entries)
         try:
             with torch.no_grad():
                 while unit.pending:
@@ -488,17 +397,23 @@ class GradStore:
                     view.copy_(gradient)
                 if not isinstance(part, GradRun):
                     refresh(entry.lazy, view)
-                self.unmeasure((entry,))
+                self.norms.invalidate((entry,))
         finally:
             self.manager.release(part.block, dirty=written)
 
-    def _store_new(self, found: Sequence[tuple[Entry, torch.Tensor]]) -> None:
-        """Adds dense gradients of parameters of one unit to those in the tiers, and shows them."""
+    def add(self, found: Sequence[tuple[Entry, torch.Tensor]], *, in_a_row: bool) -> None:
+        """Adds dense gradients of parameters of one unit to those in the tiers, and shows them.
+
+        Args:
+            found: Parameters and their gradients.
+            in_a_row: Whether the gradients before these were of the same unit.
+        """
         unit = self._unit_of(found[0][0])
         if unit.runs:
             self._store_runs(unit, *found[0])
             return
-        slot = self._open_new(unit)
+        again = in_a_row and not unit.pending  # a part of the last use of its block
+        slot = self.manager.again(unit.block) if again else self.open(unit)
         written = False
         try:
             with unrecorded():
@@ -514,7 +429,7 @@ class GradStore:
                     if entry.has_grad:
                         views[entry.unit_index].add_(gradient)
                         refresh(entry.lazy, views[entry.unit_index])
-                self._measure_new(found, slot)
+                self.norms.take([entry for entry, _ in found], slot)
             for entry, _ in found:
                 entry.has_grad = True
             self._stored[id(unit)] = unit
@@ -528,7 +443,7 @@ class GradStore:
 
         Its norm is taken where it is the first: of a sum there is no whole in HBM to take it of.
         """
-        self.unmeasure((entry,))
+        self.norms.invalidate((entry,))
         for run in unit.runs:
             slot = self.open(run)
             try:
@@ -537,27 +452,12 @@ class GradStore:
                     view.add_(new) if entry.has_grad else view.copy_(new)
             finally:
                 self.manager.release(run.block, dirty=True)
-        measure = self._measures.get(id(entry))
-        if measure is not None and not entry.has_grad:
-            with quiet(self.manager.parts.device), unrecorded():
-                kept = gradient.detach().to(self.dtype_of(entry))
-                self._measured[id(entry)] = measure, measure(kept)
+        if not entry.has_grad:
+            self.norms.take_whole(entry, gradient, self.dtype_of(entry))
         entry.has_grad = True
         self._stored[id(unit)] = unit
         self.show(entry)
         self.expose(entry)
-
-    def _measure_new(self, found: Sequence[tuple[Entry, torch.Tensor]], slot: Slot) -> None:
-        """Measures gradients that have just been written."""
-        self.unmeasure(entry for entry, _ in found)
-        if not self._measures:
-            return
-        with quiet(self.manager.parts.device):
-            for entry, _ in found:
-                measure = self._measures.get(id(entry))
-                if measure is not None:
-                    value = measure(slot.views[entry.unit_index])
-                    self._measured[id(entry)] = measure, value
 
     def _unit_of(self, entry: Entry) -> GradUnit:
         """Returns where the gradient of a parameter is kept.
@@ -603,110 +503,3 @@ class GradStore:
         """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
         like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
         return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)
-
-    @inside
-    def _before(self, entry: Entry, _gradient: torch.Tensor | None = None) -> None:
-        """Runs before autograd accumulates: gets the lazy stand-in out of its way."""
-        entry.announced = True
-        if entry.materialized:
-            return
-        if entry.waits:
-            self.new.take()
-        self._runtime.backward.enter()
-        if entry.unit is None and accumulates(entry):
-            check_gradients(self._runtime)
-        self.pay(entry.unit)  # while param.grad is what it was
-        for watcher in self.watchers:
-            if watcher.arriving(entry):
-                return
-        with torch._C.DisableTorchFunctionSubclass():
-            hooks: Any = entry.param._backward_hooks  # None where torch has forgotten them
-            if hooks and len(hooks) > 1:
-                self._come_last(entry, hooks)
-            self._make_way(entry)
-
-    def _come_last(self, entry: Entry, hooks: dict[int, Any]) -> None:
-        """Puts the hook behind those of users: they are to see the gradient that is added to."""
-        key = entry.hooks[0].id
-        if key in hooks and next(reversed(hooks)) != key:
-            hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary itself
-
-    def _make_way(self, entry: Entry) -> None:
-        if entry.displaced and entry.param.grad is None:
-            return
-        if self._runtime.backward.reduced.active:
-            self._runtime.backward.reduced.make_ordinary(entry)
-            return
-        self._follow(entry)
-        current = entry.param.grad
-        if isinstance(current, LazyTensor):
-            flush(current)
-            entry.param.grad = None
-            if entry.has_grad:
-                entry.displaced = True
-                self._displaced.append(entry)
-
-    @inside
-    def _after(self, entry: Entry, _param: torch.Tensor) -> None:
-        """Runs after autograd has put a new gradient into ``param.grad``."""
-        if not entry.announced:
-            self._unheard[id(entry.param)] = entry
-            for watcher in self.watchers:
-                watcher.arriving(entry)
-        entry.announced = False
-        if self._runtime.backward.reduced.active:
-            self._runtime.backward.reduced.arrived = True
-        else:
-            self.new.add(entry)
-
-    def take_over(self, entries: Sequence[Entry]) -> None:
-        """Takes ordinary gradients of parameters of one unit into the tiers, where that can be."""
-        with torch._C.DisableTorchFunctionSubclass():
-            stored = self._take_in(entries)
-        for watcher in self.watchers if stored else ():
-            watcher.arrived(stored)
-
-    def _take_in(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Stores new gradients of parameters of one unit; returns whose are in the tiers now."""
-        found = [(e, gradient) for e in entries if (gradient := self._dense(e)) is not None]
-        if not found:
-            return []
-        unit = found[0][0].unit
-        self._store_new(found)
-        stored = [entry for entry, _ in found]
-        if unit is not self._arriving and not stored[0].group.resident:  # else it stays in HBM
-            self._arrives(unit)
-        return stored
-
-    def _dense(self, entry: Entry) -> torch.Tensor | None:
-        """Returns a new gradient that the tiers can take; leaves any other where it is.
-
-        One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``.
-        """
-        entry.displaced = False
-        gradient = entry.param.grad
-        if gradient is None or entry.materialized:
-            return None
-        if (
-            gradient.layout is torch.strided
-            and not gradient.requires_grad
-            and gradient.dtype is entry.placeholder.dtype
-        ):
-            return None if is_shared(gradient) and not entry.has_grad else gradient
-        if entry.has_grad:  # part of it was dense: let torch join the two
-            joined = self.load(entry) + gradient
-            self.clear(entry)
-            entry.param.grad = joined
-        return None
-
-    def _arrives(self, unit: GradUnit | None) -> None:
-        """Begins to write home the block filled before ``unit``, where its gradients are kept.
-
-        Otherwise that would happen when its room is needed, and copies up would wait for it.
-        """
-        before, self._arriving = self._arriving, unit
-        if before is None or not any(entry.has_grad for entry in before.entries):
-            return
-        if self._pipeline is None:
-            self._pipeline = BlockSweep(self.manager)
-        self._pipeline.write(before.blocks, gradients=True)

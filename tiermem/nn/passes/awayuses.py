@@ -72,7 +72,7 @@ class AwayUses:
     def thawed(self, tensor: torch.Tensor) -> None:
         """Takes a parameter's gradients from now on, since its ``requires_grad`` was set."""
         if tensor.requires_grad:
-            self._runtime.groups.track(tensor, self._runtime.grads)
+            self._runtime.groups.track(tensor, self._runtime.backward.incoming)
 
     def end(self) -> None:
         """Ends what was left pointed; the caller has the manager's lock."""

@@ -13,6 +13,7 @@ import torch
 from tiermem.core.block import Role
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.incoming import IncomingGradients
 from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.passes.scopes import PassScope
 
@@ -73,6 +74,7 @@ class BackwardPass:
         under_way: Whether one has begun and is not ended.
         on_begin: Called as each backward begins.
         watchers: Notified of every backward (optimizers that step in it).
+        incoming: The gradients that it accumulates.
         reduced: Gradients that a ``DistributedDataParallel`` around a model takes part in.
     """
 
@@ -83,6 +85,7 @@ class BackwardPass:
         self.under_way = False
         self.on_begin: list[Callable[[], None]] = []
         self.watchers: list[BackwardWatcher] = []
+        self.incoming = IncomingGradients(runtime)
         self.reduced = ReducedGradients(runtime)
         self._soft: deque[Group] = deque()
         self._kept: list[Group] = []
@@ -116,7 +119,7 @@ class BackwardPass:
         stepping = [steps for steps, revocable in asked if steps or not revocable]
         manager.begin_pass(runtime.names.backward(stepping), order[::-1], load=runtime.names.load)
         runtime.activations.begin_backward()
-        runtime.grads.begin_backward()
+        self.incoming.begin_backward()
 
     @inside
     def comes_to(self, scope: PassScope) -> None:
@@ -165,12 +168,11 @@ class BackwardPass:
         """Ends a backward that is over, or was cut short by an error some time ago."""
         if not self.under_way:
             return
-        runtime = self.runtime
         self.under_way = False
         self.let_go_kept()
         try:
             self.reduced.end_backward()
-            runtime.grads.new.end_backward()  # watchers may step what was waited for in vain
+            self.incoming.new.end_backward()  # watchers may step what was waited for in vain
         finally:
             self._tell_of_end()
 
@@ -179,7 +181,7 @@ class BackwardPass:
         runtime = self.runtime
         for watcher in self.watchers:
             watcher.ends()
-        runtime.grads.end_backward()
+        self.incoming.end_backward()
         with self.manager.lock:
             for group in self._soft:
                 group.rest()
@@ -194,7 +196,7 @@ class BackwardPass:
         """
         for watcher in self.watchers:
             watcher.repair()
-        self.runtime.grads.new.forget()
+        self.incoming.new.forget()
         self.under_way = True
         self._kept = []  # no group is held
         self.end()

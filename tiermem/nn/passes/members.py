@@ -13,6 +13,7 @@ from tiermem.core.block import Block
 from tiermem.errors import CapacityError
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.incoming import IncomingGradients
 
 _Owners = tuple[list[int], list[torch.Tensor | None]]
 """Where each tensor of a block begins, and the parameter or buffer that it is."""
@@ -70,12 +71,12 @@ class Groups(Sequence[Group]):
         owner = owners[bisect_right(begins, position) - 1]
         return owner if owner is not None and owner._version == tensor._version else None
 
-    def track(self, tensor: torch.Tensor, grads: GradStore) -> None:
-        """Has the gradients of a parameter taken from now on."""
+    def track(self, tensor: torch.Tensor, incoming: IncomingGradients) -> None:
+        """Takes the gradients of a parameter from now on."""
         for group in self._list:
             for entry in group.entries:
                 if entry.param is tensor:
-                    grads.track(entry)
+                    incoming.track(entry)
 
     def home_gradients(self, grads: GradStore) -> None:
         """Reserves the gradients' homes before saved tensors take what room there is."""

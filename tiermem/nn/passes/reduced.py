@@ -155,4 +155,4 @@ class ReducedGradients:
         for group in self._runtime.groups:
             for entry in group.entries:
                 if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
-                    self._runtime.grads.take_over([entry])
+                    self._runtime.backward.incoming.take_over([entry])

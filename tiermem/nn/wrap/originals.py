@@ -68,6 +68,7 @@ def undo_wrap(wrapped: WrappedModel) -> None:
     runtime.models.pop(id(wrapped.model), None)
     if wrapped.before is not None:
         wrapped.before.restore()
+    runtime.backward.incoming.forget(wrapped.entries)
     runtime.grads.forget(wrapped.entries)
     runtime.remove(wrapped.groups)
     with manager.lock:

@@ -29,7 +29,7 @@ def repair_gradients(runtime: ModuleRuntime) -> None:
     A gradient that was being cleared, or handed out for the first time, is dropped: after a
     backward that was cut short gradients are set to None before the next.
     """
-    runtime.grads.forget_backward()
+    runtime.backward.incoming.forget_backward()
     for group in runtime.groups:
         for entry in group.entries:
             entry.announced = entry.displaced = False

@@ -260,7 +260,7 @@ class WrappedModel:
         for entry in self.entries:
             old = entry.param.grad
             entry.param.grad = None
-            self.runtime.grads.track(entry)
+            self.runtime.backward.incoming.track(entry)
             if old is not None:
                 entry.param.grad = old.to(self.runtime.manager.parts.device)
         self.modules.install()
@@ -286,6 +286,7 @@ class WrappedModel:
         """Takes the interceptors out, and the blocks; every tensor is an ordinary one already."""
         for group in self.groups:
             group.freed = True
+        self.runtime.backward.incoming.forget(self.entries)
         self.runtime.grads.forget(self.entries)
         for entry in self.entries:
             owners.pop(entry.param, None)

@@ -1,0 +1,93 @@
+"""What is measured of gradients while they are in HBM: the norms that clipping goes by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tiermem.nn.compat.quiet import quiet, unrecorded
+from tiermem.nn.groups.above import Norms
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.gradunit import Measure
+from tiermem.runtime.memory.slots import Slot
+
+
+class GradNorms:
+    """Norms of gradients, taken as these arrive, and forgotten as they are written."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts with nothing to measure.
+
+        Args:
+            device: Where gradients are while they are measured.
+        """
+        self._device = device
+        self._measures: dict[int, Measure] = {}
+        self._optimizers: list[Norms] = []  # those that are open
+        self._known: dict[int, tuple[Measure, torch.Tensor]] = {}
+
+    def ask(self, entries: Iterable[Entry], measure: Measure) -> None:
+        """Registers a measurement of every gradient to come, made while it is in HBM.
+
+        Args:
+            entries: Whose gradients.
+            measure: Returns a small tensor (a norm) for a gradient.
+        """
+        self._measures.update((id(entry), measure) for entry in entries)
+
+    def add(self, norms: Norms) -> None:
+        """Adds the norms of an optimizer that is open."""
+        self._optimizers.append(norms)
+
+    def remove(self, norms: Norms, entries: Iterable[Entry]) -> None:
+        """Ends the measurements of these norms, except those that other norms use as well.
+
+        Args:
+            norms: Of an optimizer that is closed.
+            entries: Whose gradients it used.
+        """
+        self._optimizers.remove(norms)
+        measure = norms.measure
+        if measure is None or any(other.measure is measure for other in self._optimizers):
+            return
+        for entry in entries:
+            if self._measures.get(id(entry)) is measure:
+                self.forget(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Ends what is measured of the gradients of a parameter."""
+        self._measures.pop(id(entry), None)
+        self._known.pop(id(entry), None)
+
+    def invalidate(self, entries: Iterable[Entry]) -> None:
+        """Forgets what was measured of gradients that may be written now."""
+        if self._known:
+            for entry in entries:
+                self._known.pop(id(entry), None)
+
+    def known(self, entry: Entry, measure: Measure) -> torch.Tensor | None:
+        """Returns what was measured of a gradient as it is now, or None."""
+        found = self._known.get(id(entry))
+        unit = entry.unit
+        if found is None or found[0] is not measure or unit is None or unit.awaits:
+            return None
+        return found[1] if entry.has_grad else None
+
+    def take(self, entries: Sequence[Entry], slot: Slot) -> None:
+        """Measures gradients that have just been written to a slot."""
+        self.invalidate(entries)
+        if not self._measures:
+            return
+        with quiet(self._device):
+            for entry in entries:
+                measure = self._measures.get(id(entry))
+                if measure is not None:
+                    self._known[id(entry)] = measure, measure(slot.views[entry.unit_index])
+
+    def take_whole(self, entry: Entry, gradient: torch.Tensor, dtype: torch.dtype) -> None:
+        """Measures a gradient that is kept in runs, in the dtype that it is kept in."""
+        measure = self._measures.get(id(entry))
+        if measure is not None:
+            with quiet(self._device), unrecorded():
+                self._known[id(entry)] = measure, measure(gradient.detach().to(dtype))
