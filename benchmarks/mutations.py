@@ -512,7 +512,7 @@ _ELSEWHERE = (
     Mutation(
         "plans are made as passes begin, not as they end",
         _RUNTIME + "manager.py",
-        "if pass_timer.ended():",
+        "if pass_timer.ended() or prefetcher.overdue:",
         "if pass_timer.ended() and False:",
         ("tests/unit/test_runtime_arranged.py",),
     ),

@@ -73,6 +73,21 @@ def test_plans_are_made_as_passes_end_once_they_can_be_foreseen(
         made.check()
 
 
+def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass() -> None:
+    with loop(12, 6, depth="auto") as made:
+        manager = made.manager
+        for _ in range(5):
+            made.go_round()
+            manager.end_pass()
+        before = manager.prefetcher.outlook.made_of
+        manager.parts.pass_timer.estimates.version += 1
+        made.go_round()
+        assert arranged(made)
+        assert manager.prefetcher.outlook.made_of == before
+        manager.end_pass()
+        assert manager.prefetcher.outlook.made_of != before
+
+
 def test_what_stays_is_not_moved_again() -> None:
     with loop(12, 6, depth="auto") as made:
         for _ in range(4):

@@ -418,11 +418,12 @@ class BlockManager:
 
     def end_pass(self) -> None:
         """Ends the pass under way; without this call it ends when the next begins."""
-        pass_timer = self.parts.pass_timer
-        if pass_timer.sampling or pass_timer.pending:
+        pass_timer, prefetcher = self.parts.pass_timer, self.prefetcher
+        prefetcher.ended = True
+        if pass_timer.sampling or pass_timer.pending or prefetcher.overdue:
             with self.lock:
-                if pass_timer.ended():
-                    self.prefetcher.plan_next()
+                if pass_timer.ended() or prefetcher.overdue:
+                    prefetcher.plan_next()
 
     def poll(self) -> None:
         """Takes up every transfer that has finished."""

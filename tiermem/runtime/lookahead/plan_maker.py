@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
-from tiermem.core.forecast import Forecast
+from tiermem.core.forecast import Forecast, timed
 from tiermem.core.nearer import nearer_from_disk
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
@@ -45,6 +45,8 @@ _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
 that stays, since weights that do are not counted."""
+_TIMES = 1
+"""Which of what :meth:`PlanMaker.made_of` returns changes with what was measured."""
 _OF_A_RING = (2, 5)
 """What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
 READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
@@ -131,6 +133,16 @@ class PlanMaker:
             return True
         return bool(stays.kept) and self._rate_up() > _FASTER * stays.rate
 
+    @staticmethod
+    def only_times_differ(plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
+        """Whether nothing but measured times has changed since a plan was made, if these have."""
+        then = plan.made_of
+        return then != made_of and all(
+            old == new
+            for at, (old, new) in enumerate(zip(then, made_of, strict=True))
+            if at != _TIMES
+        )
+
     def _rate_up(self) -> float:
         """Returns the bytes a second that come up from DRAM, by the best that was measured."""
         link, estimates = LINK_UP[Tier.DRAM], self._parts.pass_timer.estimates
@@ -175,7 +187,7 @@ class PlanMaker:
                 fetch[block] = self._from_dram(loose[block])
         inside = {block for block, record in loose.items() if record.usable}
 
-        def timed() -> Timetable:
+        def due() -> Timetable:
             if turn:  # room alone decides
                 return Timetable((), ())
             away = refetched(order, sizes, plan.residents, plan.reserve, inside)
@@ -189,7 +201,9 @@ class PlanMaker:
             ahead = int(_OF_THE_REST * plan.reserve)
         elif plan.residents and largest:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
-        return StreamPlan(made_of, plan, ahead, timed, compute, through, turn)
+        key = schedule.passes[0][1] if schedule.passes else None
+        foreseen = self._parts.pass_timer.estimates.can_foresee(timed(key, self._load))
+        return StreamPlan(made_of, plan, ahead, due, compute, through, turn, foreseen)
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.

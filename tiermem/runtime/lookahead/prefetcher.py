@@ -25,6 +25,8 @@ class Prefetcher:
     Attributes:
         fetcher: Begins single fetches.
         disk: Keeps the disk at work while HBM has no room.
+        ended: Whether the end of the pass before was noted, as that of the next one will be.
+        overdue: Whether the plan in force is to be made anew as the pass under way ends.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Prefetcher:
         self._maker = PlanMaker(parts, least)
         self._planned: Schedule | None = None
         self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, SequenceWalk]] = {}
+        self.ended = self.overdue = False
         self._load = 0
         self._walk: SequenceWalk | None = None
         self._held: set[int] = set()
@@ -75,6 +78,7 @@ class Prefetcher:
         self._load = load or self._load
         self._maker.begin(self._load)
         outlook, _ = self._plan(self._planner.schedule)
+        self.ended = False
         return outlook, self.fetcher.number
 
     def plan_next(self) -> None:
@@ -83,10 +87,9 @@ class Prefetcher:
         The device still works on what the host has submitted of this one, so that the next pass
         does not wait for a plan.
         """
-        planner = self._planner
-        schedule = planner.schedule
-        if schedule.comes_again and schedule.passes[1][1] == planner.key:
-            self._decide(schedule)
+        self.overdue = False
+        if self._repeats(self._planner.schedule):
+            self._decide(self._planner.schedule)
 
     def run(self) -> None:
         """Begins every fetch that is due."""
@@ -152,9 +155,17 @@ class Prefetcher:
             walk.restart(0)
             walk.go_on(min(len(schedule.order), _MOST_STEPS))
 
+    def _repeats(self, schedule: Schedule) -> bool:
+        """Whether the pass under way is expected to be followed by another one that is the same."""
+        return schedule.comes_again and schedule.passes[1][1] == self._planner.key
+
     def _plan(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
         """Brings into force what is decided on a schedule."""
-        found = outlook, walk = self._decide(schedule)
+        found = self._outlooks.get((schedule, self._load))
+        self.overdue = found is not None and self._can_wait(schedule, found[0])
+        if found is None or not self.overdue:
+            found = self._decide(schedule)
+        outlook, walk = found
         self._planned, self._walk = schedule, walk
         self.fetcher.begin_schedule()
         plan, evictor = outlook.plan, self._parts.evictor
@@ -163,6 +174,16 @@ class Prefetcher:
         self.disk.plan(schedule, outlook)
         self._restart(self._planner.cursor)
         return found
+
+    def _can_wait(self, schedule: Schedule, outlook: StreamPlan) -> bool:
+        """Whether a plan does for the pass that begins, and is made anew as that ends."""
+        maker = self._maker
+        return (
+            outlook.foreseen
+            and self.ended
+            and self._repeats(schedule)
+            and maker.only_times_differ(outlook, maker.made_of(self._held))
+        )
 
     def _decide(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
         """Decides what stays and when fetches are due, unless that is decided already."""

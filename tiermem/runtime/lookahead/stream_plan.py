@@ -17,26 +17,29 @@ class StreamPlan:
         made_of: What it depends on, besides the schedule.
         plan: What stays in HBM and in DRAM, and what is left to stream through.
         ahead: Bytes of HBM that may be fetched ahead, the last block of them not counted.
-        timed: Makes the timetable, which only passes that are decided go by.
+        due: Makes the timetable, which only passes that are decided go by.
         compute: Seconds of each use; None where nothing is known of it.
         through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
         turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
+        foreseen: Whether it was made with something known of such passes, so that it does for one
+            more where that has changed.
     """
 
     made_of: tuple[int, ...]
     plan: Plan
     ahead: int
-    timed: Callable[[], Timetable]
+    due: Callable[[], Timetable]
     compute: Sequence[float | None]
     through_dram: bool
     turn: int = 0
+    foreseen: bool = False
     _timetable: Timetable | None = None
 
     @property
     def timetable(self) -> Timetable:
         """When fetches are due."""
         if self._timetable is None:
-            self._timetable = self.timed()
+            self._timetable = self.due()
         return self._timetable
 
     def decides_as(self, other: StreamPlan) -> bool:
@@ -55,4 +58,5 @@ class StreamPlan:
         those that differ by more are met with at the next check.
         """
         self.made_of, self.compute = other.made_of, other.compute
-        self.timed, self._timetable = other.timed, other._timetable
+        self.due, self._timetable = other.due, other._timetable
+        self.foreseen = other.foreseen
