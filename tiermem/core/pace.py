@@ -66,7 +66,7 @@ class _Pass:
 
     blocks: dict[int, Recent] = field(default_factory=dict)
     samples: int = 0
-    asked: int = 0  # for samples, some of which may not have been read yet
+    asked: int = 0  # of which some may not have been read yet
     since: int = 0
     extra: int = 0
     calm: int = 0
@@ -120,11 +120,16 @@ class Estimates:
             known.calm -= 1
         if known.extra:
             known.extra -= 1
-        elif known.asked >= _SAMPLES_AT_FIRST and known.since < _EVERY:
+        elif max(known.asked, known.samples) >= _SAMPLES_AT_FIRST and known.since < _EVERY:
             return False
         known.since = 0
-        known.asked += 1
         return True
+
+    def asked(self, key: Hashable) -> None:
+        """Notes that a pass is measured, which :meth:`observe` may be told of some passes later."""
+        known = self._passes.get(key)
+        if known is not None:
+            known.asked += 1
 
     def took(self, key: Hashable, seconds: float) -> None:
         """Enters the time from the begin of a pass that was not measured to that of the next.

@@ -157,6 +157,7 @@ class PassTimer:
         if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
             self.sampling = self._clock.usable()
             if self.sampling:
+                self.estimates.asked(key)
                 self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
 
