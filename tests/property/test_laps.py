@@ -15,6 +15,7 @@ from tiermem.core.laps import (
     Fetch,
     Missing,
     Place,
+    Round,
     Rounds,
     lay_out,
     play,
@@ -116,7 +117,7 @@ def test_every_use_finds_its_block(
     visits = visits_of(order, moving, data.draw(st.integers(0, room)))
     assert {v.block for v in visits} == set(moving)
     top = runs[-1][1]
-    for layout in layouts([visit.nbytes for visit in visits], runs):
+    for layout in layouts([v.block for v in visits], [v.nbytes for v in visits], runs):
         memory = Memory(top + sum(sizes[b] for b in stay))
         missing, offset = [], top
         for block in sorted(stay, key=order.index):
@@ -131,15 +132,15 @@ def test_every_use_finds_its_block(
             if free and visit.block not in memory.at and data.draw(st.booleans()):
                 memory.put(visit.block, at, visit.nbytes)
                 inside[visit.block] = Place(at, visit.nbytes)
-        rounds = play(visits, layout, len(order), inside, missing)
+        rounds = play(visits, layout, Round([len(order)]), inside, missing)
         if rounds is not None:
             check(memory, order, rounds, stay, len(layout) > 1)
 
 
 def laid_out(order: list[int], sizes: dict[int, int], room: int) -> Rounds | None:
     visits = visits_of(order, sizes, room // 2)
-    for layout in layouts([visit.nbytes for visit in visits], [(0, room)]):
-        rounds = play(visits, layout, len(order), {})
+    for layout in layouts([v.block for v in visits], [v.nbytes for v in visits], [(0, room)]):
+        rounds = play(visits, layout, Round([len(order)]), {})
         if rounds is not None:
             return rounds
     return None
@@ -206,6 +207,6 @@ def test_many_blocks_of_many_sizes_take_little_work(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(laps, "_overlapped", counted)
     order = list(range(2000))
     transfer = {block: size * 1e-6 for block, size in sizes.items()}
-    found = lay_out(order, [1e-6] * 2000, sizes, transfer, [(0, room)], 0.0)
+    found = lay_out(order, Round([2000]), [1e-6] * 2000, sizes, transfer, [(0, room)], 0.0)
     assert found is not None
     assert looked <= 150_000

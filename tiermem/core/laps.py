@@ -3,13 +3,15 @@
 Blocks that stream come up in the order of their use, each to a place that is given by the layout:
 the room that they stream through is gone over from its begin to its end, in *laps*. So what a
 round fetches, where to, and what leaves for it follows from the order of use and the sizes alone.
+A round is one pass, or several: forward and then backward.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 from tiermem.core.layouts import Run, layouts
@@ -51,13 +53,14 @@ class Fetch(NamedTuple):
     """A block that comes to a place, and what leaves for it.
 
     Attributes:
-        event: When it begins: 0 as the round begins, else as use ``event - 1`` has been entered.
+        event: When it begins: 0 as its pass begins, else as use ``event - 1`` of that has been
+            entered.
         block: Id of what comes.
         nbytes: Bytes of its place.
         offset: First byte of it.
         leaves: Ids of the blocks that are evicted for it.
         exchanged: Whether just one leaves, and its place began where this one does.
-        use: Position of the use it is for, from the begin of this round.
+        use: Position of the use it is for, from the begin of its pass.
     """
 
     event: int
@@ -113,18 +116,18 @@ class Missing(NamedTuple):
 
 @dataclass(slots=True)
 class Rounds:
-    """What is fetched in the rounds of a loop.
+    """What is fetched in the rounds of a loop, pass by pass.
 
     Attributes:
-        fetches: Of each round, in order.
-        again: The round that comes after the last of them, and so on for good.
+        fetches: Of each pass, in order.
+        again: The pass that comes after the last of them, and so on for good.
     """
 
     fetches: list[list[Fetch]]
     again: int
 
     def after(self, number: int) -> int:
-        """Returns the round that comes after one."""
+        """Returns the pass that comes after one."""
         return number + 1 if number + 1 < len(self.fetches) else self.again
 
 
@@ -135,18 +138,70 @@ class LaidOut:
     Attributes:
         visits: Of a round, by first use.
         layout: See :func:`tiermem.core.layouts.layouts`.
-        postponed: How many of the fetches for the next round are left to its begin.
+        postponed: How many of a pass's fetches for the next one are left to the begin of that.
+        moved: Seconds in which a round's copies are made.
         seconds: How long a round takes by the model of the link.
     """
 
     visits: list[Visit]
     layout: list[list[int]]
     postponed: int
+    moved: float
     seconds: float
+
+
+class Round:
+    """The events of a round: the begin of each of its passes, and each use as it is entered.
+
+    Attributes:
+        lengths: Uses of each pass.
+        uses: How many there are in all.
+        count: How many events there are.
+        entered: The event of each use.
+        freed: The event from which on the block of each use may leave, if that was its last one.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], lags: Sequence[int] = (), counted: Sequence[bool] = ()
+    ) -> None:
+        """Counts the events.
+
+        Args:
+            lengths: Uses of each pass.
+            lags: Of each pass, how many further uses have begun before a block is let go; none
+                where that is left out.
+            counted: Of each use, whether it counts for that; all do where it is left out.
+        """
+        self.lengths = lengths
+        self._firsts = [0, *accumulate(lengths)]
+        self._begins = [use + number for number, use in enumerate(self._firsts)]
+        self.uses, self.count = self._firsts[-1], self._begins[-1]
+        self.entered: list[int] = []
+        self.freed: list[int] = []
+        for number, (first, end) in enumerate(pairwise(self._firsts)):
+            lag = lags[number] if lags else 0
+            self.entered += [number + use + 1 for use in range(first, end)]
+            later = [use for use in range(first, end) if not counted or counted[use]]
+            for use in range(first, end):
+                at = bisect_right(later, use) + lag - 1
+                last = use if not lag else later[at] if at < len(later) else end - 1
+                self.freed.append(number + last + 2)
+
+    def find(self, event: int) -> tuple[int, int, int]:
+        """Returns which pass an event is in, which event of that, and the uses before the pass.
+
+        Args:
+            event: Counted from the begin of the first round, as passes and uses are.
+        """
+        turn, event = divmod(event, self.count)
+        number = bisect_right(self._begins, event) - 1
+        first = turn * self.uses + self._firsts[number]
+        return turn * len(self.lengths) + number, event - self._begins[number], first
 
 
 def lay_out(
     order: Sequence[int],
+    one: Round,
     compute: Sequence[float],
     streams: Mapping[int, int],
     transfer: Mapping[int, float],
@@ -157,6 +212,7 @@ def lay_out(
 
     Args:
         order: Ids of the blocks used, one round.
+        one: The events of a round.
         compute: Seconds of each use.
         streams: Bytes of the blocks that stream, by id.
         transfer: Seconds that each of them takes to arrive, by id.
@@ -167,20 +223,25 @@ def lay_out(
     visits = visits_of(order, streams, int(_VISIT * room))
     if not visits:
         return None
-    moved, used = sum(transfer[visit.block] for visit in visits), sum(compute)
-    count = _POSTPONED if moved > used else 0
+    used, most = sum(compute), sum(transfer[visit.block] for visit in visits)
+    count = _POSTPONED if most > used else 0
     best: LaidOut | None = None
     tried = 0
-    for layout in layouts([visit.nbytes for visit in visits], runs):
-        rounds = play(visits, layout, len(order), {})
+    blocks, sizes = [visit.block for visit in visits], [visit.nbytes for visit in visits]
+    tries = _MOST_TRIED * (1 if len(set(blocks)) == len(blocks) else 2)  # there are more kinds
+    for layout in layouts(blocks, sizes, runs):
+        rounds = play(visits, layout, one, {})
         if rounds is None:
             continue
-        late = postponed(rounds, count, len(order))
-        seconds = seconds_of(late, order, compute, transfer, latency)
+        again = rounds.fetches[rounds.again :]
+        moved = sum(transfer[fetch.block] for one in again for fetch in one)
+        moved *= len(one.lengths) / len(again)
+        late = postponed(rounds, count, one.lengths)
+        seconds = seconds_of(late, order, one.lengths, compute, transfer, latency)
         if best is None or seconds < best.seconds:
-            best = LaidOut(visits, layout, count, seconds)
+            best = LaidOut(visits, layout, count, moved, seconds)
         tried += 1
-        if tried == _MOST_TRIED or best.seconds <= _AS_GOOD * max(moved, used):
+        if tried == tries or best.seconds <= _AS_GOOD * max(best.moved, used):
             break
     return best
 
@@ -214,59 +275,58 @@ def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> lis
 def play(
     visits: Sequence[Visit],
     layout: Sequence[Sequence[int]],
-    length: int,
+    one: Round,
     inside: Mapping[int, Place],
     missing: Sequence[Missing] = (),
 ) -> Rounds | None:
-    """Returns what is fetched in each round, as soon as the places are free.
+    """Returns what is fetched in each pass, as soon as the places are free.
 
-    A place is free once the use after the last one of the block that has it is entered: the block
-    is not in use any more then.
+    A place is free once the use after the last one of the block that has it is entered, or the
+    pass after it begins: the block is not in use any more then. Backward lets go of it later.
 
     Args:
         visits: Of one round, by first use.
         layout: See :func:`tiermem.core.layouts.layouts`.
-        length: Uses in a round.
+        one: The events of a round.
         inside: What is in HBM of what streams as the first round begins, by id.
         missing: What stays and is fetched in the first round, by first use.
 
     Returns:
         The rounds; None where a block would come too late for its use, or no two rounds are alike.
     """
-    events, rounds = length + 1, _LEAD + min(2 * len(layout), 2 + _MOST_PLAYED // length)
-    found: list[list[Fetch]] = [[] for _ in range(rounds)]
+    passes, count = len(one.lengths), _LEAD + min(2 * len(layout), 2 + _MOST_PLAYED // one.uses)
+    found: list[list[Fetch]] = [[] for _ in range(count * passes)]
     there = {block: Place(place.offset, place.nbytes) for block, place in inside.items()}
     begins = sorted((place.offset, block) for block, place in there.items())
     now = 0
     late = list(reversed(missing))
-    for number in range(rounds):
-        begin = number * events
+    for number in range(count):
+        begin = number * one.count
         for visit, offset in zip(visits, layout[number % len(layout)], strict=True):
             while late and late[-1].first <= visit.first:
-                found[now // events].append(_of_missing(late.pop(), now % events))
+                _enter_missing(found, late.pop(), one.find(now))
+            free_at = begin + one.freed[visit.last]
             place = there.get(visit.block)
             if place is not None and place.offset == offset:
-                place.free_at = begin + visit.last + 2
+                place.free_at = free_at
                 continue
             over = _overlapped(there, begins, visit, offset)
             now = max([now, *(there[block].free_at for block in over)])
-            if now > begin + visit.first:
+            if now >= begin + one.entered[visit.first]:
                 return None
             exchanged = len(over) == 1 and there[over[0]].offset == offset
-            first = now // events
-            use = (number - first) * length + visit.first
+            at, event, before = one.find(now)
+            use = number * one.uses + visit.first - before
             block, nbytes = visit.block, visit.nbytes
-            found[first].append(
-                Fetch(now % events, block, nbytes, offset, tuple(over), exchanged, use)
-            )
+            found[at].append(Fetch(event, block, nbytes, offset, tuple(over), exchanged, use))
             for other in over:
                 begins.remove((there.pop(other).offset, other))
-            there[block] = Place(offset, nbytes, begin + visit.last + 2)
+            there[block] = Place(offset, nbytes, free_at)
             insort(begins, (offset, block))
-        for rest in reversed(late):
-            found[0].append(_of_missing(rest, now))
-        late = []
-        done = _repeated(found[: now // events], len(layout))
+        while late:
+            _enter_missing(found, late.pop(), one.find(now))
+        whole = now // one.count * passes
+        done = _repeated(found[:whole], passes, len(layout) * passes)
         if done is not None:
             return done
     return None
@@ -292,9 +352,9 @@ def _overlapped(
     return found
 
 
-def _repeated(found: list[list[Fetch]], period: int) -> Rounds | None:
-    """Returns the rounds up to where they repeat; None where the last ones do not."""
-    for length in {1, period}:
+def _repeated(found: list[list[Fetch]], *periods: int) -> Rounds | None:
+    """Returns the passes up to where they repeat after one of some numbers; None where none do."""
+    for length in periods:
         number = len(found) - 2 * length
         if number < 0:
             continue
@@ -304,20 +364,24 @@ def _repeated(found: list[list[Fetch]], period: int) -> Rounds | None:
     return None
 
 
-def postponed(rounds: Rounds, count: int, length: int) -> Rounds:
-    """Leaves the last fetches of each round that are for the next one to its begin.
+def postponed(rounds: Rounds, count: int, lengths: Sequence[int]) -> Rounds:
+    """Leaves the last fetches of each pass that are for the next one to the begin of that.
 
-    As a round begins, all room is taken by what comes first in it, and the link has nothing to do
-    until some of that has been used; what is left of the round before gives it something.
+    As a pass begins, all room is taken by what comes first in it, and the link has nothing to do
+    until some of that has been used; what is left of the pass before gives it something.
 
     Args:
         rounds: See :func:`play`.
         count: How many of them, at the most.
-        length: Uses in a round.
+        lengths: Uses of each pass of a round.
     """
     fetches, again = rounds.fetches, rounds.again
-    kept = [_split(one, count, length) for one in fetches]
-    late = [[f._replace(event=0, use=f.use - length) for f in end] for _, end in kept]
+    uses = [lengths[number % len(lengths)] for number in range(len(fetches))]
+    kept = [_split(one, count, length) for one, length in zip(fetches, uses, strict=True)]
+    late = [
+        [f._replace(event=0, use=f.use - length) for f in end]
+        for (_, end), length in zip(kept, uses, strict=True)
+    ]
     first = [[fetch.same() for fetch in late[number]] for number in (again - 1, -1)]
     if not again or first[0] != first[1]:  # the first time round is another one
         kept, late = kept + kept[again:], late + late[again:]
@@ -327,7 +391,7 @@ def postponed(rounds: Rounds, count: int, length: int) -> Rounds:
 
 
 def _split(fetches: list[Fetch], count: int, length: int) -> tuple[list[Fetch], list[Fetch]]:
-    """Returns what a round fetches, and apart up to so many of its last fetches for the next."""
+    """Returns what a pass fetches, and apart up to so many of its last fetches for the next."""
     at = len(fetches)
     while at and len(fetches) - at < count and fetches[at - 1].use >= length:
         at -= 1
@@ -337,6 +401,7 @@ def _split(fetches: list[Fetch], count: int, length: int) -> tuple[list[Fetch], 
 def seconds_of(
     rounds: Rounds,
     order: Sequence[int],
+    lengths: Sequence[int],
     compute: Sequence[float],
     transfer: Mapping[int, float],
     latency: float,
@@ -349,6 +414,7 @@ def seconds_of(
     Args:
         rounds: What is fetched.
         order: Ids of the blocks used, one round.
+        lengths: Uses of each pass of it.
         compute: Seconds of each use.
         transfer: Seconds that a block takes to arrive, by id.
         latency: Seconds between a place coming free and the copy to it.
@@ -356,31 +422,58 @@ def seconds_of(
     arrived: dict[int, float] = {}
     free: dict[int, float] = {}  # when the compute of a block's last use so far ends
     device = link = 0.0
-    number = rounds.again
-    count = len(rounds.fetches) - number
+    events = _by_event(rounds, lengths)
+    count = (len(rounds.fetches) - rounds.again) // len(lengths)
     seconds = 0.0
     for turn in range(2 * count):
         began = device = link = max(device, link)
-        waiting = iter(rounds.fetches[number])
-        fetch = next(waiting, None)
-        for event in range(len(order) + 1):
+        for event, (fetches, use) in enumerate(islice(events, sum(lengths) + len(lengths))):
             host = began + (_PRELUDE + event * _HOST if event else 0.0)
-            while fetch is not None and fetch.event == event:
+            for fetch in fetches:
                 link = max(
                     [link, host, *(free.get(block, 0.0) + latency for block in fetch.leaves)]
                 )
                 link += transfer[fetch.block]
                 arrived[fetch.block] = link
-                fetch = next(waiting, None)
-            if event < len(order):
-                block = order[event]
-                device = max(device, host, arrived.get(block, 0.0)) + compute[event]
+            if use >= 0:
+                block = order[use]
+                device = max(device, host, arrived.get(block, 0.0)) + compute[use]
                 free[block] = device
-        number = rounds.after(number)
         if turn >= count:
             seconds += max(device, link) - began
     return seconds / count
 
 
-def _of_missing(block: Missing, event: int) -> Fetch:
-    return Fetch(event, block.block, block.nbytes, block.offset, (), False, block.first)
+def _by_event(rounds: Rounds, lengths: Sequence[int]) -> Iterator[tuple[list[Fetch], int]]:
+    """Yields what begins at each event from the first round that repeats on, for good.
+
+    Yields:
+        The fetches, and the use that is entered next; -1 as a pass ends.
+    """
+    number = rounds.again
+    while True:
+        use = 0
+        for length in lengths:
+            fetches = iter(rounds.fetches[number])
+            fetch = next(fetches, None)
+            for event in range(length + 1):
+                due = []
+                while fetch is not None and fetch.event == event:
+                    due.append(fetch)
+                    fetch = next(fetches, None)
+                yield due, use + event if event < length else -1
+            use += length
+            number = rounds.after(number)
+
+
+def _enter_missing(found: list[list[Fetch]], block: Missing, when: tuple[int, int, int]) -> None:
+    """Enters the fetch of a block that stays from now on.
+
+    Args:
+        found: What is fetched in each pass.
+        block: The block.
+        when: See :meth:`Round.find`.
+    """
+    at, event, before = when
+    place, use = block.offset, block.first - before
+    found[at].append(Fetch(event, block.block, block.nbytes, place, (), False, use))

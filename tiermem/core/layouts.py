@@ -1,4 +1,4 @@
-"""Where the blocks that stream in a round may lie: slots that take turns, or laps. Pure."""
+"""Where what streams in a round may lie: slots that take turns, laps, own places. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,32 @@ _MORE_LAPS = 2
 _BISECTIONS = 24
 
 
-def layouts(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
+def layouts(
+    blocks: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]
+) -> Iterator[list[list[int]]]:
     """Yields ways to lay out what streams in a round.
+
+    Where blocks come several times in a round, each to a place of its own first: what closes one
+    pass and opens the next, as where backward follows forward, does not move then.
+
+    Args:
+        blocks: Ids of what comes up, in the order of use.
+        sizes: Bytes of each of them.
+        runs: The room, ascending.
+
+    Yields:
+        The offset of each of them, for each of some rounds after which the first is repeated.
+    """
+    size_of = dict(zip(blocks, sizes, strict=True))
+    if len(size_of) < len(blocks):
+        for first, *_ in _moving(list(size_of.values()), runs):
+            place_of = dict(zip(size_of, first, strict=True))
+            yield [[place_of[block] for block in blocks]]
+    yield from _moving(sizes, runs)
+
+
+def _moving(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
+    """Yields ways to lay out what comes up, wherever it was before.
 
     In slots of the size of the largest, each of which takes as many blocks that come one after the
     other as fit; the slots take turns, however many slotfuls come in a round. Or, where there are
@@ -31,7 +55,7 @@ def layouts(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int
         runs: The room, ascending.
 
     Yields:
-        The offset of each of them, for each of some rounds after which the first is repeated.
+        As :func:`layouts`.
     """
     turning = _in_slots(sizes, runs)
     if turning:

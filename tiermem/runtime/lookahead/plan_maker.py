@@ -12,7 +12,7 @@ from tiermem.core.nearer import nearer_from_disk
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
 from tiermem.core.residents import adjust_residents, choose_residents
-from tiermem.core.schedule import Schedule
+from tiermem.core.schedule import Schedule, lag_of
 from tiermem.core.staying import choose_to_stay
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.metrics.pass_timer import LINK_UP
@@ -283,8 +283,7 @@ class PlanMaker:
                 [block for block in schedule.order if block in sizes], sizes, room
             )
         else:
-            loop = self._loop(schedule, sizes, room, known, fetch, spare)
-            loop = replace(loop, steady=steady, laid_out=not files and schedule.comes_again)
+            loop = replace(self._loop(schedule, sizes, room, known, fetch, spare), steady=steady)
             now = self._in_force
             if now is not None and now[0] == alike[:2] and loop.slower.is_good(now[1]):
                 plan = before = now[1]
@@ -336,11 +335,11 @@ class PlanMaker:
         coming = plan.residents - now.residents
         if not coming:
             return plan
-        rounds = len(loop.order) / loop.length
-        saved = (loop.seconds(now) - loop.seconds(plan)) / rounds
+        passes = len(loop.order) / loop.length * len(loop.begins)
+        saved = (loop.seconds(now) - loop.seconds(plan)) / passes
         if not loop.lays_out_as(now, plan):
-            saved = max(saved, _DECIDED * loop.seconds(plan) / rounds)
-        if saved <= _NOTHING * loop.seconds(now) / rounds:
+            saved = max(saved, _DECIDED * loop.seconds(plan) / passes)
+        if saved <= _NOTHING * loop.seconds(now) / passes:
             return now
         if self._run * saved >= sum(loop.transfer[block] for block in coming):
             return plan
@@ -367,8 +366,16 @@ class PlanMaker:
         spare: int,
     ) -> Loop:
         """Returns the :class:`Loop` to plan for, of which all times are known."""
-        of_loose = [(b, s) for s, b in zip(compute, schedule.order, strict=True) if b in sizes]
-        blocks, seconds = [b for b, _ in of_loose], [s for _, s in of_loose]
+        spans = schedule.round_over(sizes)
+        whole = [(0, len(compute), None)]  # a few rounds tell as much as all that are foreseen
+        blocks, seconds = list[int](), list[float]()
+        begins = list[int]()
+        for begin, end, _ in spans * _ROUNDS or whole:
+            begins.append(len(blocks))
+            used = [(schedule.order[p], compute[p]) for p in range(begin, end)]
+            blocks += [b for b, _ in used if b in sizes]
+            seconds += [s for b, s in used if b in sizes]
+        begins = begins[: max(1, len(spans))]
         transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
         link = LINK_UP[Tier.NVME]
         on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
@@ -382,13 +389,18 @@ class PlanMaker:
             files = Files(disk, spare, 0 if staging is None else staging.numel())
         for block in on_disk:
             transfer[block] = self._from_dram(self._parts.table[block])[1]
-        if not files:  # a few rounds tell as much as all that are foreseen
-            rounds = _ROUNDS * sum(
-                block in sizes for block in schedule.order[: schedule.first_length]
-            )
-            if rounds and schedule.comes_again:  # it may use none, and others all of them
-                blocks, seconds = blocks[:rounds], seconds[:rounds]
-        return Loop(blocks, sizes, room, seconds, transfer, SLOT_LATENCY, files)
+        return Loop(
+            blocks,
+            sizes,
+            room,
+            seconds,
+            transfer,
+            SLOT_LATENCY,
+            files,
+            laid_out=bool(spans),
+            begins=begins,
+            lags=[lag_of(key) for _, _, key in spans] or [0],
+        )
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
         """Returns a plan that no times are known for."""
