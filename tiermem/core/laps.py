@@ -19,7 +19,7 @@ from tiermem.core.layouts import Run, layouts
 _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 _AS_GOOD = 1.01
-"""A layout that takes so many times the busier of link and compute is taken at once."""
+"""A layout of a pass that takes so many times the busier of link and compute is taken at once."""
 _HOST = 200e-6
 """Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
 _PRELUDE = 500e-6
@@ -225,6 +225,7 @@ def lay_out(
         return None
     used, most = sum(compute), sum(transfer[visit.block] for visit in visits)
     count = _POSTPONED if most > used else 0
+    enough = _AS_GOOD ** len(one.lengths)  # each pass waits for its first place
     best: LaidOut | None = None
     tried = 0
     blocks, sizes = [visit.block for visit in visits], [visit.nbytes for visit in visits]
@@ -233,17 +234,32 @@ def lay_out(
         rounds = play(visits, layout, one, {})
         if rounds is None:
             continue
-        again = rounds.fetches[rounds.again :]
-        moved = sum(transfer[fetch.block] for one in again for fetch in one)
-        moved *= len(one.lengths) / len(again)
+        passes = _busy(rounds, one.lengths, compute, transfer)
+        moved, least = sum(copies for copies, _ in passes), sum(map(max, passes))
         late = postponed(rounds, count, one.lengths)
         seconds = seconds_of(late, order, one.lengths, compute, transfer, latency)
         if best is None or seconds < best.seconds:
             best = LaidOut(visits, layout, count, moved, seconds)
         tried += 1
-        if tried == tries or best.seconds <= _AS_GOOD * max(best.moved, used):
+        if tried == tries or seconds <= enough * least:
             break
     return best
+
+
+def _busy(
+    rounds: Rounds,
+    lengths: Sequence[int],
+    compute: Sequence[float],
+    transfer: Mapping[int, float],
+) -> list[tuple[float, float]]:
+    """Returns the seconds of copies, and of compute, in each pass of a round."""
+    passes, again = len(lengths), rounds.fetches[rounds.again :]
+    found, first = [], 0
+    for number, length in enumerate(lengths):
+        copies = sum(transfer[fetch.block] for one in again[number::passes] for fetch in one)
+        found.append((copies * passes / len(again), sum(compute[first : first + length])))
+        first += length
+    return found
 
 
 def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> list[Visit]:

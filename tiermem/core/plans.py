@@ -36,7 +36,7 @@ _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
 _MOST_TRIED = 5
 _WORTH_TRYING = 1.005
-"""Factor over the least that a plan may come to, where the others are not tried."""
+"""Factor over the least that a pass may come to with a plan, where the others are not tried."""
 _MORE_MOVED = 1.05
 """Factor over the least that moves: kernels are slower beside copies, if they wait for none."""
 _WORTH_IT_LAID_OUT = 1.01
@@ -219,21 +219,27 @@ class Loop:
         if out is None:
             return False
         streams = [s for block, s in self.sizes.items() if block not in plan.residents]
-        moves = self._moves(self.sizes, self.room - sum(sorted(streams)[-2:]))
-        compute = self._round()[1]
-        begin = sum(compute[: out.visits[0].first + 1])
-        enough = _WORTH_IT_LAID_OUT * max(moves, sum(compute)) + begin
+        passes = self._busy(self.sizes, self.room - sum(sorted(streams)[-2:]))
+        moves = sum(copies for copies, _ in passes)
+        begin = sum(self.compute[: out.visits[0].first + 1])
+        enough = _WORTH_IT_LAID_OUT * sum(map(max, passes)) + begin
         return out.seconds <= enough and out.moved <= _MORE_MOVED * moves
 
-    def _moves(self, blocks: Collection[int], room: int) -> float:
-        """Returns the seconds of a round's copies where each pass finds some room's bytes there."""
-        seconds = 0.0
+    def _busy(self, blocks: Collection[int], room: int) -> list[tuple[float, float]]:
+        """Returns the seconds of copies, and of compute, in each pass of a round.
+
+        Args:
+            blocks: What is copied up, but for what is there as the pass begins.
+            room: Bytes of that.
+        """
+        found = []
         for begin, end in self._passes:
             used = set(self.order[begin:end]).intersection(blocks)
             nbytes = sum(map(self.sizes.__getitem__, used))
             copies = sum(map(self.transfer.__getitem__, used))
-            seconds += copies * max(0.0, 1.0 - room / max(1, nbytes))
-        return seconds
+            left = copies * max(0.0, 1.0 - room / max(1, nbytes))
+            found.append((left, sum(self.compute[begin:end])))
+        return found
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
         """Returns how long rounds take in which each block is used once and stays or is fetched."""
@@ -250,10 +256,9 @@ class Loop:
 
     def at_least(self, plan: Plan) -> float:
         """Returns a lower bound of the seconds, where each block is used once in each pass."""
-        compute = sum(self._round()[1])
         streams = self.sizes.keys() - plan.residents
-        copies = self._moves(streams, plan.reserve if len(self._passes) > 1 else 0)
-        return max(copies, compute) * len(self.order) / self.length
+        passes = self._busy(streams, plan.reserve if len(self._passes) > 1 else 0)
+        return sum(map(max, passes)) * len(self.order) / self.length
 
     def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
         """Returns how long it takes with a plan for blocks from files, and the disk of it.
@@ -371,7 +376,7 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
         seconds = loop.seconds(plan)
         if seconds < fastest:
             best, fastest = plan, seconds
-        if fastest <= _WORTH_TRYING * least:
+        if fastest <= _WORTH_TRYING ** len(loop.begins) * least:
             break
     if settled is not None and loop.by_laps(settled) is not None:
         return settled if loop.seconds(settled) <= fastest * _WORTH_IT else best
