@@ -52,6 +52,15 @@ class Loop:
             self.use(number)
         return list(self.events)
 
+    def sweep(self, passes: dict[str, list[int]]) -> list[tuple[str, int]]:
+        """Goes through some passes, by name; returns what came and left."""
+        self.events.clear()
+        for name, order in passes.items():
+            self.manager.begin_pass((name,))
+            for number in order:
+                self.use(number)
+        return list(self.events)
+
     def check(self) -> None:
         self.manager.parts.table.check()
         slots = self.manager.parts.slots

@@ -238,7 +238,8 @@ def lay_out(
         moved, least = sum(copies for copies, _ in passes), sum(map(max, passes))
         late = postponed(rounds, count, one.lengths)
         seconds = seconds_of(late, order, one.lengths, compute, transfer, latency)
-        if best is None or seconds < best.seconds:
+        more = best is not None and moved > best.moved
+        if best is None or seconds < best.seconds / (_AS_GOOD if more else 1.0):
             best = LaidOut(visits, layout, count, moved, seconds)
         tried += 1
         if tried == tries or seconds <= enough * least:

@@ -437,6 +437,7 @@ def _plans(
         away: Blocks that do not stay.
     """
     order, sizes, room = loop.order, loop.sizes, loop.room
+    most = room if loop.laid_out and len(loop.begins) > 1 else room // 2
     for pinned in _oversize(sizes, room):
         pinned -= frozenset(away)
         rest = {block: size for block, size in sizes.items() if block not in pinned}
@@ -445,7 +446,7 @@ def _plans(
         near = [block for block in order if block in rest and block not in away]
         for slots in counts:
             reserve = min(free, sum(largest[:slots]))
-            if slots > counts[0] and reserve > room // 2:
+            if slots > counts[0] and reserve > most:
                 break
             kept = choose_residents(near, rest, free - reserve) | pinned
             yield Plan(kept, reserve, largest_beside(sizes, kept))
