@@ -20,6 +20,10 @@ _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 _AS_GOOD = 1.01
 """A layout of a pass that takes so many times the busier of link and compute is taken at once."""
+_AS_FEW = 1.01
+"""One that moves so many times the fewest bytes is taken at once, too."""
+_FEWER = 1.001
+"""Factor from which on one moves fewer bytes than another."""
 _HOST = 200e-6
 """Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
 _PRELUDE = 500e-6
@@ -149,6 +153,14 @@ class LaidOut:
     moved: float
     seconds: float
 
+    def is_better(self, other: LaidOut) -> bool:
+        """Whether it takes less time than another; of two that take as long, moves less."""
+        if _FEWER * self.moved <= other.moved:
+            return self.seconds <= _AS_GOOD * other.seconds
+        if _FEWER * other.moved <= self.moved:
+            return _AS_GOOD * self.seconds < other.seconds
+        return self.seconds < other.seconds
+
 
 class Round:
     """The events of a round: the begin of each of its passes, and each use as it is entered.
@@ -229,7 +241,9 @@ def lay_out(
     best: LaidOut | None = None
     tried = 0
     blocks, sizes = [visit.block for visit in visits], [visit.nbytes for visit in visits]
-    tries = _MOST_TRIED * (1 if len(set(blocks)) == len(blocks) else 2)  # there are more kinds
+    several = len(set(blocks)) < len(blocks)
+    fewest = _fewest(order, one.lengths, streams, transfer, room) if several else most
+    tries = _MOST_TRIED * (1 + several)  # there are more kinds
     for layout in layouts(blocks, sizes, runs):
         rounds = play(visits, layout, one, {})
         if rounds is None:
@@ -238,13 +252,31 @@ def lay_out(
         moved, least = sum(copies for copies, _ in passes), sum(map(max, passes))
         late = postponed(rounds, count, one.lengths)
         seconds = seconds_of(late, order, one.lengths, compute, transfer, latency)
-        more = best is not None and moved > best.moved
-        if best is None or seconds < best.seconds / (_AS_GOOD if more else 1.0):
-            best = LaidOut(visits, layout, count, moved, seconds)
+        found = LaidOut(visits, layout, count, moved, seconds)
+        if best is None or found.is_better(best):
+            best = found
         tried += 1
-        if tried == tries or seconds <= enough * least:
+        good = seconds <= enough * least and moved <= _AS_FEW * fewest
+        if tried == tries or good:
             break
     return best
+
+
+def _fewest(
+    order: Sequence[int],
+    lengths: Sequence[int],
+    streams: Mapping[int, int],
+    transfer: Mapping[int, float],
+    room: int,
+) -> float:
+    """Returns seconds of copies of a round each pass of which finds the room full of its blocks."""
+    found, first = 0.0, 0
+    for length in lengths:
+        used = set(order[first : first + length]) & streams.keys()
+        copies, nbytes = sum(map(transfer.__getitem__, used)), sum(map(streams.__getitem__, used))
+        found += copies * max(0.0, 1.0 - room / max(1, nbytes))
+        first += length
+    return found
 
 
 def _busy(
