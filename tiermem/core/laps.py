@@ -19,7 +19,9 @@ from tiermem.core.layouts import Run, layouts
 _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 _AS_GOOD = 1.01
-"""A layout of a pass that takes so many times the busier of link and compute is taken at once."""
+"""A layout that takes so many times the busier of link and compute is taken at once."""
+_AS_GOOD_SEVERAL = 1.03
+"""The same in rounds of several passes, each of which waits for its first place."""
 _AS_FEW = 1.01
 """One that moves so many times the fewest bytes is taken at once, too."""
 _FEWER = 1.001
@@ -237,7 +239,7 @@ def lay_out(
         return None
     used, most = sum(compute), sum(transfer[visit.block] for visit in visits)
     count = _POSTPONED if most > used else 0
-    enough = _AS_GOOD ** len(one.lengths)  # each pass waits for its first place
+    enough = _AS_GOOD if len(one.lengths) == 1 else _AS_GOOD_SEVERAL
     best: LaidOut | None = None
     tried = 0
     blocks, sizes = [visit.block for visit in visits], [visit.nbytes for visit in visits]

@@ -36,7 +36,9 @@ _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
 _MOST_TRIED = 5
 _WORTH_TRYING = 1.005
-"""Factor over the least that a pass may come to with a plan, where the others are not tried."""
+"""Factor over the least that a plan may come to, where the others are not tried."""
+_WORTH_TRYING_SEVERAL = 1.03
+"""The same in rounds of several passes."""
 _MORE_MOVED = 1.05
 """Factor over the least that moves: kernels are slower beside copies, if they wait for none."""
 _WORTH_IT_LAID_OUT = 1.01
@@ -362,8 +364,9 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     several = len(loop.begins) > 1  # as much moves however much stays
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
     plans += _large_one_by_one(loop)
-    enough = _FORGIVING + max(loop.lags)
-    plans.sort(key=lambda plan: (loop.at_least(plan), -min(plan.reserve // plan.slot, enough)))
+    roomy = _FORGIVING + max(loop.lags)
+    plans.sort(key=lambda plan: (loop.at_least(plan), -min(plan.reserve // plan.slot, roomy)))
+    enough = _WORTH_TRYING_SEVERAL if several else _WORTH_TRYING
     best: Plan | None = None
     fastest, tried = math.inf, 0
     for plan in plans:
@@ -376,7 +379,7 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
         seconds = loop.seconds(plan)
         if seconds < fastest:
             best, fastest = plan, seconds
-        if fastest <= _WORTH_TRYING ** len(loop.begins) * least:
+        if fastest <= enough * least:
             break
     if settled is not None and loop.by_laps(settled) is not None:
         return settled if loop.seconds(settled) <= fastest * _WORTH_IT else best
