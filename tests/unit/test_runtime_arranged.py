@@ -6,6 +6,7 @@ import random
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -260,6 +261,21 @@ def test_a_pass_that_uses_only_what_stays_may_come_at_any_time() -> None:
         made.check()
 
 
+def test_what_is_fetched_for_the_pass_after_next_is_not_for_nothing() -> None:
+    """A pass that uses only what stays lies between the fetch and the use."""
+    with loop(12, 5, depth="auto") as made:
+        passes = {"a": [*range(6)], "step": [], "b": [*range(6, 12)]}
+        settled(made, passes, 4)
+        before = made.manager.stats()
+        for _ in range(6):
+            for name, order in passes.items():
+                made.sweep({name: order})
+                assert arranged(made)
+        after = made.manager.stats()
+        assert after.prefetch_wasted == before.prefetch_wasted and after.misses == before.misses
+        made.check()
+
+
 def test_a_round_that_breaks_off_is_decided_and_laid_out_again() -> None:
     with loop(12, 6, depth="auto") as made:
         passes = there_and_back(12)
@@ -274,14 +290,21 @@ def test_a_round_that_breaks_off_is_decided_and_laid_out_again() -> None:
 
 
 def test_a_file_whose_blocks_have_not_all_room_in_dram_is_not_laid_out(tmp_path: Path) -> None:
-    with loop(12, 4, depth="auto", nvme=tmp_path) as made:
+    with loop(12, 6, depth="auto", nvme=tmp_path) as made:
         manager = made.manager
         dram = manager.parts.homes.dram
         dram.allocate(dram.capacity - dram.used - 4 * PAGE)
-        passes = there_and_back(12)
-        for _ in range(6):
-            settled(made, passes, 1)
-            assert not arranged(made)
+        laid_out = []
+        begin = manager.replay._arranger.begin
+
+        def beginning(*arguments: Any) -> Any:
+            found = begin(*arguments)
+            laid_out.append(found is not None)
+            return found
+
+        manager.replay._arranger.begin = beginning  # type: ignore[method-assign]
+        settled(made, {"loop": [*range(12)]}, 6)
+        assert not any(laid_out)
         made.check()
 
 
