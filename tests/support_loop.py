@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,11 +52,11 @@ class Loop:
             self.use(number)
         return list(self.events)
 
-    def sweep(self, passes: dict[str, list[int]]) -> list[tuple[str, int]]:
+    def sweep(self, passes: Mapping[Hashable, list[int]]) -> list[tuple[str, int]]:
         """Goes through some passes, by name; returns what came and left."""
         self.events.clear()
         for name, order in passes.items():
-            self.manager.begin_pass((name,))
+            self.manager.begin_pass(name)
             for number in order:
                 self.use(number)
         return list(self.events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,12 +166,16 @@ def test_a_user_who_says_how_far_to_fetch_ahead_is_heard() -> None:
             assert not arranged(made)
 
 
-def there_and_back(blocks: int, **others: list[int]) -> dict[str, list[int]]:
-    """Forward and backward, as adapters on frozen weights have them, and other passes."""
-    return {"forward": [*range(blocks)], "backward": [*range(blocks)][::-1], **others}
+FORWARD, BACKWARD, STEP = ("forward",), ("backward", "forward"), ("optimizer", 0)
 
 
-def settled(made: Loop, passes: dict[str, list[int]], rounds: int) -> int:
+def there_and_back(blocks: int, *others: Hashable) -> dict[Hashable, list[int]]:
+    """Forward and backward, as adapters on frozen weights have them, and passes that use none."""
+    order = [*range(blocks)]
+    return {FORWARD: order, BACKWARD: order[::-1], **{other: [] for other in others}}
+
+
+def settled(made: Loop, passes: Mapping[Hashable, list[int]], rounds: int) -> int:
     """Goes some rounds, waiting for disks; returns how many blocks came up in the last one."""
     found = 0
     for _ in range(rounds):
@@ -187,7 +192,7 @@ def test_forward_and_backward_are_laid_out_as_one_round(
 ) -> None:
     """From the third round on, and they move no more than what is decided, and recorded."""
     nvme = tmp_path if home == "file" else None
-    passes = there_and_back(12, **({"step": []} if step else {}))
+    passes = there_and_back(12, *[STEP][:step])
     with loop(12, slots, depth="auto", nvme=nvme) as made:
         settled(made, passes, 2)
         assert not arranged(made)
@@ -232,8 +237,8 @@ def test_rounds_of_several_passes_find_their_blocks(
         ) as made,
     ):
         for _ in range(3):
-            passes = there_and_back(blocks, step=[])
-            for name in rng.sample(sorted(passes), rng.randrange(3)):
+            passes = there_and_back(blocks, STEP)
+            for name in rng.sample([*passes], rng.randrange(3)):
                 order = passes[name] or [*range(blocks)]
                 rng.shuffle(order)
                 passes[name] = order[rng.randrange(len(order)) :]
@@ -250,10 +255,10 @@ def test_a_pass_that_uses_only_what_stays_may_come_at_any_time() -> None:
         passes = there_and_back(12)
         for _ in range(8):
             made.sweep(passes)
-        made.sweep({"step": []})  # nobody knows yet what it uses
+        made.sweep({STEP: []})  # nobody knows yet what it uses
         settled(made, passes, 2)
         for often in (1, 3, 2, 1, 1, 4):
-            made.sweep({"step": []})
+            made.sweep({STEP: []})
             assert arranged(made)
             for _ in range(often):
                 assert ups(made.sweep(passes)) == 2 * (12 - 6)
@@ -264,7 +269,7 @@ def test_a_pass_that_uses_only_what_stays_may_come_at_any_time() -> None:
 def test_what_is_fetched_for_the_pass_after_next_is_not_for_nothing() -> None:
     """A pass that uses only what stays lies between the fetch and the use."""
     with loop(12, 5, depth="auto") as made:
-        passes = {"a": [*range(6)], "step": [], "b": [*range(6, 12)]}
+        passes = {"a": [*range(6)], STEP: [], "b": [*range(6, 12)]}
         settled(made, passes, 4)
         before = made.manager.stats()
         for _ in range(6):
@@ -281,8 +286,8 @@ def test_a_round_that_breaks_off_is_decided_and_laid_out_again() -> None:
         passes = there_and_back(12)
         settled(made, passes, 4)
         assert arranged(made)
-        made.sweep({"forward": [*range(6), 0, *range(6, 12)]})
-        made.sweep({"backward": passes["backward"]})
+        made.sweep({FORWARD: [*range(6), 0, *range(6, 12)]})
+        made.sweep({BACKWARD: passes[BACKWARD]})
         assert not arranged(made)
         settled(made, passes, 5)
         assert arranged(made)
