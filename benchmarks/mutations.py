@@ -497,7 +497,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a place is taken over while its block may be in use",
-        "tiermem/core/laps.py",
+        "tiermem/core/rounds.py",
         "self.freed.append(number + last + 2)",
         "self.freed.append(number + last + 1)",
         ("tests/property/test_laps.py",),

@@ -13,18 +13,9 @@ from hypothesis import strategies as st
 from support_examples import examples
 
 from tiermem.core import laps
-from tiermem.core.laps import (
-    Fetch,
-    Missing,
-    Place,
-    Round,
-    Rounds,
-    lay_out,
-    play,
-    postponed,
-    visits_of,
-)
+from tiermem.core.laps import Missing, Place, lay_out, play, visits_of
 from tiermem.core.layouts import layouts
+from tiermem.core.rounds import Fetch, Round, Rounds, postponed
 
 ROUNDS = 7
 

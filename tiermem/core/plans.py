@@ -15,8 +15,9 @@ from itertools import pairwise
 
 from tiermem.core import fromdisk
 from tiermem.core.cost import refetched, streaming_time
-from tiermem.core.laps import LaidOut, Round, lay_out
+from tiermem.core.laps import LaidOut, lay_out
 from tiermem.core.residents import choose_residents, keep_largest
+from tiermem.core.rounds import Round
 from tiermem.core.slots import one_ahead_time
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)

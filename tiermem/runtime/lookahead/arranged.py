@@ -13,18 +13,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.core.block import Tier
-from tiermem.core.laps import (
-    Fetch,
-    LaidOut,
-    Missing,
-    Place,
-    Round,
-    Rounds,
-    lay_out,
-    play,
-    postponed,
-)
+from tiermem.core.laps import LaidOut, Missing, Place, lay_out, play
 from tiermem.core.residency import Record, State
+from tiermem.core.rounds import Fetch, Round, Rounds, postponed
 from tiermem.core.schedule import Schedule, lag_of
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
