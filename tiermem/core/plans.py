@@ -210,7 +210,7 @@ class Loop:
 
         Where they are not, :meth:`seconds` goes by a model that leaves more out.
         """
-        return self.by_laps(other) is None or self.by_laps(plan) is not None
+        return self.by_laps(plan) is not None or self.by_laps(other) is None
 
     def is_good(self, plan: Plan) -> bool:
         """Whether no plan for rounds that are laid out would be much better than one.
