@@ -48,6 +48,8 @@ that stays, since weights that do are not counted."""
 _OF_A_RING = (2, 5)
 """What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
 READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
+_Alike = tuple[frozenset[int], int, int | None, tuple[bool, int]]
+"""What a plan that was settled is for: blocks, room, times, and whether and how it goes round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class PlanMaker:
         self._parts = parts
         self._waste = parts.transfers.waste
         self._least = least
-        self._settled: dict[int, tuple[tuple[object, int, int | None, bool], int, Plan]] = {}
+        self._settled: dict[int, tuple[_Alike, int, Plan]] = {}
         self._load = 0
         self._run = 0
         self._in_force: tuple[tuple[object, int], Plan] | None = None
@@ -269,21 +271,24 @@ class PlanMaker:
         files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
         spare = self._spare() if beside and files else 0
         steady = alone and beside and not files and _goes_round(schedule)
-        alike = (frozenset(sizes), room, version, steady)
+        spans = schedule.round_over(sizes)
+        # from a disk every change is read: another kind of work keeps the plan
+        alike = (frozenset(sizes), room, version, (steady, 0 if files else len(spans)))
         before = plan = None
         spared = spare
         found = self._settled.pop(self._load, None)
         if found is not None:
             then, spared, settled = found
             if then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
-                before = settled if then[2] is not None and then[3] is steady else None
+                before = settled if then[2] is not None and then[3] == alike[3] else None
                 plan = settled if then == alike else None
         if not learned:
             plan = plan or self._unlearned(
                 [block for block in schedule.order if block in sizes], sizes, room
             )
         else:
-            loop = replace(self._loop(schedule, sizes, room, known, fetch, spare), steady=steady)
+            loop = self._loop(schedule, spans, sizes, room, known, fetch, spare)
+            loop = replace(loop, steady=steady)
             now = self._in_force
             if now is not None and now[0] == alike[:2] and loop.slower.is_good(now[1]):
                 plan = before = now[1]
@@ -359,6 +364,7 @@ class PlanMaker:
     def _loop(
         self,
         schedule: Schedule,
+        spans: Sequence[tuple[int, int, object]],
         sizes: dict[int, int],
         room: int,
         compute: Sequence[float],
@@ -366,11 +372,10 @@ class PlanMaker:
         spare: int,
     ) -> Loop:
         """Returns the :class:`Loop` to plan for, of which all times are known."""
-        spans = schedule.round_over(sizes)
         whole = [(0, len(compute), None)]  # a few rounds tell as much as all that are foreseen
         blocks, seconds = list[int](), list[float]()
         begins = list[int]()
-        for begin, end, _ in spans * _ROUNDS or whole:
+        for begin, end, _ in [*spans] * _ROUNDS or whole:
             begins.append(len(blocks))
             used = [(schedule.order[p], compute[p]) for p in range(begin, end)]
             blocks += [b for b, _ in used if b in sizes]
