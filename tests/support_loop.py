@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,15 @@ class Loop:
         self.manager.begin_pass("loop")
         for number in range(len(self.blocks)) if order is None else order:
             self.use(number)
+        return list(self.events)
+
+    def sweep(self, passes: Mapping[Hashable, list[int]]) -> list[tuple[str, int]]:
+        """Goes through some passes, by name; returns what came and left."""
+        self.events.clear()
+        for name, order in passes.items():
+            self.manager.begin_pass(name)
+            for number in order:
+                self.use(number)
         return list(self.events)
 
     def check(self) -> None:

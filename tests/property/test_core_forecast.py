@@ -71,6 +71,14 @@ def test_what_was_measured_is_scaled_to_another_load() -> None:
     assert {row[0] for row in estimates.rows()} == {Sized("f", 1024), Sized("f", 4096)}
 
 
+def test_what_is_measured_without_tokens_goes_by_that() -> None:
+    """An optimizer's pass knows of none, and is planned with those of the pass before."""
+    for flops in (0.0, FLOPS):
+        estimates = Estimates(flops=flops)
+        learned(estimates, "o", 0, {0: 0.1, 1: 0.2, 2: 0.3})
+        assert Forecast(estimates).seconds("o", 1000, ORDER) == [0.1, 0.2, 0.3]
+
+
 def test_what_the_host_takes_does_not_grow_with_the_load() -> None:
     """A token's use of 300 us is launches: with 1,024 tokens the matrix adds its 2 ms to them."""
     estimates = Estimates(flops=FLOPS)

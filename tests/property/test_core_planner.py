@@ -28,6 +28,43 @@ def test_upcoming_yields_each_block_once_at_its_first_use(order, start) -> None:
     assert all(order[start:].index(s.block) + start == s.position for s in steps)
 
 
+def schedule_of(passes: str, **orders: list[int]) -> Schedule:
+    order, begins = [], []
+    for name in passes:
+        begins.append((len(order), name))
+        order += orders[name]
+    return Schedule(order, begins)
+
+
+@pytest.mark.parametrize(
+    "passes, found",
+    [
+        ("aaaa", "a"),
+        ("fbfbfb", "fb"),
+        ("bfbfbf", "bf"),
+        ("fboofbo", "fb"),
+        ("ofbofb", "fb"),
+        ("fbfbof", "fb"),
+        ("aabaab", "aab"),
+        ("abaaba", "aba"),
+        ("aaaaae", "a"),
+        ("fbfbe", "fb"),
+        ("fba", ""),
+        ("a", ""),
+        ("oooo", ""),
+        ("agag", "a"),
+    ],
+)
+def test_a_round_is_what_comes_again(passes: str, found: str) -> None:
+    """Passes that use nothing it is about may come in between; names alone make no difference."""
+    orders = {"a": [1, 2], "b": [3, 2, 1], "f": [1, 2, 3], "e": [2], "o": [9], "g": [1, 2]}
+    schedule = schedule_of(passes, **orders)
+    spans = schedule.round_over({1, 2, 3})
+    assert "".join(str(name) for _, _, name in spans) == found
+    for begin, end, name in spans:
+        assert schedule.order[begin:end] == orders[str(name)]
+
+
 def run(planner: Planner, key: str, order: list[int]) -> list[bool]:
     """Plays one pass; returns, use by use, whether it was what the planner expected next."""
     planner.begin(key)

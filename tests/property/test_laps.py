@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,16 +13,9 @@ from hypothesis import strategies as st
 from support_examples import examples
 
 from tiermem.core import laps
-from tiermem.core.laps import (
-    Fetch,
-    Missing,
-    Place,
-    Rounds,
-    lay_out,
-    play,
-    visits_of,
-)
+from tiermem.core.laps import Missing, Place, lay_out, play, visits_of
 from tiermem.core.layouts import layouts
+from tiermem.core.rounds import Fetch, Round, Rounds, postponed
 
 ROUNDS = 7
 
@@ -45,47 +40,93 @@ class Memory:
         self.at[block] = offset, nbytes
 
 
-def perform(memory: Memory, fetch: Fetch, in_use: int | None, turns: bool) -> None:
+def perform(memory: Memory, fetch: Fetch, in_use: Sequence[int], turns: bool) -> None:
     """Does what a fetch says; with slots that take turns an exchange says no place."""
     offset = fetch.offset
     if fetch.exchanged:
         (leaves,) = fetch.leaves
         offset = memory.at[leaves][0] if turns else offset
         assert memory.at[leaves][0] == offset
-    assert in_use not in fetch.leaves
+    assert not set(in_use) & set(fetch.leaves), "what is in use leaves"
     for block in fetch.leaves:
         memory.take_out(block)
     memory.put(fetch.block, offset, fetch.nbytes)
 
 
-def go_round(memory: Memory, order: Sequence[int], fetches: Sequence[Fetch], turns: bool) -> int:
-    """Goes one round; returns how many fetches were made."""
+@dataclass
+class Passes:
+    """The passes of a round, for good.
+
+    Attributes:
+        orders: The blocks that each of them uses.
+        lags: How many blocks are still in use, of each, when one that counts is come to.
+        counts: The blocks that count for that.
+    """
+
+    orders: list[list[int]]
+    lags: list[int]
+    counts: set[int]
+
+    @property
+    def order(self) -> list[int]:
+        return [block for order in self.orders for block in order]
+
+    @property
+    def events(self) -> Round:
+        counted = [block in self.counts for block in self.order]
+        return Round([len(order) for order in self.orders], self.lags, counted)
+
+    def in_use(self, number: int, at: int) -> list[int]:
+        """Returns what may not leave when so many uses of a pass have been entered."""
+        order, lag = self.orders[number], self.lags[number]
+        used = order[:at]
+        counting = [block for block in used if block in self.counts]
+        late = counting[-lag:] if lag else []
+        if not lag:
+            return used[-1:]
+        # what came just before the first of those is let go when that one has been entered
+        before = counting[-lag - 1 : -lag] if used and used[-1] in self.counts else []
+        return [*used[-1:], *late, *before]
+
+    def used_later(self, number: int, use: int) -> int:
+        """Returns the block used at a place counted from the begin of a pass, or far later."""
+        ahead = [block for order in self.orders[number:] for block in order] + 9 * self.order
+        return ahead[use]
+
+
+def go_through(
+    memory: Memory, passes: Passes, number: int, fetches: Sequence[Fetch], turns: bool
+) -> None:
+    """Goes through one pass."""
+    order = passes.orders[number]
     assert [f.event for f in fetches] == sorted(f.event for f in fetches)
+    assert all(passes.used_later(number, f.use) == f.block for f in fetches)
     made = 0
     for event in range(len(order) + 1):
         if event:
             assert order[event - 1] in memory.at, "a use before its block is there"
         for fetch in fetches:
             if fetch.event == event:
-                perform(memory, fetch, order[event - 1] if event else None, turns)
+                perform(memory, fetch, passes.in_use(number, event), turns)
                 made += 1
-    return made
+    assert made == len(fetches)
 
 
-def check(
-    memory: Memory, order: Sequence[int], rounds: Rounds, stay: set[int], turns: bool
-) -> None:
-    number = 0
-    for _ in range(ROUNDS):
-        fetches = rounds.fetches[number]
-        number = rounds.after(number)
-        assert go_round(memory, order, fetches, turns) == len(fetches)
-        assert all(block in memory.at for block in stay)
+def check(memory: Memory, passes: Passes, rounds: Rounds, stay: set[int], turns: bool) -> None:
+    at = 0
+    for number in range(ROUNDS * len(passes.orders)):
+        go_through(memory, passes, number % len(passes.orders), rounds.fetches[at], turns)
+        at = rounds.after(at)
+        if number >= len(passes.orders):
+            assert all(block in memory.at for block in stay)
+
+
+Made = tuple[Passes, dict[int, int], list[tuple[int, int]], set[int]]
 
 
 @st.composite
-def loops(draw: st.DrawFn) -> tuple[list[int], dict[int, int], list[tuple[int, int]], set[int]]:
-    """An order of use, the sizes, runs of room, and what is in HBM to stay."""
+def loops(draw: st.DrawFn) -> Made:
+    """The passes of a round, the sizes, runs of room, and what is in HBM to stay."""
     count = draw(st.integers(2, 12))
     alike = draw(st.booleans())
     sizes = {b: 2 if alike else draw(st.integers(1, 4)) for b in range(count)}
@@ -93,22 +134,32 @@ def loops(draw: st.DrawFn) -> tuple[list[int], dict[int, int], list[tuple[int, i
     for block in draw(st.lists(st.integers(0, count - 1), min_size=2, max_size=24)):
         if not order or order[-1] != block:
             order.append(block)
-    stay = draw(st.sets(st.sampled_from(range(count)), max_size=count - 1))
+    stay = draw(st.sets(st.sampled_from(range(count)), max_size=count - 1)) & set(order)
+    orders = [order]
+    if len(order) > 1 and draw(st.booleans()):
+        back = order[::-1]
+        for at in draw(st.lists(st.integers(0, len(back) - 2), max_size=3)):
+            back[at], back[at + 1] = back[at + 1], back[at]
+        orders.append(back[draw(st.integers(0, len(back) // 2)) :])
+        if draw(st.booleans()):
+            orders.append(draw(st.permutations(order)))
+    orders = [[block for block, _ in groupby(order)] for order in orders]  # none twice in a row
+    lags = [draw(st.integers(0, 2)) if len(orders) > 1 else 0 for _ in orders]
+    counts = set(order) - (stay if draw(st.booleans()) else set())
     runs, at = [], 0
     for nbytes, gap in draw(
         st.lists(st.tuples(st.integers(2, 16), st.integers(1, 2)), min_size=1, max_size=3)
     ):
         runs.append((at, at + nbytes))
         at += nbytes + gap
-    return order, sizes, runs, stay & set(order)
+    return Passes(orders, lags, counts), sizes, runs, stay
 
 
 @settings(max_examples=examples(300))
 @given(loops(), st.data())
-def test_every_use_finds_its_block(
-    made: tuple[list[int], dict[int, int], list[tuple[int, int]], set[int]], data: st.DataObject
-) -> None:
-    order, sizes, runs, stay = made
+def test_every_use_finds_its_block(made: Made, data: st.DataObject) -> None:
+    passes, sizes, runs, stay = made
+    order = passes.order
     moving = {b: sizes[b] for b in order if b not in stay}
     if not moving:
         return
@@ -116,7 +167,7 @@ def test_every_use_finds_its_block(
     visits = visits_of(order, moving, data.draw(st.integers(0, room)))
     assert {v.block for v in visits} == set(moving)
     top = runs[-1][1]
-    for layout in layouts([visit.nbytes for visit in visits], runs):
+    for layout in layouts([v.block for v in visits], [v.nbytes for v in visits], runs):
         memory = Memory(top + sum(sizes[b] for b in stay))
         missing, offset = [], top
         for block in sorted(stay, key=order.index):
@@ -131,15 +182,55 @@ def test_every_use_finds_its_block(
             if free and visit.block not in memory.at and data.draw(st.booleans()):
                 memory.put(visit.block, at, visit.nbytes)
                 inside[visit.block] = Place(at, visit.nbytes)
-        rounds = play(visits, layout, len(order), inside, missing)
+        rounds = play(visits, layout, passes.events, inside, missing)
         if rounds is not None:
-            check(memory, order, rounds, stay, len(layout) > 1)
+            late = postponed(rounds, data.draw(st.integers(0, 2)), passes.events.lengths)
+            check(memory, passes, late, stay, len(layout) > 1)
+
+
+def fewest(order: Sequence[int], slots: int) -> float:
+    """Returns how many fetches a round takes at the least, where all blocks are of one size.
+
+    What is needed last leaves, and nothing is fetched before its use (Belady).
+    """
+    inside: set[int] = set()
+    uses = list(order) * ROUNDS * 2
+    count = [0] * (2 * ROUNDS)
+    for at, block in enumerate(uses):
+        if block in inside:
+            continue
+        count[at // len(order)] += 1
+        if len(inside) == slots:
+            ahead = uses[at + 1 :]
+            inside.remove(max(inside, key=lambda b: ahead.index(b) if b in ahead else len(uses)))
+        inside.add(block)
+    return sum(count[2:ROUNDS]) / (ROUNDS - 2)
+
+
+@settings(max_examples=examples(60))
+@given(st.integers(3, 20), st.integers(2, 8), st.integers(0, 2))
+def test_forward_and_backward_move_no_more_than_they_must(count: int, slots: int, lag: int) -> None:
+    """What closes one pass opens the next, and does not move between them."""
+    if slots < 2 + lag + (lag > 0) or slots >= count:
+        return
+    passes = Passes([[*range(count)], [*range(count)][::-1]], [0, lag], {*range(count)})
+    transfer = dict.fromkeys(range(count), 1e-3)
+    out = lay_out(
+        passes.order, passes.events, [1e-4] * 2 * count, dict.fromkeys(range(count), 3),
+        transfer, [(0, 3 * slots + 1)], 0.0,
+    )  # fmt: skip
+    assert out is not None
+    assert fewest(passes.order, slots) == 2 * (count - slots)
+    assert round(out.moved / 1e-3) == 2 * (count - slots)
+    rounds = play(out.visits, out.layout, passes.events, {})
+    assert rounds is not None
+    check(Memory(3 * slots + 1), passes, rounds, set(), len(out.layout) > 1)
 
 
 def laid_out(order: list[int], sizes: dict[int, int], room: int) -> Rounds | None:
     visits = visits_of(order, sizes, room // 2)
-    for layout in layouts([visit.nbytes for visit in visits], [(0, room)]):
-        rounds = play(visits, layout, len(order), {})
+    for layout in layouts([v.block for v in visits], [v.nbytes for v in visits], [(0, room)]):
+        rounds = play(visits, layout, Round([len(order)]), {})
         if rounds is not None:
             return rounds
     return None
@@ -206,6 +297,6 @@ def test_many_blocks_of_many_sizes_take_little_work(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(laps, "_overlapped", counted)
     order = list(range(2000))
     transfer = {block: size * 1e-6 for block, size in sizes.items()}
-    found = lay_out(order, [1e-6] * 2000, sizes, transfer, [(0, room)], 0.0)
+    found = lay_out(order, Round([2000]), [1e-6] * 2000, sizes, transfer, [(0, room)], 0.0)
     assert found is not None
     assert looked <= 150_000

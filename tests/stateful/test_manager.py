@@ -359,9 +359,13 @@ class Manager(RuleBasedStateMachine):
         ids = [self.pick(number)[0].id for number in guess]
         self.manager.begin_pass(key, ids)
 
-    @rule(rounds=st.integers(1, 3))
-    def sweep(self, rounds: int) -> None:
-        """A loop as a model makes it: everything in order, forth and back."""
+    @rule(rounds=st.integers(1, 5), beside=st.booleans())
+    def sweep(self, rounds: int, beside: bool) -> None:
+        """A loop as a model makes it: everything in order, forth and back.
+
+        As beside a GPU, where such rounds are laid out once they are known.
+        """
+        self.manager.prefetcher.fetcher.beside |= beside
         for _ in range(rounds):
             for key, blocks in (("f", self.blocks), ("b", self.blocks[::-1])):
                 self.manager.begin_pass(key, [])

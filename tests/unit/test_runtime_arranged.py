@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
-from support_loop import Loop, loop
+from support_loop import PAGE, Loop, loop
 
 from tiermem.core.block import Block
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
@@ -209,6 +213,153 @@ def test_a_user_who_says_how_far_to_fetch_ahead_is_heard() -> None:
         for _ in range(6):
             made.go_round()
             assert not arranged(made)
+
+
+FORWARD, BACKWARD, STEP = ("forward",), ("backward", "forward"), ("optimizer", 0)
+
+
+def there_and_back(blocks: int, *others: Hashable) -> dict[Hashable, list[int]]:
+    """Forward and backward, as adapters on frozen weights have them, and passes that use none."""
+    order = [*range(blocks)]
+    return {FORWARD: order, BACKWARD: order[::-1], **{other: [] for other in others}}
+
+
+def settled(made: Loop, passes: Mapping[Hashable, list[int]], rounds: int) -> int:
+    """Goes some rounds, waiting for disks; returns how many blocks came up in the last one."""
+    found = 0
+    for _ in range(rounds):
+        found = ups(made.sweep(passes))
+        made.manager.flush()
+    return found
+
+
+@pytest.mark.parametrize("home", ["dram", "file"])
+@pytest.mark.parametrize("slots", [5, 8])
+@pytest.mark.parametrize("step", [False, True])
+def test_forward_and_backward_are_laid_out_as_one_round(
+    slots: int, step: bool, home: str, tmp_path: Path
+) -> None:
+    """From the third round on, and they move no more than what is decided, and recorded."""
+    nvme = tmp_path if home == "file" else None
+    passes = there_and_back(12, *[STEP][:step])
+    with loop(12, slots, depth="auto", nvme=nvme) as made:
+        settled(made, passes, 2)
+        assert not arranged(made)
+        settled(made, passes, 1)
+        before = made.manager.stats().misses
+        for _ in range(5):
+            for name, order in passes.items():
+                came = ups(made.sweep({name: order}))
+                assert arranged(made)
+                assert came == (12 - slots if order else 0)
+        after = made.manager.stats()
+        assert after.misses == before
+        made.check()
+    (tmp_path / "other").mkdir()
+    with loop(12, slots, depth="auto", nvme=nvme and tmp_path / "other") as made:
+        made.manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
+        assert settled(made, passes, 20) >= 2 * (12 - slots)
+        assert made.manager.replay.repeating and not arranged(made)
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    blocks=st.integers(3, 10),
+    slots=st.integers(2, 8),
+    large=st.integers(0, 4),
+    from_file=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_rounds_of_several_passes_find_their_blocks(
+    blocks: int, slots: int, large: int, from_file: bool, seed: int
+) -> None:
+    """Whatever their orders are; some change in between, some write."""
+    rng = random.Random(seed)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loop(
+            blocks,
+            slots + 2 * (large > 0),
+            depth="auto",
+            large=large,
+            nvme=Path(folder) if from_file else None,
+        ) as made,
+    ):
+        for _ in range(3):
+            passes = there_and_back(blocks, STEP)
+            for name in rng.sample([*passes], rng.randrange(3)):
+                order = passes[name] or [*range(blocks)]
+                rng.shuffle(order)
+                passes[name] = order[rng.randrange(len(order)) :]
+            for _ in range(6):
+                settled(made, passes, 1)
+                if rng.random() < 0.2:
+                    made.use(rng.randrange(blocks), write=rng.random() < 0.5)
+        made.check()
+
+
+def test_a_pass_that_uses_only_what_stays_may_come_at_any_time() -> None:
+    """As an optimizer's does, after one backward or after several."""
+    with loop(12, 6, depth="auto") as made:
+        passes = there_and_back(12)
+        for _ in range(8):
+            made.sweep(passes)
+        made.sweep({STEP: []})  # nobody knows yet what it uses
+        settled(made, passes, 2)
+        for often in (1, 3, 2, 1, 1, 4):
+            made.sweep({STEP: []})
+            assert arranged(made)
+            for _ in range(often):
+                assert ups(made.sweep(passes)) == 2 * (12 - 6)
+                assert arranged(made)
+        made.check()
+
+
+def test_what_is_fetched_for_the_pass_after_next_is_not_for_nothing() -> None:
+    """A pass that uses only what stays lies between the fetch and the use."""
+    with loop(12, 5, depth="auto") as made:
+        passes = {"a": [*range(6)], STEP: [], "b": [*range(6, 12)]}
+        settled(made, passes, 4)
+        before = made.manager.stats()
+        for _ in range(6):
+            for name, order in passes.items():
+                made.sweep({name: order})
+                assert arranged(made)
+        after = made.manager.stats()
+        assert after.prefetch_wasted == before.prefetch_wasted and after.misses == before.misses
+        made.check()
+
+
+def test_a_round_that_breaks_off_is_decided_and_laid_out_again() -> None:
+    with loop(12, 6, depth="auto") as made:
+        passes = there_and_back(12)
+        settled(made, passes, 4)
+        assert arranged(made)
+        made.sweep({FORWARD: [*range(6), 0, *range(6, 12)]})
+        made.sweep({BACKWARD: passes[BACKWARD]})
+        assert not arranged(made)
+        settled(made, passes, 5)
+        assert arranged(made)
+        made.check()
+
+
+def test_a_file_whose_blocks_have_not_all_room_in_dram_is_not_laid_out(tmp_path: Path) -> None:
+    with loop(12, 6, depth="auto", nvme=tmp_path) as made:
+        manager = made.manager
+        dram = manager.parts.homes.dram
+        dram.allocate(dram.capacity - dram.used - 4 * PAGE)
+        laid_out = []
+        begin = manager.replay._arranger.begin
+
+        def beginning(*arguments: Any) -> Any:
+            found = begin(*arguments)
+            laid_out.append(found is not None)
+            return found
+
+        manager.replay._arranger.begin = beginning  # type: ignore[method-assign]
+        settled(made, {"loop": [*range(12)]}, 6)
+        assert not any(laid_out)
+        made.check()
 
 
 @pytest.mark.parametrize("stays", [True, False])

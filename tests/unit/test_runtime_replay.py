@@ -165,11 +165,15 @@ DISTURBANCES = [lease, look, point, write, evict, discard, keep_out]
     large=st.integers(0, 4),
     from_file=st.booleans(),
     depth=st.sampled_from(["auto", 1]),  # laid out beforehand, or recorded
+    several=st.booleans(),
 )
 def test_whatever_happens_in_a_loop_that_repeats_no_byte_is_lost(
-    seed: int, blocks: int, slots: int, large: int, from_file: bool, depth: Any
+    seed: int, blocks: int, slots: int, large: int, from_file: bool, depth: Any, several: bool
 ) -> None:
     rng = random.Random(seed)
+    passes = {("loop",): [*range(blocks)]}
+    if several:
+        passes = {("forward",): [*range(blocks)], ("backward",): [*range(blocks)][::-1], ("o",): []}
     with (
         tempfile.TemporaryDirectory() as folder,
         loop(
@@ -181,21 +185,22 @@ def test_whatever_happens_in_a_loop_that_repeats_no_byte_is_lost(
         ) as made,
     ):
         for _ in range(5):
-            made.go_round()
+            made.sweep(passes)
             made.manager.flush()
         for _ in range(6):
-            at = rng.randrange(blocks)
+            at = rng.randrange(blocks), rng.choice([*passes])
             stop: Callable[[], None] = lambda: None  # noqa: E731
-            made.manager.begin_pass("loop")
-            for number in range(blocks):
-                if number == at:
-                    stop = rng.choice(DISTURBANCES)(made, rng.randrange(blocks))
-                if rng.random() < 0.97:
-                    made.use(number)
+            for name, order in passes.items():
+                made.manager.begin_pass(name)
+                for number in order:
+                    if (number, name) == at:
+                        stop = rng.choice(DISTURBANCES)(made, rng.randrange(blocks))
+                    if rng.random() < 0.97:
+                        made.use(number)
             stop()
             del stop
             for _ in range(rng.randrange(3)):
-                made.go_round()
+                made.sweep(passes)
             made.check()
 
 

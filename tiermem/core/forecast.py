@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tiermem.core.block import Block
 from tiermem.core.pace import Estimates
+from tiermem.core.schedule import is_backward
 
 _LEAST = 8e-6
 """Seconds of the shortest use: a launch or two of a kernel that has nothing to do."""
@@ -78,6 +79,8 @@ class Forecast:
         """
         estimates = self._estimates
         name = timed(key, load)
+        if load and estimates.sure(key) and not estimates.sure(name):
+            name, load = key, 0  # it is measured without tokens: an optimizer's
         if not load or estimates.sure(name):
             return [estimates.compute(name, block) for block, _ in order]
         if not estimates.flops:
@@ -104,7 +107,7 @@ class Forecast:
     ) -> list[float]:
         """Returns seconds estimated from shapes and the device's speed."""
         often = _PER_ELEMENT * load / self._estimates.flops
-        if isinstance(key, tuple) and key[:1] == ("backward",):
+        if is_backward(key):
             often *= _BACKWARD
         found = [
             max(_LEAST, often * _elements(block)) if block is not None else _LEAST

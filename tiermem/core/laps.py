@@ -3,6 +3,7 @@
 Blocks that stream come up in the order of their use, each to a place that is given by the layout:
 the room that they stream through is gone over from its begin to its end, in *laps*. So what a
 round fetches, where to, and what leaves for it follows from the order of use and the sizes alone.
+A round is one pass, or several: forward and then backward.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiermem.core.layouts import Run, layouts
+from tiermem.core.rounds import Fetch, Round, Rounds, busy_in, postponed, seconds_of
 
 _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 _AS_GOOD = 1.01
 """A layout that takes so many times the busier of link and compute is taken at once."""
-_HOST = 200e-6
-"""Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
-_PRELUDE = 500e-6
-"""Seconds of the host between the begin of a round and its first use."""
+_AS_GOOD_SEVERAL = 1.03
+"""The same in rounds of several passes, each of which waits for its first place."""
+_AS_FEW = 1.01
+"""One that moves so many times the fewest bytes is taken at once, too."""
+_FEWER = 1.001
+"""Factor from which on one moves fewer bytes than another."""
 _POSTPONED = 1
 """Fetches left to the begin of the next round, where the link is busier than the device."""
 _MOST_TRIED = 3
@@ -45,34 +49,6 @@ class Visit(NamedTuple):
     first: int
     last: int
     nbytes: int
-
-
-class Fetch(NamedTuple):
-    """A block that comes to a place, and what leaves for it.
-
-    Attributes:
-        event: When it begins: 0 as the round begins, else as use ``event - 1`` has been entered.
-        block: Id of what comes.
-        nbytes: Bytes of its place.
-        offset: First byte of it.
-        leaves: Ids of the blocks that are evicted for it.
-        exchanged: Whether just one leaves, and its place began where this one does.
-        use: Position of the use it is for, from the begin of this round.
-    """
-
-    event: int
-    block: int
-    nbytes: int
-    offset: int
-    leaves: tuple[int, ...]
-    exchanged: bool
-    use: int
-
-    def same(self) -> tuple[object, ...]:
-        """Returns what two fetches have in common that do the same."""
-        if self.exchanged:
-            return self.event, self.block, self.leaves, self.use
-        return self
 
 
 @dataclass(slots=True)
@@ -111,23 +87,6 @@ class Missing(NamedTuple):
     nbytes: int
 
 
-@dataclass(slots=True)
-class Rounds:
-    """What is fetched in the rounds of a loop.
-
-    Attributes:
-        fetches: Of each round, in order.
-        again: The round that comes after the last of them, and so on for good.
-    """
-
-    fetches: list[list[Fetch]]
-    again: int
-
-    def after(self, number: int) -> int:
-        """Returns the round that comes after one."""
-        return number + 1 if number + 1 < len(self.fetches) else self.again
-
-
 @dataclass(frozen=True, slots=True)
 class LaidOut:
     """A loop that is laid out.
@@ -135,18 +94,29 @@ class LaidOut:
     Attributes:
         visits: Of a round, by first use.
         layout: See :func:`tiermem.core.layouts.layouts`.
-        postponed: How many of the fetches for the next round are left to its begin.
+        postponed: How many of a pass's fetches for the next one are left to the begin of that.
+        moved: Seconds in which a round's copies are made.
         seconds: How long a round takes by the model of the link.
     """
 
     visits: list[Visit]
     layout: list[list[int]]
     postponed: int
+    moved: float
     seconds: float
+
+    def is_better(self, other: LaidOut) -> bool:
+        """Whether it takes less time than another; of two that take as long, moves less."""
+        if _FEWER * self.moved <= other.moved:
+            return self.seconds <= _AS_GOOD * other.seconds
+        if _FEWER * other.moved <= self.moved:
+            return _AS_GOOD * self.seconds < other.seconds
+        return self.seconds < other.seconds
 
 
 def lay_out(
     order: Sequence[int],
+    one: Round,
     compute: Sequence[float],
     streams: Mapping[int, int],
     transfer: Mapping[int, float],
@@ -157,6 +127,7 @@ def lay_out(
 
     Args:
         order: Ids of the blocks used, one round.
+        one: The events of a round.
         compute: Seconds of each use.
         streams: Bytes of the blocks that stream, by id.
         transfer: Seconds that each of them takes to arrive, by id.
@@ -167,27 +138,48 @@ def lay_out(
     visits = visits_of(order, streams, int(_VISIT * room))
     if not visits:
         return None
-    moved, used = sum(transfer[visit.block] for visit in visits), sum(compute)
-    count = _POSTPONED if moved > used else 0
+    used, most = sum(compute), sum(transfer[visit.block] for visit in visits)
+    count = _POSTPONED if most > used else 0
+    enough = _AS_GOOD if len(one.lengths) == 1 else _AS_GOOD_SEVERAL
     best: LaidOut | None = None
     tried = 0
-    for layout in layouts([visit.nbytes for visit in visits], runs):
-        rounds = play(visits, layout, len(order), {})
+    blocks, sizes = [visit.block for visit in visits], [visit.nbytes for visit in visits]
+    several = len(set(blocks)) < len(blocks)
+    fewest = _fewest(order, one.lengths, streams, transfer, room) if several else most
+    tries = _MOST_TRIED * (1 + several)  # there are more kinds
+    for layout in layouts(blocks, sizes, runs):
+        rounds = play(visits, layout, one, {})
         if rounds is None:
             continue
-        late = postponed(rounds, count, len(order))
-        seconds = seconds_of(late, order, compute, transfer, latency)
-        if best is None or seconds < best.seconds:
-            best = LaidOut(visits, layout, count, seconds)
+        passes = busy_in(rounds, one.lengths, compute, transfer)
+        moved, least = sum(copies for copies, _ in passes), sum(map(max, passes))
+        late = postponed(rounds, count, one.lengths)
+        seconds = seconds_of(late, order, one.lengths, compute, transfer, latency)
+        found = LaidOut(visits, layout, count, moved, seconds)
+        if best is None or found.is_better(best):
+            best = found
         tried += 1
-        if tried == _MOST_TRIED or best.seconds <= _AS_GOOD * max(moved, used):
+        good = seconds <= enough * least and moved <= _AS_FEW * fewest
+        if tried == tries or good:
             break
     return best
 
 
-def host_seconds(uses: int) -> float:
-    """Returns the host's seconds from the begin of a round until it has entered so many uses."""
-    return _PRELUDE + uses * _HOST if uses else 0.0
+def _fewest(
+    order: Sequence[int],
+    lengths: Sequence[int],
+    streams: Mapping[int, int],
+    transfer: Mapping[int, float],
+    room: int,
+) -> float:
+    """Returns seconds of copies of a round each pass of which finds the room full of its blocks."""
+    found, first = 0.0, 0
+    for length in lengths:
+        used = set(order[first : first + length]) & streams.keys()
+        copies, nbytes = sum(map(transfer.__getitem__, used)), sum(map(streams.__getitem__, used))
+        found += copies * max(0.0, 1.0 - room / max(1, nbytes))
+        first += length
+    return found
 
 
 def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> list[Visit]:
@@ -219,59 +211,58 @@ def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> lis
 def play(
     visits: Sequence[Visit],
     layout: Sequence[Sequence[int]],
-    length: int,
+    one: Round,
     inside: Mapping[int, Place],
     missing: Sequence[Missing] = (),
 ) -> Rounds | None:
-    """Returns what is fetched in each round, as soon as the places are free.
+    """Returns what is fetched in each pass, as soon as the places are free.
 
-    A place is free once the use after the last one of the block that has it is entered: the block
-    is not in use any more then.
+    A place is free once the use after the last one of the block that has it is entered, or the
+    pass after it begins: the block is not in use any more then. Backward lets go of it later.
 
     Args:
         visits: Of one round, by first use.
         layout: See :func:`tiermem.core.layouts.layouts`.
-        length: Uses in a round.
+        one: The events of a round.
         inside: What is in HBM of what streams as the first round begins, by id.
         missing: What stays and is fetched in the first round, by first use.
 
     Returns:
         The rounds; None where a block would come too late for its use, or no two rounds are alike.
     """
-    events, rounds = length + 1, _LEAD + min(2 * len(layout), 2 + _MOST_PLAYED // length)
-    found: list[list[Fetch]] = [[] for _ in range(rounds)]
+    passes, count = len(one.lengths), _LEAD + min(2 * len(layout), 2 + _MOST_PLAYED // one.uses)
+    found: list[list[Fetch]] = [[] for _ in range(count * passes)]
     there = {block: Place(place.offset, place.nbytes) for block, place in inside.items()}
     begins = sorted((place.offset, block) for block, place in there.items())
     now = 0
     late = list(reversed(missing))
-    for number in range(rounds):
-        begin = number * events
+    for number in range(count):
+        begin = number * one.count
         for visit, offset in zip(visits, layout[number % len(layout)], strict=True):
             while late and late[-1].first <= visit.first:
-                found[now // events].append(_of_missing(late.pop(), now % events))
+                _enter_missing(found, late.pop(), one.find(now))
+            free_at = begin + one.freed[visit.last]
             place = there.get(visit.block)
             if place is not None and place.offset == offset:
-                place.free_at = begin + visit.last + 2
+                place.free_at = free_at
                 continue
             over = _overlapped(there, begins, visit, offset)
             now = max([now, *(there[block].free_at for block in over)])
-            if now > begin + visit.first:
+            if now >= begin + one.entered[visit.first]:
                 return None
             exchanged = len(over) == 1 and there[over[0]].offset == offset
-            first = now // events
-            use = (number - first) * length + visit.first
+            at, event, before = one.find(now)
+            use = number * one.uses + visit.first - before
             block, nbytes = visit.block, visit.nbytes
-            found[first].append(
-                Fetch(now % events, block, nbytes, offset, tuple(over), exchanged, use)
-            )
+            found[at].append(Fetch(event, block, nbytes, offset, tuple(over), exchanged, use))
             for other in over:
                 begins.remove((there.pop(other).offset, other))
-            there[block] = Place(offset, nbytes, begin + visit.last + 2)
+            there[block] = Place(offset, nbytes, free_at)
             insort(begins, (offset, block))
-        for rest in reversed(late):
-            found[0].append(_of_missing(rest, now))
-        late = []
-        done = _repeated(found[: now // events], len(layout))
+        while late:
+            _enter_missing(found, late.pop(), one.find(now))
+        whole = now // one.count * passes
+        done = _repeated(found[:whole], passes, len(layout) * passes)
         if done is not None:
             return done
     return None
@@ -297,9 +288,9 @@ def _overlapped(
     return found
 
 
-def _repeated(found: list[list[Fetch]], period: int) -> Rounds | None:
-    """Returns the rounds up to where they repeat; None where the last ones do not."""
-    for length in {1, period}:
+def _repeated(found: list[list[Fetch]], *periods: int) -> Rounds | None:
+    """Returns the passes up to where they repeat after one of some numbers; None where none do."""
+    for length in periods:
         number = len(found) - 2 * length
         if number < 0:
             continue
@@ -309,83 +300,14 @@ def _repeated(found: list[list[Fetch]], period: int) -> Rounds | None:
     return None
 
 
-def postponed(rounds: Rounds, count: int, length: int) -> Rounds:
-    """Leaves the last fetches of each round that are for the next one to its begin.
-
-    As a round begins, all room is taken by what comes first in it, and the link has nothing to do
-    until some of that has been used; what is left of the round before gives it something.
+def _enter_missing(found: list[list[Fetch]], block: Missing, when: tuple[int, int, int]) -> None:
+    """Enters the fetch of a block that stays from now on.
 
     Args:
-        rounds: See :func:`play`.
-        count: How many of them, at the most.
-        length: Uses in a round.
+        found: What is fetched in each pass.
+        block: The block.
+        when: See :meth:`Round.find`.
     """
-    fetches, again = rounds.fetches, rounds.again
-    kept = [_split(one, count, length) for one in fetches]
-    late = [[f._replace(event=0, use=f.use - length) for f in end] for _, end in kept]
-    first = [[fetch.same() for fetch in late[number]] for number in (again - 1, -1)]
-    if not again or first[0] != first[1]:  # the first time round is another one
-        kept, late = kept + kept[again:], late + late[again:]
-        again = len(fetches)
-    heads = [[], *late]
-    return Rounds([head + body for head, (body, _) in zip(heads, kept, strict=False)], again)
-
-
-def _split(fetches: list[Fetch], count: int, length: int) -> tuple[list[Fetch], list[Fetch]]:
-    """Returns what a round fetches, and apart up to so many of its last fetches for the next."""
-    at = len(fetches)
-    while at and len(fetches) - at < count and fetches[at - 1].use >= length:
-        at -= 1
-    return fetches[:at], fetches[at:]
-
-
-def seconds_of(
-    rounds: Rounds,
-    order: Sequence[int],
-    compute: Sequence[float],
-    transfer: Mapping[int, float],
-    latency: float,
-) -> float:
-    """Returns how long a round takes by a model of the link, once rounds are repeated.
-
-    Each round begins with link and device at rest, as where its result is read: the link has then
-    nothing to do until the first of what streams has been used.
-
-    Args:
-        rounds: What is fetched.
-        order: Ids of the blocks used, one round.
-        compute: Seconds of each use.
-        transfer: Seconds that a block takes to arrive, by id.
-        latency: Seconds between a place coming free and the copy to it.
-    """
-    arrived: dict[int, float] = {}
-    free: dict[int, float] = {}  # when the compute of a block's last use so far ends
-    device = link = 0.0
-    number = rounds.again
-    count = len(rounds.fetches) - number
-    seconds = 0.0
-    for turn in range(2 * count):
-        began = device = link = max(device, link)
-        waiting = iter(rounds.fetches[number])
-        fetch = next(waiting, None)
-        for event in range(len(order) + 1):
-            host = began + host_seconds(event)
-            while fetch is not None and fetch.event == event:
-                link = max(
-                    [link, host, *(free.get(block, 0.0) + latency for block in fetch.leaves)]
-                )
-                link += transfer[fetch.block]
-                arrived[fetch.block] = link
-                fetch = next(waiting, None)
-            if event < len(order):
-                block = order[event]
-                device = max(device, host, arrived.get(block, 0.0)) + compute[event]
-                free[block] = device
-        number = rounds.after(number)
-        if turn >= count:
-            seconds += max(device, link) - began
-    return seconds / count
-
-
-def _of_missing(block: Missing, event: int) -> Fetch:
-    return Fetch(event, block.block, block.nbytes, block.offset, (), False, block.first)
+    at, event, before = when
+    place, use = block.offset, block.first - before
+    found[at].append(Fetch(event, block.block, block.nbytes, place, (), False, use))

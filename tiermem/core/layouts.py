@@ -1,4 +1,4 @@
-"""Where the blocks that stream in a round may lie: slots that take turns, or laps. Pure."""
+"""Where what streams in a round may lie: slots that take turns, laps, own places. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,45 @@ _MORE_LAPS = 2
 _BISECTIONS = 24
 
 
-def layouts(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
+def layouts(
+    blocks: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]
+) -> Iterator[list[list[int]]]:
     """Yields ways to lay out what streams in a round.
+
+    Where blocks come several times in a round, each to a place of its own first: what closes one
+    pass and opens the next, as where backward follows forward, does not move then.
+
+    Args:
+        blocks: Ids of what comes up, in the order of use.
+        sizes: Bytes of each of them.
+        runs: The room, ascending.
+
+    Yields:
+        The offset of each of them, for each of some rounds after which the first is repeated.
+    """
+    size_of = dict(zip(blocks, sizes, strict=True))
+    if len(size_of) < len(blocks):
+        for offsets in _staying(list(size_of.values()), runs):
+            place_of = dict(zip(size_of, offsets, strict=True))
+            yield [[place_of[block] for block in blocks]]
+    yield from _moving(sizes, runs)
+
+
+def _staying(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[int]]:
+    """Yields the offsets of blocks that have a place each, for the first use in each round.
+
+    In laps that are as long as can be first: where an order is turned, the last lap and what is
+    left of the one before it are all that fits.
+    """
+    longest = _in_laps(sizes, sum(end - begin for begin, end in runs), runs)
+    if longest is not None:
+        yield longest
+    for first, *_ in _moving(sizes, runs):
+        yield first
+
+
+def _moving(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
+    """Yields ways to lay out what comes up, wherever it was before.
 
     In slots of the size of the largest, each of which takes as many blocks that come one after the
     other as fit; the slots take turns, however many slotfuls come in a round. Or, where there are
@@ -31,7 +68,7 @@ def layouts(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int
         runs: The room, ascending.
 
     Yields:
-        The offset of each of them, for each of some rounds after which the first is repeated.
+        As :func:`layouts`.
     """
     turning = _in_slots(sizes, runs)
     if turning:
@@ -127,7 +164,14 @@ def _shortest(sizes: Sequence[int], count: int, most: int) -> int:
 
 
 def _in_laps(sizes: Sequence[int], bound: int, runs: Sequence[Run]) -> list[int] | None:
-    """Returns the offset of each block; None where one of them has no room in its lap."""
+    """Returns the offset of each block; None where one of them has no room in its lap.
+
+    Args:
+        sizes: Bytes of the blocks, in the order of use.
+        bound: Bytes of a lap; where it is all of the room, a lap ends where the runs do.
+        runs: The room, ascending.
+    """
+    room = sum(end - begin for begin, end in runs)
     offsets: list[int] = []
     run, at, filled = 0, runs[0][0], 0
     for nbytes in sizes:
@@ -136,7 +180,9 @@ def _in_laps(sizes: Sequence[int], bound: int, runs: Sequence[Run]) -> list[int]
         while at + nbytes > runs[run][1]:
             run += 1
             if run == len(runs):
-                return None
+                if not filled or bound < room:
+                    return None
+                run, filled = 0, 0
             at = runs[run][0]
         offsets.append(at)
         at += nbytes

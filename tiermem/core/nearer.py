@@ -38,6 +38,7 @@ def nearer_from_disk(
         passing = [block for block in order if block in rest]
         below = adjust_residents(copies, (), passing, rest, files.room)
         other = replace(plan, residents=stay, slot=largest_beside(loop.sizes, stay), in_dram=below)
-        if all(f <= most for f, most in zip(loop.from_disk(other, files), enough, strict=True)):
+        figures = zip(loop.from_disk(other, files), enough, strict=True)
+        if all(f <= most for f, most in figures) and loop.lays_out_as(other, plan):
             return other
     return plan

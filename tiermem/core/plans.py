@@ -11,16 +11,20 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
+from tiermem.core import fromdisk
 from tiermem.core.cost import refetched, streaming_time
-from tiermem.core.fromdisk import Round, play
-from tiermem.core.laps import LaidOut, host_seconds, lay_out
+from tiermem.core.laps import LaidOut, lay_out
 from tiermem.core.residents import choose_residents, keep_largest
+from tiermem.core.rounds import Round, host_seconds
 from tiermem.core.slots import one_ahead_time
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
 _SLOTS_LAID_OUT = (2, 3, 4)
 """The same where rounds are laid out, and the model of them leaves nothing out."""
+_SLOTS_SEVERAL = (2, 3, 4, 6, 8)
+"""The same in rounds of several passes, one of which may hold some slots longer."""
 _AS_GOOD = 1.002
 _FORGIVING = 4
 """Slots that are room enough for what the model of the links does not know."""
@@ -34,6 +38,8 @@ _WORTH_IT = 1.02
 _MOST_TRIED = 5
 _WORTH_TRYING = 1.005
 """Factor over the least that a plan may come to, where the others are not tried."""
+_WORTH_TRYING_SEVERAL = 1.03
+"""The same in rounds of several passes."""
 _MORE_MOVED = 1.05
 """Factor over the least that moves: kernels are slower beside copies, if they wait for none."""
 _WORTH_IT_LAID_OUT = 1.01
@@ -114,6 +120,8 @@ class Loop:
         files: Of the blocks whose homes are files.
         steady: Whether the same blocks are used in the same order, each once a round.
         laid_out: Whether its rounds are laid out beforehand (:mod:`tiermem.core.laps`).
+        begins: Where the passes of a round begin in the order.
+        lags: Of each, how many further blocks are used before one is let go.
     """
 
     order: Sequence[int]
@@ -125,6 +133,8 @@ class Loop:
     files: Files | None = None
     steady: bool = False
     laid_out: bool = False
+    begins: Sequence[int] = (0,)
+    lags: Sequence[int] = (0,)
 
     @cached_property
     def _by_residents(self) -> dict[frozenset[int], LaidOut | None]:
@@ -137,6 +147,17 @@ class Loop:
         return _period(self.order)
 
     @cached_property
+    def _passes(self) -> list[tuple[int, int]]:
+        """Where each pass of a round begins and ends."""
+        begins = [begin for begin in self.begins if begin < self.length]
+        return list(pairwise([*begins, self.length]))
+
+    @property
+    def _host(self) -> float:
+        """Seconds of the host until it has entered the last use of a round."""
+        return host_seconds(self.length + len(self._passes) - 2)
+
+    @cached_property
     def slower(self) -> Loop:
         """The loop by which plans are compared: its compute takes somewhat longer."""
         return replace(self, compute=[_SLOWER * seconds for seconds in self.compute])
@@ -146,7 +167,7 @@ class Loop:
         if self.files is not None:
             return self.from_disk(plan, self.files)[0]
         order, sizes, kept = self.order, self.sizes, plan.residents
-        out = self.by_laps(kept)
+        out = self.by_laps(plan)
         if out is not None:
             return out.seconds * len(order) / self.length
         slot = largest_beside(sizes, kept) or 1
@@ -166,24 +187,35 @@ class Loop:
             return max(found, self.one_by_one(plan))
         return max(found, one_ahead_time(fetched, self.compute, arrive, self.latency))
 
-    def by_laps(self, kept: frozenset[int]) -> LaidOut | None:
-        """Returns how its rounds are laid out beside what stays; None where they cannot be."""
-        if not self.laid_out:
+    def by_laps(self, plan: Plan) -> LaidOut | None:
+        """Returns how its rounds are laid out with a plan; None where they cannot be."""
+        kept = plan.residents
+        if not self.laid_out or not self._has_copies(plan):
             return None
         if kept not in self._by_residents:
             order, compute, _ = self._round()
+            one = Round([end - begin for begin, end in self._passes], self.lags)
             room = self.room - sum(size for block, size in self.sizes.items() if block in kept)
             streams = {block: s for block, s in self.sizes.items() if block not in kept}
-            out = lay_out(order, compute, streams, self.transfer, [(0, room)], self.latency)
+            out = lay_out(order, one, compute, streams, self.transfer, [(0, room)], self.latency)
             self._by_residents[kept] = out
         return self._by_residents[kept]
+
+    def _has_copies(self, plan: Plan) -> bool:
+        """Whether all that streams from files with a plan has copies in DRAM, so is not read."""
+        if self.files is None:
+            return True
+        copies = plan.in_dram or frozenset()
+        if sum(self.sizes.get(block, 0) for block in copies) > self.files.room:
+            return False
+        return self.files.seconds.keys() & self.sizes.keys() <= plan.residents | copies
 
     def lays_out_as(self, plan: Plan, other: Plan) -> bool:
         """Whether rounds are laid out with a plan if they are with another one.
 
         Where they are not, :meth:`seconds` goes by a model that leaves more out.
         """
-        return self.by_laps(other.residents) is None or self.by_laps(plan.residents) is not None
+        return self.by_laps(plan) is not None or self.by_laps(other) is None
 
     def is_good(self, plan: Plan) -> bool:
         """Whether no plan for rounds that are laid out would be much better than one.
@@ -191,19 +223,32 @@ class Loop:
         They wait for nothing but the busiest of link, compute and host, once the first block that
         streams has been used, and move hardly more than with any other.
         """
-        out = self.by_laps(plan.residents)
+        out = self.by_laps(plan)
         if out is None:
             return False
-        rate = sum(self.sizes.values()) / sum(map(self.transfer.__getitem__, self.sizes))
         streams = [s for block, s in self.sizes.items() if block not in plan.residents]
-        two = sum(sorted(streams)[-2:])
-        moves = (sum(self.sizes.values()) - self.room + two) / rate
-        moved = sum(self.transfer[visit.block] for visit in out.visits)
-        compute = self._round()[1]
-        begin = sum(compute[: out.visits[0].first + 1])
-        host = host_seconds(len(compute) - 1)
-        enough = _WORTH_IT_LAID_OUT * max(moves, sum(compute), host) + begin
-        return out.seconds <= enough and moved <= _MORE_MOVED * moves
+        passes = self._busy(self.sizes, self.room - sum(sorted(streams)[-2:]))
+        moves = sum(copies for copies, _ in passes)
+        begin = sum(self.compute[: out.visits[0].first + 1])
+        least = max(sum(map(max, passes)), self._host)
+        enough = _WORTH_IT_LAID_OUT * least + begin
+        return out.seconds <= enough and out.moved <= _MORE_MOVED * moves
+
+    def _busy(self, blocks: Collection[int], room: int) -> list[tuple[float, float]]:
+        """Returns the seconds of copies, and of compute, in each pass of a round.
+
+        Args:
+            blocks: What is copied up, but for what is there as the pass begins.
+            room: Bytes of that.
+        """
+        found = []
+        for begin, end in self._passes:
+            used = set(self.order[begin:end]).intersection(blocks)
+            nbytes = sum(map(self.sizes.__getitem__, used))
+            copies = sum(map(self.transfer.__getitem__, used))
+            left = copies * max(0.0, 1.0 - room / max(1, nbytes))
+            found.append((left, sum(self.compute[begin:end])))
+        return found
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
         """Returns how long rounds take in which each block is used once and stays or is fetched."""
@@ -219,11 +264,11 @@ class Loop:
         )
 
     def at_least(self, plan: Plan) -> float:
-        """Returns a lower bound of the seconds, where each block is used once in each round."""
-        order, compute, _ = self._round()
-        copies = sum(self.transfer[b] for b in set(order) if b not in plan.residents)
-        host = host_seconds(len(order) - 1) if self.laid_out else 0.0
-        return max(copies, sum(compute), host) * len(self.order) / len(order)
+        """Returns a lower bound of the seconds, where each block is used once in each pass."""
+        streams = self.sizes.keys() - plan.residents
+        passes = self._busy(streams, plan.reserve if len(self._passes) > 1 else 0)
+        host = self._host if self.laid_out else 0.0
+        return max(sum(map(max, passes)), host) * len(self.order) / self.length
 
     def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
         """Returns how long it takes with a plan for blocks from files, and the disk of it.
@@ -236,7 +281,7 @@ class Loop:
         taken = {b: occupied(s, slot) for b, s in self.sizes.items() if b not in plan.residents}
         there = plan.in_dram or frozenset()
         reads = {b: s for b, s in files.seconds.items() if b in taken and b not in there}
-        one = Round(
+        one = fromdisk.Round(
             order,
             compute,
             taken,
@@ -248,7 +293,7 @@ class Loop:
             plan.parks,
         )
         rounds = len(self.order) / len(order)
-        seconds, busy = play(one)
+        seconds, busy = fromdisk.play(one)
         return rounds * seconds, rounds * busy
 
     def one_by_one(self, plan: Plan) -> float:
@@ -324,23 +369,27 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     The one that may be the fastest is tried first: it moves the least, and of those that all take
     the compute's time it has the most room. No other is tried once none can be much better.
     """
-    plans = [*_plans(loop, _SLOTS_LAID_OUT), *_large_one_by_one(loop)]
-    plans.sort(key=lambda plan: (loop.at_least(plan), -min(plan.reserve // plan.slot, _FORGIVING)))
+    several = len(loop.begins) > 1  # as much moves however much stays
+    plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
+    plans += _large_one_by_one(loop)
+    roomy = _FORGIVING + max(loop.lags)
+    plans.sort(key=lambda plan: (loop.at_least(plan), -min(plan.reserve // plan.slot, roomy)))
+    enough = _WORTH_TRYING_SEVERAL if several else _WORTH_TRYING
     best: Plan | None = None
     fastest, tried = math.inf, 0
     for plan in plans:
         least = loop.at_least(plan)
         if least > fastest / _AS_GOOD or tried == _MOST_TRIED:
             break
-        if loop.by_laps(plan.residents) is None:
+        if loop.by_laps(plan) is None:
             continue
         tried += 1
         seconds = loop.seconds(plan)
         if seconds < fastest:
             best, fastest = plan, seconds
-        if fastest <= _WORTH_TRYING * least or (best is plan and loop.is_good(plan)):
+        if fastest <= enough * least or (not several and best is plan and loop.is_good(plan)):
             break
-    if settled is not None and loop.by_laps(settled.residents) is not None:
+    if settled is not None and loop.by_laps(settled) is not None:
         return settled if loop.seconds(settled) <= fastest * _WORTH_IT else best
     return best
 
@@ -362,7 +411,8 @@ def _all_in_dram(loop: Loop, files: Files, settled: Plan | None) -> Plan | None:
     rest = frozenset(files.seconds) & loop.sizes.keys() - plan.residents
     if sum(loop.sizes[block] for block in rest) > files.room:
         return None
-    return replace(plan, in_dram=rest, parks=False)
+    found = replace(plan, in_dram=rest, parks=False)
+    return settled if found == settled else found
 
 
 def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
@@ -398,6 +448,7 @@ def _plans(
         away: Blocks that do not stay.
     """
     order, sizes, room = loop.order, loop.sizes, loop.room
+    most = room if loop.laid_out and len(loop.begins) > 1 else room // 2
     for pinned in _oversize(sizes, room):
         pinned -= frozenset(away)
         rest = {block: size for block, size in sizes.items() if block not in pinned}
@@ -406,7 +457,7 @@ def _plans(
         near = [block for block in order if block in rest and block not in away]
         for slots in counts:
             reserve = min(free, sum(largest[:slots]))
-            if slots > counts[0] and reserve > room // 2:
+            if slots > counts[0] and reserve > most:
                 break
             kept = choose_residents(near, rest, free - reserve) | pinned
             yield Plan(kept, reserve, largest_beside(sizes, kept))

@@ -10,7 +10,7 @@ never correctness.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,6 +18,9 @@ import numpy as np
 
 NEVER = 1 << 60
 """Position of a use that is not foreseen."""
+
+SOFT = 2
+"""Blocks that backward does not let go yet when it comes to another one."""
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
@@ -80,6 +83,36 @@ class Schedule:
         again = list(self.order[length : 2 * length])
         return bool(again) and list(self.order[:length]) == again
 
+    @cached_property
+    def spans(self) -> list[tuple[int, int, Hashable]]:
+        """Begin, end and name of each pass."""
+        ends = [*(begin for begin, _ in self.passes[1:]), len(self)]
+        return [(begin, end, key) for (begin, key), end in zip(self.passes, ends, strict=False)]
+
+    def round_over(self, blocks: Container[int]) -> list[tuple[int, int, Hashable]]:
+        """Returns the passes of a round: begin, end and name of each, until they come again.
+
+        Passes that use none of some blocks are left out: to those it does not matter when, or how
+        often, such passes come in between.
+
+        Args:
+            blocks: Ids of the blocks that it is about.
+
+        Returns:
+            The passes, from the first one on; empty where what is foreseen does not come again.
+        """
+        order = list(self.order)
+        found = [span for span in self.spans if any(b in blocks for b in order[span[0] : span[1]])]
+        uses = [order[begin:end] for begin, end, _ in found]
+        counts = range(1, len(uses) // 2 + 1)
+        for count in counts:
+            if uses[count:] == uses[:-count]:
+                return found[:count]
+        for count in counts:  # something else comes, but not just now
+            if uses[count : 2 * count] == uses[:count]:
+                return found[:count]
+        return []
+
     def next_use(self, block: int, start: int) -> int:
         """Returns the first position at or after ``start`` that uses ``block``, or NEVER."""
         end = self._end.get(block)
@@ -96,6 +129,20 @@ class Schedule:
             if block not in seen:
                 seen.add(block)
                 yield Step(position, block)
+
+
+def lag_of(key: Hashable) -> int:
+    """Returns how many further blocks are used in a pass before one is let go.
+
+    Args:
+        key: Name of the pass.
+    """
+    return SOFT if is_backward(key) else 0
+
+
+def is_backward(key: Hashable) -> bool:
+    """Whether a pass of that name is a backward."""
+    return isinstance(key, tuple) and key[:1] == ("backward",)
 
 
 class Trace:

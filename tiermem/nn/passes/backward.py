@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tiermem.core.block import Role
+from tiermem.core.schedule import SOFT
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.incoming import IncomingGradients
@@ -19,8 +20,6 @@ from tiermem.nn.passes.scopes import PassScope
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
-
-_SOFT = 2  # groups that stay pointed at their blocks after those they come after
 
 
 class BackwardWatcher(Protocol):
@@ -134,9 +133,9 @@ class BackwardPass:
             if group in self._soft:
                 self._soft.remove(group)
             self._soft.append(group)
-        if len(self._soft) > _SOFT:
+        if len(self._soft) > SOFT:
             with self.manager.lock:
-                while len(self._soft) > _SOFT:
+                while len(self._soft) > SOFT:
                     self._soft.popleft().rest()
 
     def keep(self, groups: Iterable[Group]) -> None:

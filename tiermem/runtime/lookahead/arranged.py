@@ -10,21 +10,13 @@ into force: what lies elsewhere leaves, and what stays and is missing comes as t
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiermem.core.block import Tier
-from tiermem.core.laps import (
-    Fetch,
-    LaidOut,
-    Missing,
-    Place,
-    Rounds,
-    lay_out,
-    play,
-    postponed,
-)
+from tiermem.core.laps import LaidOut, Missing, Place, lay_out, play
 from tiermem.core.residency import Record, State
-from tiermem.core.schedule import Schedule
+from tiermem.core.rounds import Fetch, Round, Rounds, postponed
+from tiermem.core.schedule import Schedule, lag_of
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.swaps import Fit, Step, Swap, steps_over
@@ -32,25 +24,53 @@ from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.metrics.pass_timer import LINK_UP
 from tiermem.runtime.parts import Parts
 
-_MOST_LOOPS = 16
+_MOST_LOOPS = 32
 _MOST_USES = 4096
 _MOST_PAUSE = 64
-"""Passes that are decided, at most, after one that did not go as it was laid out."""
+"""Rounds that are decided, at most, after one that did not go as it was laid out."""
 
 _Name = tuple[Schedule, frozenset[int], int]
 
 
 @dataclass(slots=True, eq=False)
 class _Loop:
-    """A loop that can be laid out.
+    """A loop that only reads, seen from one of its passes.
 
     Attributes:
-        order: Its blocks, one round.
-        laid_out: What streams, and where it goes.
+        names: Of the passes of a round that use what streams, from the next one on.
+        orders: The blocks that each of them uses.
+        residents: The blocks that stay.
+        capacity: Bytes of HBM.
+        compute: Seconds of each use of a round.
+        idle: The steps of the pass at which it is seen, where that uses only what stays.
+        between: How many passes of that kind are foreseen.
     """
 
-    order: Sequence[int]
-    laid_out: LaidOut
+    names: tuple[Hashable, ...]
+    orders: tuple[tuple[int, ...], ...]
+    residents: frozenset[int]
+    capacity: int
+    compute: Sequence[float]
+    idle: list[Step] | None
+    between: int
+
+    @property
+    def order(self) -> list[int]:
+        """Its blocks, one round."""
+        return [block for order in self.orders for block in order]
+
+    def is_same(self, other: _Loop, number: int) -> bool:
+        """Whether it is another loop, seen so many passes later."""
+        count = len(other.names)
+        if len(self.names) != count:
+            return False
+        at = number % count
+        return (self.names, self.orders, self.residents, self.capacity) == (
+            other.names[at:] + other.names[:at],
+            other.orders[at:] + other.orders[:at],
+            other.residents,
+            other.capacity,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -59,26 +79,41 @@ class _Force:
 
     Attributes:
         loop: Which one that is.
-        rounds: What is fetched in each round.
+        rounds: What is fetched in each pass.
         steps: What is done at each place of each of them.
-        at: The round under way, or to come where none is.
-        departures: Departures from HBM as the last round ended.
+        seen: The same loop as it was seen last from each pass of a round, and from those between.
+        at: The pass under way, or to come where none is.
+        idle: Whether the pass under way uses only what stays, and does not count.
+        done: Passes that went as they were laid out.
+        departures: Departures from HBM as the last pass ended.
     """
 
     loop: _Loop
     rounds: Rounds
     steps: list[list[Step]]
+    seen: dict[tuple[int, bool], _Loop] = field(default_factory=dict)
     at: int = 0
+    idle: bool = False
+    done: int = 0
     departures: int = -1
+
+    def goes_on(self, loop: _Loop) -> bool:
+        """Whether a loop is this one, at the pass to come."""
+        name = self.at % len(self.loop.names), loop.idle is not None
+        if self.seen.get(name) is not loop:
+            if not loop.is_same(self.loop, self.at):
+                return False
+            self.seen[name] = loop
+        return True
 
 
 @dataclass(slots=True, eq=False)
 class _Pause:
-    """How long a pass is decided, after one that broke off.
+    """How long a loop is decided, after a pass that broke off.
 
     Attributes:
-        passes: How many of them are to come.
-        after: How many there will be after the next break.
+        passes: How many of its passes are to come.
+        after: How many rounds there will be after the next break.
     """
 
     passes: int = 0
@@ -94,8 +129,9 @@ class Arranger:
         self._fetcher = fetcher
         self._departures = parts.transfers.departures
         self._loops: dict[_Name, _Loop | None] = {}
+        self._layouts: dict[_Loop, tuple[Round, LaidOut] | None] = {}
         self._force: _Force | None = None
-        self._pauses: dict[Hashable, _Pause] = {}
+        self._pauses: dict[frozenset[Hashable], _Pause] = {}
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
         """Returns what is done at each place of the pass that begins, HBM being laid out for it.
@@ -104,98 +140,147 @@ class Arranger:
             plan: What stays.
 
         Returns:
-            The steps; None where the pass is to be decided: it is no loop that only reads, is not
-            known yet, or does not go as it is laid out.
+            The steps; None where the pass is to be decided: it is of no loop that only reads, is
+            not known yet, or does not go as it is laid out.
         """
-        if not self._may(plan):
+        loop = self._loop(plan) if self._may(plan) else None
+        if loop is None or self._pauses_in(loop):
             self._force = None
             return None
-        loop, force = self._loop(plan), self._force
-        undisturbed = force is not None and force.loop is loop
-        if force is None or not (undisturbed and force.departures == self._departures.count):
-            force = self._force = None
-            if loop is not None and self._is_simple(loop):
-                force = self._force = self._arrange(loop, plan.plan.residents)
-                if force is None:
-                    self.broke_off()
+        force, now = self._force, self._departures.count
+        if force is None or force.departures != now or not force.goes_on(loop):
+            force = self._force = self._arranged(loop)
         if force is None:
             return None
         force.departures = -1
-        return force.steps[force.at]
+        force.idle = loop.idle is not None
+        return loop.idle or force.steps[force.at]
 
     def ended(self) -> None:
         """Notes that the pass under way went as it was laid out, to its end."""
         force = self._force
-        if force is not None:
+        if force is None:
+            return
+        force.departures = self._departures.count
+        if not force.idle:
             force.at = force.rounds.after(force.at)
-            force.departures = self._departures.count
-            self._pauses.pop(self._parts.planner.key, None)
+            force.done += 1
+            if force.done >= len(force.loop.names):
+                self._pauses.pop(frozenset(force.loop.names), None)
 
     def broke_off(self) -> None:
         """Notes that the pass under way did not go as it was laid out."""
+        if self._force is not None:
+            self._pause(self._force.loop)
         self._force = None
-        key = self._parts.planner.key
-        pause = self._pauses.pop(key, None) or _Pause()
-        pause.passes, pause.after = pause.after, min(_MOST_PAUSE, 2 * pause.after)
-        self._pauses[key] = pause
-        if len(self._pauses) > _MOST_LOOPS:
-            del self._pauses[next(iter(self._pauses))]
 
     def repair(self) -> None:
         """Forgets what HBM is laid out for, after an exception anywhere."""
         self._force = None
         self._loops.clear()
+        self._layouts.clear()
 
     # -- inside ----------------------------------------------------------
 
     def _may(self, plan: StreamPlan) -> bool:
         """Whether the pass that begins may be laid out, as far as it and the plan go."""
         parts = self._parts
-        planner, schedule = parts.planner, parts.planner.schedule
+        planner = parts.planner
         if not self._fetcher.beside or parts.settings.prefetch_depth != "auto" or plan.turn:
             return False
         if parts.transfers.waste.stopping or not planner.observed(planner.key):
             return False
-        if None in plan.compute:
-            return False  # the plan is a guess, and another one comes soon
-        if len(schedule.passes) < 2 or not 2 <= schedule.first_length <= _MOST_USES:
+        return None not in plan.compute  # else the plan is a guess, and another one comes soon
+
+    def _pause(self, loop: _Loop) -> None:
+        """Has a loop be decided for some rounds."""
+        name = frozenset(loop.names)
+        pause = self._pauses.pop(name, None) or _Pause()
+        pause.passes = pause.after * len(loop.names)
+        pause.after = min(_MOST_PAUSE, 2 * pause.after)
+        self._pauses[name] = pause
+        if len(self._pauses) > _MOST_LOOPS:
+            del self._pauses[next(iter(self._pauses))]
+
+    def _pauses_in(self, loop: _Loop) -> bool:
+        """Whether the pass that begins is to be decided since one before it broke off."""
+        pause = self._pauses.get(frozenset(loop.names))
+        if pause is None or not pause.passes:
             return False
-        pause = self._pauses.get(planner.key)
-        if pause is not None and pause.passes:
-            pause.passes -= 1
-            return False
+        pause.passes -= loop.idle is None
         return True
 
     def _loop(self, plan: StreamPlan) -> _Loop | None:
-        """Returns the loop of the present schedule, if that can be laid out with a plan."""
+        """Returns the loop of the present schedule, if there is one, with what stays by a plan."""
         schedule, residents = self._parts.planner.schedule, plan.plan.residents
         name = schedule, residents, self._parts.table.hbm.capacity
         if name not in self._loops:
-            self._loops[name] = self._lay_out(schedule, residents, plan.compute)
+            self._loops[name] = self._look(*name, plan.compute)
             if len(self._loops) > _MOST_LOOPS:
-                del self._loops[next(iter(self._loops))]
+                gone = self._loops.pop(next(iter(self._loops)))
+                if gone is not None:
+                    self._layouts.pop(gone, None)
         return self._loops[name]
 
-    def _lay_out(
-        self, schedule: Schedule, residents: frozenset[int], compute: Sequence[float | None]
+    def _look(
+        self,
+        schedule: Schedule,
+        residents: frozenset[int],
+        capacity: int,
+        compute: Sequence[float | None],
     ) -> _Loop | None:
-        """Lays out a loop that comes again as it is; None where it does not, or cannot be."""
-        if not schedule.comes_again:
+        """Looks for a loop in a schedule; None where what is foreseen does not come again."""
+        get, order = self._parts.table.get, schedule.order
+        used = set(order)
+        known = {block: record for block in used if (record := get(block)) is not None}
+        streams = {block for block, record in known.items() if not record.fixed} - residents
+        spans = schedule.round_over(streams)
+        places = [place for begin, end, _ in spans for place in range(begin, end)]
+        if not 2 <= len(places) <= _MOST_USES or places[-1] >= len(compute):
             return None
-        length = schedule.first_length
-        order = list(schedule.order[:length])
+        first, *_ = schedule.spans
+        idle = None if spans[0] == first else steps_over(order[: first[1]], get)
+        between = sum(streams.isdisjoint(order[begin:end]) for begin, end, _ in schedule.spans)
+        return _Loop(
+            tuple(key for _, _, key in spans),
+            tuple(tuple(order[begin:end]) for begin, end, _ in spans),
+            residents,
+            capacity,
+            [compute[place] or 0.0 for place in places],
+            idle,
+            between,
+        )
+
+    def _arranged(self, loop: _Loop) -> _Force | None:
+        """Lays HBM out for a loop from the pass that begins; None where that cannot be."""
+        if loop.idle is not None:
+            return None
+        if loop not in self._layouts:
+            self._layouts[loop] = self._lay_out(loop)
+        found = self._layouts[loop]
+        if found is None or not self._is_simple(loop):
+            return None
+        force = self._arrange(loop, *found)
+        if force is None:
+            self._pause(loop)
+        return force
+
+    def _lay_out(self, loop: _Loop) -> tuple[Round, LaidOut] | None:
+        """Returns a loop's events, and how what streams is laid out; None where it cannot be."""
         table, runs = self._parts.table, self._parts.evictor.regions.runs()
         sizes = {
             block: record.block.nbytes
-            for block in set(order) - residents
+            for block in set(loop.order) - loop.residents
             if (record := table.get(block)) is not None and not record.fixed
         }
-        if not sizes or not runs:
+        if not runs:
             return None
         transfer = {block: self._arrival(table[block]) for block in sizes}
-        known = [seconds or 0.0 for seconds in compute[:length]]
-        found = lay_out(order, known, sizes, transfer, runs, SLOT_LATENCY)
-        return None if found is None else _Loop(order, found)
+        lags = [lag_of(name) for name in loop.names]
+        moves = [not table[block].fixed for block in loop.order]
+        one = Round([len(order) for order in loop.orders], lags, moves)
+        found = lay_out(loop.order, one, loop.compute, sizes, transfer, runs, SLOT_LATENCY)
+        return None if found is None else (one, found)
 
     def _arrival(self, record: Record) -> float:
         """Returns the seconds that a block takes from DRAM."""
@@ -203,42 +288,50 @@ class Arranger:
         return self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def _is_simple(self, loop: _Loop) -> bool:
-        """Whether all that a loop uses is defined and, where it may move, at home in DRAM."""
-        records = map(self._parts.table.get, loop.order)
+        """Whether all that a loop uses is defined and, where it may move, in DRAM to stay."""
+        records = map(self._parts.table.get, set(loop.order))
         return all(
             record is not None
-            and record.defined
-            and (record.fixed or record.home is Tier.DRAM)
-            and record.block.role in READ_ONLY
+            and (record.fixed or (record.block.role in READ_ONLY and record.defined))
+            and self._is_above_disk(record, loop.residents)
             for record in records
         )
 
-    def _arrange(self, loop: _Loop, residents: frozenset[int]) -> _Force | None:
+    def _is_above_disk(self, record: Record, residents: frozenset[int]) -> bool:
+        """Whether no disk is asked for a block: it stays, or has its place in DRAM."""
+        if record.home is not Tier.NVME:
+            return True
+        block_id, transfers = record.block.id, self._parts.transfers
+        if block_id not in residents:
+            return transfers.ahead.keeps(block_id) and transfers.in_dram(record) is not None
+        there = record.usable and not self._parts.evictor.regions.misplaced(record)
+        return there or transfers.in_dram(record) is not None
+
+    def _arrange(self, loop: _Loop, one: Round, out: LaidOut) -> _Force | None:
         """Brings HBM into the state that a layout begins with, and returns what comes then.
 
         None where a block that cannot leave is in the way.
         """
-        inside = self._inside(loop)
+        inside = self._inside(out)
         for extent in list(self._parts.table.hbm.extents()):
-            if not self._clear(self._parts.table.at(extent.offset), residents, inside):
+            if not self._clear(self._parts.table.at(extent.offset), loop.residents, inside):
                 return None
-        missing = self._missing(loop, residents)
+        missing = self._missing(loop)
         if missing is None:
             self._parts.evictor.pack()
-            missing = self._missing(loop, residents)
+            missing = self._missing(loop)
         rounds = None
         if missing is not None:
-            out = loop.laid_out
-            rounds = play(out.visits, out.layout, len(loop.order), inside, missing)
+            rounds = play(out.visits, out.layout, one, inside, missing)
         if rounds is None:
             return None
-        rounds = postponed(rounds, out.postponed, len(loop.order))
+        rounds = postponed(rounds, out.postponed, one.lengths)
         return _Force(loop, rounds, self._steps_of(loop, rounds))
 
-    def _inside(self, loop: _Loop) -> dict[int, Place]:
+    def _inside(self, out: LaidOut) -> dict[int, Place]:
         """Returns what streams and lies just where the layout wants it as a round begins."""
         found: dict[int, Place] = {}
-        for visit, offset in zip(loop.laid_out.visits, loop.laid_out.layout[0], strict=True):
+        for visit, offset in zip(out.visits, out.layout[0], strict=True):
             extent = self._parts.table[visit.block].extent
             if extent is not None and extent.offset == offset and visit.block not in found:
                 found[visit.block] = Place(offset, extent.nbytes)
@@ -272,12 +365,12 @@ class Arranger:
         transfers.drain(record)
         return transfers.settle(record.block.id) is None
 
-    def _missing(self, loop: _Loop, residents: frozenset[int]) -> list[Missing] | None:
+    def _missing(self, loop: _Loop) -> list[Missing] | None:
         """Returns what stays and is not in HBM, with places; None where it has no room."""
         table, border = self._parts.table, self._parts.evictor.regions.border
         first: dict[int, int] = {}
         for position, block in enumerate(loop.order):
-            if block in residents and table[block].extent is None:
+            if block in loop.residents and table[block].extent is None:
                 first.setdefault(block, position)
         gaps = [(g.offset, g.nbytes) for g in table.hbm.gaps_in(border, table.hbm.capacity)]
         found = []
@@ -293,20 +386,26 @@ class Arranger:
         return sorted(found, key=lambda missing: missing.first)
 
     def _steps_of(self, loop: _Loop, rounds: Rounds) -> list[list[Step]]:
-        """Returns the steps of each round: as it begins, then after each use."""
+        """Returns the steps of each pass: as it begins, then after each use."""
         get, found = self._parts.table.get, []
-        for fetches in rounds.fetches:
-            steps = steps_over(loop.order, get)
+        for number, fetches in enumerate(rounds.fetches):
+            steps = steps_over(loop.orders[number % len(loop.orders)], get)
             for fetch in fetches:
-                steps[fetch.event].swaps.append(self._swap_of(fetch, len(loop.order)))
+                steps[fetch.event].swaps.append(self._swap_of(fetch, loop, number))
             found.append(steps)
         return found
 
-    def _swap_of(self, fetch: Fetch, length: int) -> Swap:
-        """Returns the swap that makes a fetch."""
-        table, passes = self._parts.table, self._parts.planner.schedule.passes
-        comes, later = table[fetch.block], fetch.use // length
-        key = passes[min(later, len(passes) - 1)][1]
+    def _swap_of(self, fetch: Fetch, loop: _Loop, number: int) -> Swap:
+        """Returns the swap that makes a fetch in a pass."""
+        table, count, later = self._parts.table, len(loop.orders), 0
+        use = fetch.use
+        while use >= (length := len(loop.orders[(number + later) % count])):
+            use -= length
+            later += 1
+        key = loop.names[(number + later) % count]
+        if later:
+            later += loop.between  # it is not for nothing until they are over as well
+        comes = table[fetch.block]
         if fetch.exchanged:
             leaves = table[fetch.leaves[0]]
             fit = None

@@ -12,7 +12,7 @@ from tiermem.core.nearer import nearer_from_disk
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
 from tiermem.core.residents import adjust_residents, choose_residents
-from tiermem.core.schedule import Schedule
+from tiermem.core.schedule import Schedule, lag_of
 from tiermem.core.staying import choose_to_stay
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.metrics.pass_timer import LINK_UP
@@ -50,6 +50,8 @@ _TIMES = 1
 _OF_A_RING = (2, 5)
 """What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
 READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
+_Alike = tuple[frozenset[int], int, int | None, tuple[bool, int]]
+"""What a plan that was settled is for: blocks, room, times, and whether and how it goes round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class PlanMaker:
         self._parts = parts
         self._waste = parts.transfers.waste
         self._least = least
-        self._settled: dict[int, tuple[tuple[object, int, int | None, bool], int, Plan]] = {}
+        self._settled: dict[int, tuple[_Alike, int, Plan]] = {}
         self._load = 0
         self._run = 0
         self._in_force: tuple[tuple[object, int], Plan] | None = None
@@ -286,22 +288,24 @@ class PlanMaker:
         files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
         spare = self._spare() if beside and files else 0
         steady = alone and beside and not files and _goes_round(schedule)
-        alike = (frozenset(sizes), room, version, steady)
+        spans = schedule.round_over(sizes)
+        # from a disk every change is read: another kind of work keeps the plan
+        alike = (frozenset(sizes), room, version, (steady, 0 if files else len(spans)))
         before = plan = None
         spared = spare
         found = self._settled.pop(self._load, None)
         if found is not None:
             then, spared, settled = found
             if then[:2] == alike[:2] and self._fits(settled, sizes, spared, spare):
-                before = settled if then[2] is not None and then[3] is steady else None
+                before = settled if then[2] is not None and then[3] == alike[3] else None
                 plan = settled if then == alike else None
         if not learned:
             plan = plan or self._unlearned(
                 [block for block in schedule.order if block in sizes], sizes, room
             )
         else:
-            loop = self._loop(schedule, sizes, room, known, fetch, spare)
-            loop = replace(loop, steady=steady, laid_out=not files and schedule.comes_again)
+            loop = self._loop(schedule, spans, sizes, room, known, fetch, spare)
+            loop = replace(loop, steady=steady)
             now = self._in_force
             if now is not None and now[0] == alike[:2] and loop.slower.is_good(now[1]):
                 plan = before = now[1]
@@ -353,11 +357,11 @@ class PlanMaker:
         coming = plan.residents - now.residents
         if not coming:
             return plan
-        rounds = len(loop.order) / loop.length
-        saved = (loop.seconds(now) - loop.seconds(plan)) / rounds
+        passes = len(loop.order) / loop.length * len(loop.begins)
+        saved = (loop.seconds(now) - loop.seconds(plan)) / passes
         if not loop.lays_out_as(now, plan):
-            saved = max(saved, _DECIDED * loop.seconds(plan) / rounds)
-        if saved <= _NOTHING * loop.seconds(now) / rounds:
+            saved = max(saved, _DECIDED * loop.seconds(plan) / passes)
+        if saved <= _NOTHING * loop.seconds(now) / passes:
             return now
         if self._run * saved >= sum(loop.transfer[block] for block in coming):
             return plan
@@ -377,6 +381,7 @@ class PlanMaker:
     def _loop(
         self,
         schedule: Schedule,
+        spans: Sequence[tuple[int, int, object]],
         sizes: dict[int, int],
         room: int,
         compute: Sequence[float],
@@ -384,8 +389,15 @@ class PlanMaker:
         spare: int,
     ) -> Loop:
         """Returns the :class:`Loop` to plan for, of which all times are known."""
-        of_loose = [(b, s) for s, b in zip(compute, schedule.order, strict=True) if b in sizes]
-        blocks, seconds = [b for b, _ in of_loose], [s for _, s in of_loose]
+        whole = [(0, len(compute), None)]  # a few rounds tell as much as all that are foreseen
+        blocks, seconds = list[int](), list[float]()
+        begins = list[int]()
+        for begin, end, _ in [*spans] * _ROUNDS or whole:
+            begins.append(len(blocks))
+            used = [(schedule.order[p], compute[p]) for p in range(begin, end)]
+            blocks += [b for b, _ in used if b in sizes]
+            seconds += [s for b, s in used if b in sizes]
+        begins = begins[: max(1, len(spans))]
         transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
         link = LINK_UP[Tier.NVME]
         on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
@@ -399,13 +411,18 @@ class PlanMaker:
             files = Files(disk, spare, 0 if staging is None else staging.numel())
         for block in on_disk:
             transfer[block] = self._from_dram(self._parts.table[block])[1]
-        if not files:  # a few rounds tell as much as all that are foreseen
-            rounds = _ROUNDS * sum(
-                block in sizes for block in schedule.order[: schedule.first_length]
-            )
-            if rounds and schedule.comes_again:  # it may use none, and others all of them
-                blocks, seconds = blocks[:rounds], seconds[:rounds]
-        return Loop(blocks, sizes, room, seconds, transfer, SLOT_LATENCY, files)
+        return Loop(
+            blocks,
+            sizes,
+            room,
+            seconds,
+            transfer,
+            SLOT_LATENCY,
+            files,
+            laid_out=bool(spans),
+            begins=begins,
+            lags=[lag_of(key) for _, _, key in spans] or [0],
+        )
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
         """Returns a plan that no times are known for."""

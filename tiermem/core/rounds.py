@@ -1,0 +1,232 @@
+"""Rounds of passes: their events, what is fetched at each, and how long that takes. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+from typing import NamedTuple
+
+_HOST = 200e-6
+"""Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
+_PRELUDE = 500e-6
+"""Seconds of the host between the begin of a round and its first use."""
+
+
+def host_seconds(events: int) -> float:
+    """Returns the host's seconds from the begin of a round to an event of it, by its number."""
+    return _PRELUDE + events * _HOST if events else 0.0
+
+
+class Fetch(NamedTuple):
+    """A block that comes to a place, and what leaves for it.
+
+    Attributes:
+        event: When it begins: 0 as its pass begins, else as use ``event - 1`` of that has been
+            entered.
+        block: Id of what comes.
+        nbytes: Bytes of its place.
+        offset: First byte of it.
+        leaves: Ids of the blocks that are evicted for it.
+        exchanged: Whether just one leaves, and its place began where this one does.
+        use: Position of the use it is for, from the begin of its pass.
+    """
+
+    event: int
+    block: int
+    nbytes: int
+    offset: int
+    leaves: tuple[int, ...]
+    exchanged: bool
+    use: int
+
+    def same(self) -> tuple[object, ...]:
+        """Returns what two fetches have in common that do the same."""
+        if self.exchanged:
+            return self.event, self.block, self.leaves, self.use
+        return self
+
+
+@dataclass(slots=True)
+class Rounds:
+    """What is fetched in the rounds of a loop, pass by pass.
+
+    Attributes:
+        fetches: Of each pass, in order.
+        again: The pass that comes after the last of them, and so on for good.
+    """
+
+    fetches: list[list[Fetch]]
+    again: int
+
+    def after(self, number: int) -> int:
+        """Returns the pass that comes after one."""
+        return number + 1 if number + 1 < len(self.fetches) else self.again
+
+
+class Round:
+    """The events of a round: the begin of each of its passes, and each use as it is entered.
+
+    Attributes:
+        lengths: Uses of each pass.
+        uses: How many there are in all.
+        count: How many events there are.
+        entered: The event of each use.
+        freed: The event from which on the block of each use may leave, if that was its last one.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], lags: Sequence[int] = (), counted: Sequence[bool] = ()
+    ) -> None:
+        """Counts the events.
+
+        Args:
+            lengths: Uses of each pass.
+            lags: Of each pass, how many further uses have begun before a block is let go; none
+                where that is left out.
+            counted: Of each use, whether it counts for that; all do where it is left out.
+        """
+        self.lengths = lengths
+        self._firsts = [0, *accumulate(lengths)]
+        self._begins = [use + number for number, use in enumerate(self._firsts)]
+        self.uses, self.count = self._firsts[-1], self._begins[-1]
+        self.entered: list[int] = []
+        self.freed: list[int] = []
+        for number, (first, end) in enumerate(pairwise(self._firsts)):
+            lag = lags[number] if lags else 0
+            self.entered += [number + use + 1 for use in range(first, end)]
+            later = [use for use in range(first, end) if not counted or counted[use]]
+            for use in range(first, end):
+                at = bisect_right(later, use) + lag - 1
+                last = use if not lag else later[at] if at < len(later) else end - 1
+                self.freed.append(number + last + 2)
+
+    def find(self, event: int) -> tuple[int, int, int]:
+        """Returns which pass an event is in, which event of that, and the uses before the pass.
+
+        Args:
+            event: Counted from the begin of the first round, as passes and uses are.
+        """
+        turn, event = divmod(event, self.count)
+        number = bisect_right(self._begins, event) - 1
+        first = turn * self.uses + self._firsts[number]
+        return turn * len(self.lengths) + number, event - self._begins[number], first
+
+
+def busy_in(
+    rounds: Rounds,
+    lengths: Sequence[int],
+    compute: Sequence[float],
+    transfer: Mapping[int, float],
+) -> list[tuple[float, float]]:
+    """Returns the seconds of copies, and of compute, in each pass of a round."""
+    passes, again = len(lengths), rounds.fetches[rounds.again :]
+    found, first = [], 0
+    for number, length in enumerate(lengths):
+        copies = sum(transfer[fetch.block] for one in again[number::passes] for fetch in one)
+        found.append((copies * passes / len(again), sum(compute[first : first + length])))
+        first += length
+    return found
+
+
+def postponed(rounds: Rounds, count: int, lengths: Sequence[int]) -> Rounds:
+    """Leaves the last fetches of each pass that are for the next one to the begin of that.
+
+    As a pass begins, all room is taken by what comes first in it, and the link has nothing to do
+    until some of that has been used; what is left of the pass before gives it something.
+
+    Args:
+        rounds: See :func:`play`.
+        count: How many of them, at the most.
+        lengths: Uses of each pass of a round.
+    """
+    fetches, again = rounds.fetches, rounds.again
+    uses = [lengths[number % len(lengths)] for number in range(len(fetches))]
+    kept = [_split(one, count, length) for one, length in zip(fetches, uses, strict=True)]
+    late = [
+        [f._replace(event=0, use=f.use - length) for f in end]
+        for (_, end), length in zip(kept, uses, strict=True)
+    ]
+    first = [[fetch.same() for fetch in late[number]] for number in (again - 1, -1)]
+    if not again or first[0] != first[1]:  # the first time round is another one
+        kept, late = kept + kept[again:], late + late[again:]
+        again = len(fetches)
+    heads = [[], *late]
+    return Rounds([head + body for head, (body, _) in zip(heads, kept, strict=False)], again)
+
+
+def _split(fetches: list[Fetch], count: int, length: int) -> tuple[list[Fetch], list[Fetch]]:
+    """Returns what a pass fetches, and apart up to so many of its last fetches for the next."""
+    at = len(fetches)
+    while at and len(fetches) - at < count and fetches[at - 1].use >= length:
+        at -= 1
+    return fetches[:at], fetches[at:]
+
+
+def seconds_of(
+    rounds: Rounds,
+    order: Sequence[int],
+    lengths: Sequence[int],
+    compute: Sequence[float],
+    transfer: Mapping[int, float],
+    latency: float,
+) -> float:
+    """Returns how long a round takes by a model of the link, once rounds are repeated.
+
+    Each round begins with link and device at rest, as where its result is read: the link has then
+    nothing to do until the first of what streams has been used.
+
+    Args:
+        rounds: What is fetched.
+        order: Ids of the blocks used, one round.
+        lengths: Uses of each pass of it.
+        compute: Seconds of each use.
+        transfer: Seconds that a block takes to arrive, by id.
+        latency: Seconds between a place coming free and the copy to it.
+    """
+    arrived: dict[int, float] = {}
+    free: dict[int, float] = {}  # when the compute of a block's last use so far ends
+    device = link = 0.0
+    events = _by_event(rounds, lengths)
+    count = (len(rounds.fetches) - rounds.again) // len(lengths)
+    seconds = 0.0
+    for turn in range(2 * count):
+        began = device = link = max(device, link)
+        for event, (fetches, use) in enumerate(islice(events, sum(lengths) + len(lengths))):
+            host = began + host_seconds(event)
+            for fetch in fetches:
+                link = max(
+                    [link, host, *(free.get(block, 0.0) + latency for block in fetch.leaves)]
+                )
+                link += transfer[fetch.block]
+                arrived[fetch.block] = link
+            if use >= 0:
+                block = order[use]
+                device = max(device, host, arrived.get(block, 0.0)) + compute[use]
+                free[block] = device
+        if turn >= count:
+            seconds += max(device, link) - began
+    return seconds / count
+
+
+def _by_event(rounds: Rounds, lengths: Sequence[int]) -> Iterator[tuple[list[Fetch], int]]:
+    """Yields what begins at each event from the first round that repeats on, for good.
+
+    Yields:
+        The fetches, and the use that is entered next; -1 as a pass ends.
+    """
+    number = rounds.again
+    while True:
+        use = 0
+        for length in lengths:
+            fetches = iter(rounds.fetches[number])
+            fetch = next(fetches, None)
+            for event in range(length + 1):
+                due = []
+                while fetch is not None and fetch.event == event:
+                    due.append(fetch)
+                    fetch = next(fetches, None)
+                yield due, use + event if event < length else -1
+            use += length
+            number = rounds.after(number)
