@@ -524,6 +524,13 @@ _ELSEWHERE = (
         ("tests/unit/test_lora_arranged.py",),
     ),
     Mutation(
+        "what the first backward makes keeps a round from being laid out",
+        "tiermem/runtime/lookahead/arranged.py",
+        "_Pause(int(len(loop.names) == 1))",
+        "_Pause(1)",
+        ("tests/unit/test_lora_arranged.py",),
+    ),
+    Mutation(
         "what closes a pass and opens the next one moves",
         "tiermem/core/layouts.py",
         "if len(size_of) < len(blocks):",

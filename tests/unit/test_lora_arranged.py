@@ -88,8 +88,15 @@ class Steps:
 
 
 @contextmanager
-def streamed(home: str, folder: Path) -> Iterator[Steps]:
-    """Opens a model whose frozen weights stream, with a device that copies beside its compute."""
+def streamed(home: str, folder: Path, flops: float = 0.0) -> Iterator[Steps]:
+    """Opens a model whose frozen weights stream, with a device that copies beside its compute.
+
+    Args:
+        home: Of the frozen weights.
+        folder: For files.
+        flops: Operations a second of the device, from which times are expected before they are
+            measured.
+    """
     model = build()
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     with tiermem.TierManager(
@@ -101,17 +108,19 @@ def streamed(home: str, folder: Path) -> Iterator[Steps]:
     ) as tier:
         tier._manager.prefetcher.fetcher.beside = True
         tier._manager.parts.pass_timer._clock = EvenClock()
+        tier._manager.parts.pass_timer.estimates.flops = flops
         tier.wrap(model)
         yield Steps(model, tier.optimizer(trained(model), torch.optim.AdamW, lr=LR), tier)
 
 
+@pytest.mark.parametrize("flops", [0.0, 1e12])
 @pytest.mark.parametrize("home", ["dram", "nvme"])
-def test_steps_are_laid_out_from_the_third_on(home: str, tmp_path: Path) -> None:
+def test_steps_are_laid_out_from_the_third_on(home: str, flops: float, tmp_path: Path) -> None:
     resident = build()
     plain = Steps(resident, torch.optim.AdamW(trained(resident), lr=LR), None)
     for _ in range(8):
         plain.step()
-    with streamed(home, tmp_path) as steps:
+    with streamed(home, tmp_path, flops) as steps:
         for _ in range(2):
             steps.step()
         for _ in range(6):
@@ -127,7 +136,7 @@ def test_steps_are_laid_out_from_the_third_on(home: str, tmp_path: Path) -> None
     for name, tensor in resident.state_dict().items():
         assert torch.equal(mine[name], tensor), name
     (tmp_path / "other").mkdir()
-    with streamed(home, tmp_path / "other") as steps:
+    with streamed(home, tmp_path / "other", flops) as steps:
         replay = steps.tier._manager.replay  # type: ignore[union-attr]
         replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
         recorded = [steps.step() for _ in range(12)]

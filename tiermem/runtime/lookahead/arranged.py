@@ -112,12 +112,12 @@ class _Pause:
     """How long a loop is decided, after a pass that broke off.
 
     Attributes:
-        passes: How many of its passes are to come.
         after: How many rounds there will be after the next break.
+        passes: How many of its passes are to come.
     """
 
+    after: int
     passes: int = 0
-    after: int = 1
 
 
 class Arranger:
@@ -193,11 +193,15 @@ class Arranger:
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
 
     def _pause(self, loop: _Loop) -> None:
-        """Has a loop be decided for some rounds."""
+        """Has a loop be decided for some rounds.
+
+        In the first round of several passes one may show the others as they are from then on: the
+        first backward makes gradients. So after the first break it is laid out again at once.
+        """
         name = frozenset(loop.names)
-        pause = self._pauses.pop(name, None) or _Pause()
+        pause = self._pauses.pop(name, None) or _Pause(int(len(loop.names) == 1))
         pause.passes = pause.after * len(loop.names)
-        pause.after = min(_MOST_PAUSE, 2 * pause.after)
+        pause.after = min(_MOST_PAUSE, max(1, 2 * pause.after))
         self._pauses[name] = pause
         if len(self._pauses) > _MOST_LOOPS:
             del self._pauses[next(iter(self._pauses))]

@@ -307,7 +307,8 @@ class PlanMaker:
             loop = self._loop(schedule, spans, sizes, room, known, fetch, spare)
             loop = replace(loop, steady=steady)
             now = self._in_force
-            if now is not None and now[0] == alike[:2] and loop.slower.is_good(now[1]):
+            other = now is not None and now[0] == alike[:2] and now[1] is not plan
+            if now is not None and other and loop.slower.is_good(now[1]):
                 plan = before = now[1]
             if plan is None:
                 plan = share_hbm(loop, before)
