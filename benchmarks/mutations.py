@@ -531,6 +531,13 @@ _ELSEWHERE = (
         ("tests/unit/test_lora_arranged.py",),
     ),
     Mutation(
+        "a backward that lets go later than expected is laid out as before",
+        "tiermem/runtime/lookahead/arranged.py",
+        "min(_MOST_LAG, lag + lag_of(name))",
+        "lag",
+        ("tests/unit/test_lora_arranged.py",),
+    ),
+    Mutation(
         "what closes a pass and opens the next one moves",
         "tiermem/core/layouts.py",
         "if len(size_of) < len(blocks):",

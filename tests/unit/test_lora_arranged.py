@@ -29,9 +29,20 @@ class Layer(nn.Module):
         return x + self.v_proj(torch.tanh(self.q_proj(x)))
 
 
-def build() -> nn.Module:
+class Normed(Layer):
+    """A layer whose own weights are used between its parts, in backward as what was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(4 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.v_proj(self.after(torch.tanh(self.q_proj(self.norm(x)))))
+
+
+def build(kind: type[Layer] = Layer) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(256, WIDTH), *(Layer() for _ in range(LAYERS)))
+    model = nn.Sequential(nn.Embedding(256, WIDTH), *(kind() for _ in range(LAYERS)))
     tiermem.add_adapters(model, tiermem.Lora(r=2))
     return model
 
@@ -88,7 +99,9 @@ class Steps:
 
 
 @contextmanager
-def streamed(home: str, folder: Path, flops: float = 0.0) -> Iterator[Steps]:
+def streamed(
+    home: str, folder: Path, flops: float = 0.0, kind: type[Layer] = Layer, blocks: Any = "auto"
+) -> Iterator[Steps]:
     """Opens a model whose frozen weights stream, with a device that copies beside its compute.
 
     Args:
@@ -96,8 +109,10 @@ def streamed(home: str, folder: Path, flops: float = 0.0) -> Iterator[Steps]:
         folder: For files.
         flops: Operations a second of the device, from which times are expected before they are
             measured.
+        kind: Of the layers.
+        blocks: As for ``tier.wrap``.
     """
-    model = build()
+    model = build(kind)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     with tiermem.TierManager(
         "cpu",
@@ -109,7 +124,7 @@ def streamed(home: str, folder: Path, flops: float = 0.0) -> Iterator[Steps]:
         tier._manager.prefetcher.fetcher.beside = True
         tier._manager.parts.pass_timer._clock = EvenClock()
         tier._manager.parts.pass_timer.estimates.flops = flops
-        tier.wrap(model)
+        tier.wrap(model, blocks)
         yield Steps(model, tier.optimizer(trained(model), torch.optim.AdamW, lr=LR), tier)
 
 
@@ -142,6 +157,22 @@ def test_steps_are_laid_out_from_the_third_on(home: str, flops: float, tmp_path:
         recorded = [steps.step() for _ in range(12)]
         assert all(steps.repeated[-3:]) and not any(steps.arranged)
     assert bytes_up <= recorded[-1]
+
+
+def test_a_backward_that_lets_go_later_is_laid_out_for_that(tmp_path: Path) -> None:
+    resident = build(Normed)
+    plain = Steps(resident, torch.optim.AdamW(trained(resident), lr=LR), None)
+    linears = [
+        f"{number}.{name}" for number in range(1, LAYERS + 1) for name in ("q_proj", "v_proj")
+    ]
+    layers = [str(number) for number in range(1, LAYERS + 1)]
+    with streamed("dram", tmp_path, 1e12, Normed, [*layers, *linears]) as steps:
+        for _ in range(8):
+            steps.arranged.clear()
+            steps.step()
+            plain.step()
+        assert steps.arranged == [True] * 3
+        assert steps.losses == plain.losses
 
 
 def test_an_evaluation_in_between_does_no_harm(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ _MOST_USES = 4096
 _MOST_PAUSE = 64
 """Rounds that are decided, at most, after one that did not go as it was laid out."""
 
+_MOST_LAG = 8
+"""Further uses, at the most, before a block is expected to be let go."""
+
 _Name = tuple[Schedule, frozenset[int], int]
 
 
@@ -132,6 +135,7 @@ class Arranger:
         self._layouts: dict[_Loop, tuple[Round, LaidOut] | None] = {}
         self._force: _Force | None = None
         self._pauses: dict[frozenset[Hashable], _Pause] = {}
+        self._lags: dict[Hashable, int] = {}  # of passes of which more is known than their names
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
         """Returns what is done at each place of the pass that begins, HBM being laid out for it.
@@ -170,8 +174,11 @@ class Arranger:
 
     def broke_off(self) -> None:
         """Notes that the pass under way did not go as it was laid out."""
-        if self._force is not None:
-            self._pause(self._force.loop)
+        force = self._force
+        if force is not None:
+            if not force.idle:
+                self._let_go_later(force.loop.names[force.at % len(force.loop.names)])
+            self._pause(force.loop)
         self._force = None
 
     def repair(self) -> None:
@@ -191,6 +198,19 @@ class Arranger:
         if parts.transfers.waste.stopping or not planner.observed(planner.key):
             return False
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
+
+    def _let_go_later(self, name: Hashable) -> None:
+        """Expects the next time that a pass which broke off lets blocks go later.
+
+        Backward lets go of a block when it has come to the output of two further modules. What is
+        used in between, as saved weights are unpacked, counts as a use all the same.
+        """
+        lag = self._lags.pop(name, lag_of(name))
+        if lag:
+            self._lags[name] = min(_MOST_LAG, lag + lag_of(name))
+            self._layouts.clear()
+            if len(self._lags) > _MOST_LOOPS:
+                del self._lags[next(iter(self._lags))]
 
     def _pause(self, loop: _Loop) -> None:
         """Has a loop be decided for some rounds.
@@ -280,7 +300,7 @@ class Arranger:
         if not runs:
             return None
         transfer = {block: self._arrival(table[block]) for block in sizes}
-        lags = [lag_of(name) for name in loop.names]
+        lags = [self._lags.get(name, lag_of(name)) for name in loop.names]
         moves = [not table[block].fixed for block in loop.order]
         one = Round([len(order) for order in loop.orders], lags, moves)
         found = lay_out(loop.order, one, loop.compute, sizes, transfer, runs, SLOT_LATENCY)
