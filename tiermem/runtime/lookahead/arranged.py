@@ -5,6 +5,8 @@ and what stays (:mod:`tiermem.core.laps`), all of which are known once the order
 So the first pass after that is replayed already; a recording (:mod:`.replay`) needs two more that
 happen to do the same. HBM is brought into the state that the layout begins with as the loop comes
 into force: what lies elsewhere leaves, and what stays and is missing comes as the round needs it.
+A round is one pass or several (forward and backward); passes that use only what stays may come at
+any time between them.
 """
 
 from __future__ import annotations
@@ -277,12 +279,12 @@ class Arranger:
 
     def _arranged(self, loop: _Loop) -> _Force | None:
         """Lays HBM out for a loop from the pass that begins; None where that cannot be."""
-        if loop.idle is not None:
+        if loop.idle is not None or not self._is_simple(loop):
             return None
         if loop not in self._layouts:
             self._layouts[loop] = self._lay_out(loop)
         found = self._layouts[loop]
-        if found is None or not self._is_simple(loop):
+        if found is None:
             return None
         force = self._arrange(loop, *found)
         if force is None:
@@ -292,13 +294,10 @@ class Arranger:
     def _lay_out(self, loop: _Loop) -> tuple[Round, LaidOut] | None:
         """Returns a loop's events, and how what streams is laid out; None where it cannot be."""
         table, runs = self._parts.table, self._parts.evictor.regions.runs()
-        sizes = {
-            block: record.block.nbytes
-            for block in set(loop.order) - loop.residents
-            if (record := table.get(block)) is not None and not record.fixed
-        }
         if not runs:
             return None
+        streams = [b for b in set(loop.order) - loop.residents if not table[b].fixed]
+        sizes = {block: table[block].block.nbytes for block in streams}
         transfer = {block: self._arrival(table[block]) for block in sizes}
         lags = [self._lags.get(name, lag_of(name)) for name in loop.names]
         moves = [not table[block].fixed for block in loop.order]
