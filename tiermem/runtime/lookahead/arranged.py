@@ -174,11 +174,15 @@ class Arranger:
             if force.done >= len(force.loop.names):
                 self._pauses.pop(frozenset(force.loop.names), None)
 
-    def broke_off(self) -> None:
-        """Notes that the pass under way did not go as it was laid out."""
+    def broke_off(self, *, late: bool = False) -> None:
+        """Notes that the pass under way did not go as it was laid out.
+
+        Args:
+            late: Whether a block was let go later than expected.
+        """
         force = self._force
         if force is not None:
-            if not force.idle:
+            if late and not force.idle:
                 self._let_go_later(force.loop.names[force.at % len(force.loop.names)])
             self._pause(force.loop)
         self._force = None

@@ -201,12 +201,12 @@ class Replay:
             leaves, comes = swap.leaves, swap.comes
             if leaves is comes and swap.fit is not None:
                 if not self._fill(run, swap, swap.fit):
-                    return self._stop()
+                    return self._stop(late=True)
                 continue
             extent = leaves.extent
             as_was = extent is not None and (extent.nbytes == swap.nbytes or swap.fit is not None)
             if not (as_was and rules.may_leave(leaves, _AHEAD)):
-                return self._stop()
+                return self._stop(late=as_was)
             if self._current[leaves.block.id].pointed:
                 rules.unpoint(leaves)
             if not self._transfers.exchange(leaves, comes, swap.nbytes):
@@ -278,12 +278,16 @@ class Replay:
             self._prefetcher.look_back(planner.last)
         return run.steps[cursor]
 
-    def _stop(self) -> bool:
-        """Ends the replay: the rest of the pass is decided, and passes are recorded anew."""
+    def _stop(self, *, late: bool = False) -> bool:
+        """Ends the replay: the rest of the pass is decided, and passes are recorded anew.
+
+        Args:
+            late: Whether a block that was to leave is not let go yet.
+        """
         run = self._run
         if run is not None:
             if run.arranged:
-                self._arranger.broke_off()
+                self._arranger.broke_off(late=late)
             self.recordings.drop(run.schedule)
             self._prefetcher.start_over()
         self._run = None
