@@ -9,7 +9,7 @@ A round is one pass, or several: forward and then backward.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,43 +114,69 @@ class LaidOut:
         return self.seconds < other.seconds
 
 
+class Ways:
+    """The ways to lay a loop out, and what is fetched then, whatever the times are.
+
+    Attributes:
+        order: Ids of the blocks used, one round.
+        one: The events of a round.
+        streams: Bytes of the blocks that stream, by id.
+        room: Bytes of the room they stream through.
+        visits: Of a round, by first use.
+        several: Whether blocks come several times in a round.
+    """
+
+    def __init__(
+        self, order: Sequence[int], one: Round, streams: Mapping[int, int], runs: Sequence[Run]
+    ) -> None:
+        """Looks at what streams.
+
+        Args:
+            order: Ids of the blocks used, one round.
+            one: The events of a round.
+            streams: Bytes of the blocks that stream, by id.
+            runs: The room they stream through, ascending.
+        """
+        self.order, self.one, self.streams = order, one, streams
+        self.room = sum(end - begin for begin, end in runs)
+        self.visits = visits_of(order, streams, int(_VISIT * self.room))
+        blocks = [visit.block for visit in self.visits]
+        sizes = [visit.nbytes for visit in self.visits]
+        self.several = len(set(blocks)) < len(blocks)
+        self._played: list[tuple[list[list[int]], Rounds]] = []
+        self._rest = layouts(blocks, sizes, runs) if blocks else iter(())
+
+    def __iter__(self) -> Iterator[tuple[list[list[int]], Rounds]]:
+        """Yields layouts and what is fetched with them; each is played once, when asked for."""
+        yield from self._played
+        for layout in self._rest:
+            rounds = play(self.visits, layout, self.one, {})
+            if rounds is not None:
+                self._played.append((layout, rounds))
+                yield layout, rounds
+
+
 def lay_out(
-    order: Sequence[int],
-    one: Round,
-    compute: Sequence[float],
-    streams: Mapping[int, int],
-    transfer: Mapping[int, float],
-    runs: Sequence[Run],
-    latency: float,
+    ways: Ways, compute: Sequence[float], transfer: Mapping[int, float], latency: float
 ) -> LaidOut | None:
     """Lays a loop out in the way that takes it the least time; None where none is possible.
 
     Args:
-        order: Ids of the blocks used, one round.
-        one: The events of a round.
-        compute: Seconds of each use.
-        streams: Bytes of the blocks that stream, by id.
-        transfer: Seconds that each of them takes to arrive, by id.
-        runs: The room they stream through, ascending.
+        ways: Those that there are.
+        compute: Seconds of each use of a round.
+        transfer: Seconds that each block which streams takes to arrive, by id.
         latency: Seconds between a place coming free and the copy to it.
     """
-    room = sum(end - begin for begin, end in runs)
-    visits = visits_of(order, streams, int(_VISIT * room))
-    if not visits:
-        return None
+    order, one, visits = ways.order, ways.one, ways.visits
     used, most = sum(compute), sum(transfer[visit.block] for visit in visits)
     count = _POSTPONED if most > used else 0
     enough = _AS_GOOD if len(one.lengths) == 1 else _AS_GOOD_SEVERAL
     best: LaidOut | None = None
-    tried = 0
-    blocks, sizes = [visit.block for visit in visits], [visit.nbytes for visit in visits]
-    several = len(set(blocks)) < len(blocks)
-    fewest = _fewest(order, one.lengths, streams, transfer, room) if several else most
-    tries = _MOST_TRIED * (1 + several)  # there are more kinds
-    for layout in layouts(blocks, sizes, runs):
-        rounds = play(visits, layout, one, {})
-        if rounds is None:
-            continue
+    fewest = most
+    if ways.several:
+        fewest = _fewest(order, one.lengths, ways.streams, transfer, ways.room)
+    tries = _MOST_TRIED * (1 + ways.several)  # there are more kinds
+    for tried, (layout, rounds) in enumerate(ways, 1):
         passes = busy_in(rounds, one.lengths, compute, transfer)
         moved, least = sum(copies for copies, _ in passes), sum(map(max, passes))
         late = postponed(rounds, count, one.lengths)
@@ -158,7 +184,6 @@ def lay_out(
         found = LaidOut(visits, layout, count, moved, seconds)
         if best is None or found.is_better(best):
             best = found
-        tried += 1
         good = seconds <= enough * least and moved <= _AS_FEW * fewest
         if tried == tries or good:
             break

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
 from tiermem.core import fromdisk
 from tiermem.core.cost import refetched, streaming_time
-from tiermem.core.laps import LaidOut, lay_out
+from tiermem.core.laps import LaidOut, Ways, lay_out
 from tiermem.core.residents import choose_residents, keep_largest
 from tiermem.core.rounds import Round, host_seconds
 from tiermem.core.slots import one_ahead_time
@@ -122,6 +122,7 @@ class Loop:
         laid_out: Whether its rounds are laid out beforehand (:mod:`tiermem.core.laps`).
         begins: Where the passes of a round begin in the order.
         lags: Of each, how many further blocks are used before one is let go.
+        ways: The ways to lay such a loop out, whatever its times are, by what stays.
     """
 
     order: Sequence[int]
@@ -135,6 +136,7 @@ class Loop:
     laid_out: bool = False
     begins: Sequence[int] = (0,)
     lags: Sequence[int] = (0,)
+    ways: dict[frozenset[int], Ways] = field(default_factory=dict)
 
     @cached_property
     def _by_residents(self) -> dict[frozenset[int], LaidOut | None]:
@@ -194,10 +196,14 @@ class Loop:
             return None
         if kept not in self._by_residents:
             order, compute, _ = self._round()
-            one = Round([end - begin for begin, end in self._passes], self.lags)
-            room = self.room - sum(size for block, size in self.sizes.items() if block in kept)
-            streams = {block: s for block, s in self.sizes.items() if block not in kept}
-            out = lay_out(order, one, compute, streams, self.transfer, [(0, room)], self.latency)
+            ways = self.ways.pop(kept, None)
+            if ways is None:
+                one = Round([end - begin for begin, end in self._passes], self.lags)
+                streams = {block: s for block, s in self.sizes.items() if block not in kept}
+                room = self.room - sum(self.sizes.values()) + sum(streams.values())
+                ways = Ways(order, one, streams, [(0, room)])
+            self.ways[kept] = ways
+            out = lay_out(ways, compute, self.transfer, self.latency)
             self._by_residents[kept] = out
         return self._by_residents[kept]
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.core.block import Tier
-from tiermem.core.laps import LaidOut, Missing, Place, lay_out, play
+from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play
 from tiermem.core.residency import Record, State
 from tiermem.core.rounds import Fetch, Round, Rounds, postponed
 from tiermem.core.schedule import Schedule, lag_of
@@ -306,7 +306,8 @@ class Arranger:
         lags = [self._lags.get(name, lag_of(name)) for name in loop.names]
         moves = [not table[block].fixed for block in loop.order]
         one = Round([len(order) for order in loop.orders], lags, moves)
-        found = lay_out(loop.order, one, loop.compute, sizes, transfer, runs, SLOT_LATENCY)
+        ways = Ways(loop.order, one, sizes, runs)
+        found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
         return None if found is None else (one, found)
 
     def _arrival(self, record: Record) -> float:

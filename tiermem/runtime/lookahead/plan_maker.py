@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
 from tiermem.core.forecast import Forecast, timed
+from tiermem.core.laps import Ways
 from tiermem.core.nearer import nearer_from_disk
 from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
 from tiermem.core.residency import Record
@@ -41,6 +42,9 @@ _DECIDED = 0.1
 is not: the model of those leaves out what they wait for."""
 _ROUNDS = 3
 _MOST_LOADS = 32
+_MOST_KNOWN = 4
+"""Loops of which the ways to lay them out are kept, and how many of those."""
+_MOST_WAYS = 3
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
@@ -91,6 +95,7 @@ class PlanMaker:
         self._waiting: set[int] = set()
         self._through_dram = True
         self._staying = Staying()
+        self._ways: dict[tuple[Schedule, int, frozenset[int]], dict[frozenset[int], Ways]] = {}
 
     def begin(self, load: int) -> None:
         """Notes that a pass begins.
@@ -423,7 +428,21 @@ class PlanMaker:
             laid_out=bool(spans),
             begins=begins,
             lags=[lag_of(key) for _, _, key in spans] or [0],
+            ways=self._ways_of(schedule, room, frozenset(sizes)),
         )
+
+    def _ways_of(
+        self, schedule: Schedule, room: int, blocks: frozenset[int]
+    ) -> dict[frozenset[int], Ways]:
+        """Returns the ways to lay a loop out that are known, so that only times are new."""
+        name = schedule, room, blocks
+        ways = self._ways.pop(name, {})
+        while len(ways) > _MOST_WAYS:  # the last ones asked for are the best
+            del ways[next(iter(ways))]
+        self._ways[name] = ways
+        if len(self._ways) > _MOST_KNOWN:
+            del self._ways[next(iter(self._ways))]
+        return ways
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
         """Returns a plan that no times are known for."""
