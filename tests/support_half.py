@@ -17,8 +17,8 @@ from support_virtual import PAGE, Clock, HostBus, Machine, World
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
+from tiermem.core.loops import Plan
 from tiermem.core.pace import Estimates
-from tiermem.core.plans import Plan
 from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.core.fromdisk import Round, play
-from tiermem.core.plans import Files, Loop, Plan, _period, share_hbm
+from tiermem.core.loops import Files, Loop, Plan, _period
+from tiermem.core.plans import share_hbm
 
 BLOCKS = 6
 seconds = st.integers(0, 40).map(float)

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiermem.core.cost import Timetable, prefetch_depth, refetched, streaming_time
+from tiermem.core.loops import Files, Loop
 from tiermem.core.pace import Estimates, Recent, Waste
-from tiermem.core.plans import Files, Loop, share_hbm
+from tiermem.core.plans import share_hbm
 from tiermem.core.residents import choose_residents
 
 # -- how far ahead ---------------------------------------------------------------

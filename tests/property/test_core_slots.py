@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.core.plans import Loop, Plan, share_hbm
+from tiermem.core.loops import Loop, Plan
+from tiermem.core.plans import share_hbm
 from tiermem.core.residents import keep_largest
 from tiermem.core.slots import all_fit, one_ahead_time, slots_in
 

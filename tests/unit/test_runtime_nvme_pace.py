@@ -14,7 +14,7 @@ import pytest
 from support_virtual import LLAMA, PAGE, Machine, Streamed, both, forward, streamed
 
 from tiermem.core import plans
-from tiermem.core.plans import Loop, Plan
+from tiermem.core.loops import Loop, Plan
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 
 HBM, DRAM = 213, 75

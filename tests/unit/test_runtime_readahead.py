@@ -12,7 +12,7 @@ import pytest
 import torch
 from support_runtime import PAGE, Rig, rig
 
-from tiermem.core.plans import Plan
+from tiermem.core.loops import Plan
 from tiermem.errors import StorageError
 from tiermem.io.engine import IoOp, IoRequest
 from tiermem.runtime.transfers.early_reads import ReadAhead
@@ -39,7 +39,7 @@ def opened(request: pytest.FixtureRequest) -> Callable[..., Any]:
 def unplanned(made: Rig, *, through_dram: bool) -> None:
     """Makes the order of use alone decide what is in DRAM, whatever the loop measures."""
     maker = made.manager.prefetcher._maker
-    maker._compute = lambda _, order: [None] * len(order)  # type: ignore[method-assign]
+    maker._times.compute = lambda _, order, load: [None] * len(order)  # type: ignore[method-assign]
     maker._by_way_of_dram = lambda *_: through_dram  # type: ignore[method-assign]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tiermem.core.plans import Loop, Plan, largest_beside
+from tiermem.core.loops import Loop, Plan, largest_beside
 from tiermem.core.residents import adjust_residents
 
 _AS_GOOD = 1.005

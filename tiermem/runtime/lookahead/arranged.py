@@ -19,7 +19,8 @@ from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play
 from tiermem.core.residency import Record, State
 from tiermem.core.rounds import Fetch, Round, Rounds, postponed
 from tiermem.core.schedule import Schedule, lag_of
-from tiermem.runtime.lookahead.plan_maker import READ_ONLY, SLOT_LATENCY
+from tiermem.runtime.lookahead.loop_times import SLOT_LATENCY
+from tiermem.runtime.lookahead.plan_maker import READ_ONLY
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.swaps import Fit, Step, Swap, steps_over
 from tiermem.runtime.lookahead.walks import Fetcher

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
-from tiermem.core.forecast import Forecast, timed
-from tiermem.core.laps import Ways
+from tiermem.core.forecast import timed
+from tiermem.core.loops import Loop, Plan, largest_beside
 from tiermem.core.nearer import nearer_from_disk
-from tiermem.core.plans import Files, Loop, Plan, largest_beside, share_hbm
+from tiermem.core.plans import share_hbm
 from tiermem.core.residency import Record
 from tiermem.core.residents import adjust_residents, choose_residents
-from tiermem.core.schedule import Schedule, lag_of
+from tiermem.core.schedule import Schedule
 from tiermem.core.staying import choose_to_stay
+from tiermem.runtime.lookahead.loop_times import LoopTimes
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.metrics.pass_timer import LINK_UP
 from tiermem.runtime.parts import Parts
@@ -23,7 +24,6 @@ _MOST_STEPS = 4096
 _MOST_PLANNED = 1 << 14
 _MARGIN = 1.25
 _LATENCY = 1e-3
-SLOT_LATENCY = 50e-6
 _STAY = 1.25
 """The disk's time over the compute's at which reads by way of DRAM are given up; they are taken
 up again where it is shorter by the same factor."""
@@ -40,11 +40,7 @@ _NOTHING = 2e-3
 _DECIDED = 0.1
 """Of a round: what is saved at least by a plan with which it is laid out, over one with which it
 is not: the model of those leaves out what they wait for."""
-_ROUNDS = 3
 _MOST_LOADS = 32
-_MOST_KNOWN = 4
-"""Loops of which the ways to lay them out are kept, and how many of those."""
-_MOST_WAYS = 3
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
@@ -86,6 +82,7 @@ class PlanMaker:
             least: Bytes to stream through where nothing has been measured.
         """
         self._parts = parts
+        self._times = LoopTimes(parts)
         self._waste = parts.transfers.waste
         self._least = least
         self._settled: dict[int, tuple[_Alike, int, Plan]] = {}
@@ -95,7 +92,6 @@ class PlanMaker:
         self._waiting: set[int] = set()
         self._through_dram = True
         self._staying = Staying()
-        self._ways: dict[tuple[Schedule, int, frozenset[int]], dict[frozenset[int], Ways]] = {}
 
     def begin(self, load: int) -> None:
         """Notes that a pass begins.
@@ -116,7 +112,7 @@ class PlanMaker:
             self._waste.changes,
             len(held),
             parts.table.hbm.capacity,
-            self._spare() if parts.mover is not None else 0,
+            self._times.spare() if parts.mover is not None else 0,
         )
 
     def is_stale(self, plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
@@ -138,7 +134,7 @@ class PlanMaker:
             return True
         if plan.plan.residents != stays.kept:
             return True
-        return bool(stays.kept) and self._rate_up() > _FASTER * stays.rate
+        return bool(stays.kept) and self._times.rate_up() > _FASTER * stays.rate
 
     @staticmethod
     def only_times_differ(plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
@@ -149,11 +145,6 @@ class PlanMaker:
             for at, (old, new) in enumerate(zip(then, made_of, strict=True))
             if at != _TIMES
         )
-
-    def _rate_up(self) -> float:
-        """Returns the bytes a second that come up from DRAM, by the best that was measured."""
-        link, estimates = LINK_UP[Tier.DRAM], self._parts.pass_timer.estimates
-        return max(estimates.rate(link), estimates.best_rate(link) or 0.0)
 
     def make(
         self, schedule: Schedule, made_of: tuple[int, ...], held: set[int], *, beside: bool
@@ -171,8 +162,8 @@ class PlanMaker:
         records = {block: table.get(block) for block in set(schedule.order)}
         loose = {block: r for block, r in records.items() if r is not None and not r.fixed}
         sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
-        compute = self._compute(schedule, order)
-        fetch = {block: self._seconds(record, beside) for block, record in loose.items()}
+        compute = self._times.compute(schedule, order, self._load)
+        fetch = {block: self._times.fetch(record, beside) for block, record in loose.items()}
         room = table.hbm.capacity - table.fixed_nbytes()
         plan = Plan(frozenset(), room)
         turn = 0
@@ -191,7 +182,7 @@ class PlanMaker:
         )
         if not turn:
             for block in [b for b in fetch if b in (plan.in_dram or ())]:
-                fetch[block] = self._from_dram(loose[block])
+                fetch[block] = self._times.from_dram(loose[block])
         inside = {block for block, record in loose.items() if record.usable}
 
         def due() -> Timetable:
@@ -220,7 +211,7 @@ class PlanMaker:
         or a link that turns out to be faster. The first steps, in which memory is still being
         page-locked, see a slow one; what stayed because of that would cost the loop its window.
         """
-        table, rate = self._parts.table, self._rate_up()
+        table, rate = self._parts.table, self._times.rate_up()
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
         before = self._staying
         other_room = before.known and not before.room <= room <= _FASTER * before.room
@@ -291,7 +282,7 @@ class PlanMaker:
         learned = learned and len(known) == len(schedule) <= _MOST_STEPS and all(fetch.values())
         version = self._parts.pass_timer.estimates.version if learned else None
         files = any(found and found[0] == LINK_UP[Tier.NVME] for found in fetch.values())
-        spare = self._spare() if beside and files else 0
+        spare = self._times.spare() if beside and files else 0
         steady = alone and beside and not files and _goes_round(schedule)
         spans = schedule.round_over(sizes)
         # from a disk every change is read: another kind of work keeps the plan
@@ -309,7 +300,7 @@ class PlanMaker:
                 [block for block in schedule.order if block in sizes], sizes, room
             )
         else:
-            loop = self._loop(schedule, spans, sizes, room, known, fetch, spare)
+            loop = self._times.loop(schedule, spans, sizes, room, known, fetch, spare)
             loop = replace(loop, steady=steady)
             now = self._in_force
             other = now is not None and now[0] == alike[:2] and now[1] is not plan
@@ -384,66 +375,6 @@ class PlanMaker:
         needed = sum(sizes.get(block, 0) for block in kept)
         return needed <= now <= _MORE_DRAM * then
 
-    def _loop(
-        self,
-        schedule: Schedule,
-        spans: Sequence[tuple[int, int, object]],
-        sizes: dict[int, int],
-        room: int,
-        compute: Sequence[float],
-        fetch: dict[int, tuple[str, float] | None],
-        spare: int,
-    ) -> Loop:
-        """Returns the :class:`Loop` to plan for, of which all times are known."""
-        whole = [(0, len(compute), None)]  # a few rounds tell as much as all that are foreseen
-        blocks, seconds = list[int](), list[float]()
-        begins = list[int]()
-        for begin, end, _ in [*spans] * _ROUNDS or whole:
-            begins.append(len(blocks))
-            used = [(schedule.order[p], compute[p]) for p in range(begin, end)]
-            blocks += [b for b, _ in used if b in sizes]
-            seconds += [s for b, s in used if b in sizes]
-        begins = begins[: max(1, len(spans))]
-        transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
-        link = LINK_UP[Tier.NVME]
-        on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
-        files = None
-        if on_disk:
-            estimates = self._parts.pass_timer.estimates
-            # a disk that was held up is no slower for it
-            rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
-            disk = {block: sizes[block] / rate for block in on_disk}
-            staging = self._parts.homes.staging
-            files = Files(disk, spare, 0 if staging is None else staging.numel())
-        for block in on_disk:
-            transfer[block] = self._from_dram(self._parts.table[block])[1]
-        return Loop(
-            blocks,
-            sizes,
-            room,
-            seconds,
-            transfer,
-            SLOT_LATENCY,
-            files,
-            laid_out=bool(spans),
-            begins=begins,
-            lags=[lag_of(key) for _, _, key in spans] or [0],
-            ways=self._ways_of(schedule, room, frozenset(sizes)),
-        )
-
-    def _ways_of(
-        self, schedule: Schedule, room: int, blocks: frozenset[int]
-    ) -> dict[frozenset[int], Ways]:
-        """Returns the ways to lay a loop out that are known, so that only times are new."""
-        name = schedule, room, blocks
-        ways = self._ways.pop(name, {})
-        while len(ways) > _MOST_WAYS:  # the last ones asked for are the best
-            del ways[next(iter(ways))]
-        self._ways[name] = ways
-        if len(self._ways) > _MOST_KNOWN:
-            del self._ways[next(iter(self._ways))]
-        return ways
-
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
         """Returns a plan that no times are known for."""
         depth = self._parts.settings.prefetch_depth
@@ -469,7 +400,7 @@ class PlanMaker:
         waits for all the same, it reads faster into a few staging chunks - unless DRAM can hold
         all that streams, so that it is not read again.
         """
-        spare = self._spare()
+        spare = self._times.spare()
         if spare < 3 * largest_beside(sizes, ()):
             return False
         room = plan.reserve + spare
@@ -485,41 +416,6 @@ class PlanMaker:
         else:
             self._through_dram = True
         return self._through_dram
-
-    def _spare(self) -> int:
-        """Returns the bytes of DRAM that nothing else needs."""
-        dram = self._parts.homes.dram
-        return dram.capacity - dram.used + self._parts.transfers.ahead.nbytes
-
-    def _compute(self, schedule: Schedule, order: Sequence[int]) -> list[float | None]:
-        """Returns the seconds of each use; None where the pass is not known."""
-        get, found = self._parts.table.get, list[float | None]()
-        bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
-        known: dict[object, list[float | None]] = {}
-        forecast = Forecast(self._parts.pass_timer.estimates)
-        for (begin, key), end in zip(schedule.passes, bounds, strict=False):
-            if begin >= len(order):
-                break
-            seconds = known.get(key)
-            if seconds is None or len(seconds) != end - begin:
-                records = ((block, get(block)) for block in order[begin:end])
-                uses = [(b, None if record is None else record.block) for b, record in records]
-                seconds = known[key] = forecast.seconds(key, self._load, uses)
-            found += seconds
-        return found[: len(order)]
-
-    def _seconds(self, record: Record, beside: bool) -> tuple[str, float] | None:
-        """Returns over which link a block is fetched ahead, and for how long."""
-        link = LINK_UP.get(record.home)
-        if link is None or not (beside or record.home is not Tier.DRAM):
-            return None
-        block = record.block
-        return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
-
-    def _from_dram(self, record: Record) -> tuple[str, float]:
-        """Returns link and seconds of a fetch of a block whose copy is in DRAM by then."""
-        link, block = LINK_UP[Tier.DRAM], record.block
-        return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
 
 def _goes_round(schedule: Schedule) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tiermem.core.cost import Timetable
-from tiermem.core.plans import Plan
+from tiermem.core.loops import Plan
 
 
 @dataclass(slots=True, eq=False)

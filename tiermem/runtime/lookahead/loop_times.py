@@ -1,0 +1,139 @@
+"""What is known of a loop: how long its uses and fetches take, and the ways to lay it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tiermem.core.block import Tier
+from tiermem.core.forecast import Forecast
+from tiermem.core.laps import Ways
+from tiermem.core.loops import Files, Loop
+from tiermem.core.residency import Record
+from tiermem.core.schedule import Schedule, lag_of
+from tiermem.runtime.metrics.pass_timer import LINK_UP
+from tiermem.runtime.parts import Parts
+
+SLOT_LATENCY = 50e-6
+_ROUNDS = 3
+_MOST_KNOWN = 4
+"""Loops of which the ways to lay them out are kept, and how many of those."""
+_MOST_WAYS = 3
+
+
+class LoopTimes:
+    """Puts together what plans go by, from what was measured and what is forecast."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Works on ``parts``."""
+        self._parts = parts
+        self._ways: dict[tuple[Schedule, int, frozenset[int]], dict[frozenset[int], Ways]] = {}
+
+    def rate_up(self) -> float:
+        """Returns the bytes a second that come up from DRAM, by the best that was measured."""
+        link, estimates = LINK_UP[Tier.DRAM], self._parts.pass_timer.estimates
+        return max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+
+    def loop(
+        self,
+        schedule: Schedule,
+        spans: Sequence[tuple[int, int, object]],
+        sizes: dict[int, int],
+        room: int,
+        compute: Sequence[float],
+        fetch: dict[int, tuple[str, float] | None],
+        spare: int,
+    ) -> Loop:
+        """Returns the :class:`Loop` to plan for, of which all times are known.
+
+        Args:
+            schedule: What comes.
+            spans: Begin, end and name of the passes of a round; none where it does not come again.
+            sizes: Bytes of the blocks that it is about, by id.
+            room: Bytes of HBM for them.
+            compute: Seconds of each use of the schedule.
+            fetch: Link and seconds of the fetch of each block, by id.
+            spare: Bytes of DRAM to spare.
+        """
+        whole = [(0, len(compute), None)]  # a few rounds tell as much as all that are foreseen
+        blocks, seconds = list[int](), list[float]()
+        begins = list[int]()
+        for begin, end, _ in [*spans] * _ROUNDS or whole:
+            begins.append(len(blocks))
+            used = [(schedule.order[p], compute[p]) for p in range(begin, end)]
+            blocks += [b for b, _ in used if b in sizes]
+            seconds += [s for b, s in used if b in sizes]
+        begins = begins[: max(1, len(spans))]
+        transfer = {block: seconds[1] for block, seconds in fetch.items() if seconds}
+        link = LINK_UP[Tier.NVME]
+        on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
+        files = None
+        if on_disk:
+            estimates = self._parts.pass_timer.estimates
+            # a disk that was held up is no slower for it
+            rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+            disk = {block: sizes[block] / rate for block in on_disk}
+            staging = self._parts.homes.staging
+            files = Files(disk, spare, 0 if staging is None else staging.numel())
+        for block in on_disk:
+            transfer[block] = self.from_dram(self._parts.table[block])[1]
+        return Loop(
+            blocks,
+            sizes,
+            room,
+            seconds,
+            transfer,
+            SLOT_LATENCY,
+            files,
+            laid_out=bool(spans),
+            begins=begins,
+            lags=[lag_of(key) for _, _, key in spans] or [0],
+            ways=self._ways_of(schedule, room, frozenset(sizes)),
+        )
+
+    def _ways_of(
+        self, schedule: Schedule, room: int, blocks: frozenset[int]
+    ) -> dict[frozenset[int], Ways]:
+        """Returns the ways to lay a loop out that are known, so that only times are new."""
+        name = schedule, room, blocks
+        ways = self._ways.pop(name, {})
+        while len(ways) > _MOST_WAYS:  # the last ones asked for are the best
+            del ways[next(iter(ways))]
+        self._ways[name] = ways
+        if len(self._ways) > _MOST_KNOWN:
+            del self._ways[next(iter(self._ways))]
+        return ways
+
+    def spare(self) -> int:
+        """Returns the bytes of DRAM that nothing else needs."""
+        dram = self._parts.homes.dram
+        return dram.capacity - dram.used + self._parts.transfers.ahead.nbytes
+
+    def compute(self, schedule: Schedule, order: Sequence[int], load: int) -> list[float | None]:
+        """Returns the seconds of each use; None where the pass is not known."""
+        get, found = self._parts.table.get, list[float | None]()
+        bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
+        known: dict[object, list[float | None]] = {}
+        forecast = Forecast(self._parts.pass_timer.estimates)
+        for (begin, key), end in zip(schedule.passes, bounds, strict=False):
+            if begin >= len(order):
+                break
+            seconds = known.get(key)
+            if seconds is None or len(seconds) != end - begin:
+                records = ((block, get(block)) for block in order[begin:end])
+                uses = [(b, None if record is None else record.block) for b, record in records]
+                seconds = known[key] = forecast.seconds(key, load, uses)
+            found += seconds
+        return found[: len(order)]
+
+    def fetch(self, record: Record, beside: bool) -> tuple[str, float] | None:
+        """Returns over which link a block is fetched ahead, and for how long."""
+        link = LINK_UP.get(record.home)
+        if link is None or not (beside or record.home is not Tier.DRAM):
+            return None
+        block = record.block
+        return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
+
+    def from_dram(self, record: Record) -> tuple[str, float]:
+        """Returns link and seconds of a fetch of a block whose copy is in DRAM by then."""
+        link, block = LINK_UP[Tier.DRAM], record.block
+        return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
