@@ -62,7 +62,7 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
 
     with manager.lock:
         for turn in range(24):
-            store.prepare(training=turn == 15)
+            store.prepare(set(store.stacks) if turn == 15 else ())
             number = turn % STACKS
             stack = stacks[number]
             assert stack is not None

@@ -83,8 +83,8 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
-        self.saved = SavedHooks(self)
         self.experts = ExpertStore(manager)
+        self.saved = SavedHooks(self)
         self.names = PassNames()
         self.backward = BackwardPass(self)
         self.keepers = Keepers()
@@ -142,7 +142,7 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for keeper in self.keepers:
                 keeper.before_forward(training)
-            self.experts.prepare(training)
+            self.experts.prepare(self._trained_stacks() if training else ())
             self.grads.drop_forgotten()
             self.away.end()
             # with optimizer steps in it the pass uses other blocks: it is learned as another
@@ -155,6 +155,16 @@ class ModuleRuntime:
             if self.activations.store is not None and training:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()
+
+    def _trained_stacks(self) -> set[int]:
+        """Returns the blocks of stacked experts that gradients are taken of."""
+        groups = {block: self.groups.by_block[block] for block in self.experts.stacks}
+        with torch._C.DisableTorchFunctionSubclass():  # they are away
+            return {
+                block
+                for block, group in groups.items()
+                if any(entry.param.requires_grad for entry in group.entries)
+            }
 
     def refuse_inside(self, what: str) -> None:
         """Refuses a call from within a forward or backward, where things are half done.

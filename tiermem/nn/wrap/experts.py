@@ -1,9 +1,10 @@
 """Layers of experts whose weights are stacked: only the rows that tokens choose come up.
 
-A call without gradients is told which experts each token has chosen. Its block is not brought up
+A call is told which experts each token has chosen. Its block is not brought up
 then; :class:`~tiermem.nn.groups.rows.Rows` take the place of its parameters, and the rows of the
-chosen ones are copied into HBM one by one. With gradients, and where it is unknown how the module
-reads its weights, the block comes up as ever.
+chosen ones are copied into HBM one by one, in backward once more
+(:mod:`tiermem.nn.passes.savedrows`). Where gradients are taken of the weights themselves, and where
+it is unknown how the module reads them, the block comes up as ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from tiermem.errors import REFUSALS
 from tiermem.nn.compat.entrances import inside
@@ -77,9 +79,11 @@ class ExpertsInterceptor(CallInterceptor):
     def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module with rows in the place of its parameters."""
         group, gate = self._groups[0], self._manager.gate
-        theirs = ended = False
+        entered = pushed = theirs = ended = False
         try:
             try:
+                entered = self._enters and self._activations.enter(self.scope)
+                pushed = torch.is_grad_enabled() and self._push()
                 group.pointing.rows = {
                     name: Rows(choice, tensor, self._params[name])
                     for name, tensor in self._tensors.items()
@@ -90,6 +94,10 @@ class ExpertsInterceptor(CallInterceptor):
                 return result
             finally:
                 group.pointing.rows = None
+                if pushed:
+                    self._saved.pop()
+                if entered:
+                    self._activations.leave()
                 self._end(choice)
                 ended = True
         except REFUSALS:
@@ -104,7 +112,7 @@ class ExpertsInterceptor(CallInterceptor):
         names, group = self.module.__dict__, self._groups[0]
         return (
             self._stack is not None
-            and not torch.is_grad_enabled()
+            and (not torch.is_grad_enabled() or self._may_be_saved())
             and not group.holds
             and self.compiled is None
             and not any(names[hooks] for hooks in _HOOKS)
@@ -119,6 +127,12 @@ class ExpertsInterceptor(CallInterceptor):
             and torch._C._get_tracing_state() is None
             and not torch.is_autocast_enabled(self._manager.parts.device.type)
         )
+
+    def _may_be_saved(self) -> bool:
+        """Whether rows that autograd saves are seen, and no gradients are taken of them."""
+        with torch._C.DisableTorchFunctionSubclass():  # they are away
+            trained = any(param.requires_grad for param in self._params.values())
+        return not trained and not self._saved.refused() and forward_ad._current_level < 0
 
     def _has(self, name: str) -> bool:
         """Whether the module still has the parameter that the block has the values of."""
@@ -146,10 +160,12 @@ class ExpertsInterceptor(CallInterceptor):
         with manager.lock:
             if not self._store.usable(stack):
                 return None
-            use = Use(stack, counts, self._order(stack, counts, how))
+            again = torch._C._current_graph_task_id() != -1  # recomputation
+            use = Use(stack, counts, self._order(stack, counts, how), again=again)
             self._store.begin(use, named.tolist())
         few = flat.tolist() if how == "batched_mm" else None
-        return Choice(manager, self._store, use, few, exact=how == "grouped_mm")
+        exact, saving = how == "grouped_mm", self._saved.rows
+        return Choice(manager, self._store, use, few, exact=exact, saving=saving)
 
     @staticmethod
     def _foresee(stack: Stack, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -164,6 +180,8 @@ class ExpertsInterceptor(CallInterceptor):
             cannot be asked.
         """
         after = stack.after
+        if torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return None
         if after is None or after.foresee is None or not after.popularity.worth_a_look:
             return None
         states = args[0] if args else None
@@ -186,6 +204,7 @@ class ExpertsInterceptor(CallInterceptor):
 
     @inside
     def _end(self, choice: Choice) -> None:
+        self._saved.rows.end(choice.use)
         with self._manager.lock:
             self._store.end(choice.use)
 
