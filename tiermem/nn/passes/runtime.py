@@ -83,7 +83,7 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
-        self.experts = ExpertStore(manager)
+        self.experts: ExpertStore = ExpertStore(manager)
         self.saved = SavedHooks(self)
         self.names = PassNames()
         self.backward = BackwardPass(self)

@@ -221,6 +221,7 @@ class ExpertStore:
         finally:
             parts.limit.least = least  # it gives way
         self._room = block
+        parts.table.give_way.add(block.id)
         whole = parts.slots.current[block.id].extent
         offset, before = whole.offset, parts.copy.guards(whole)
         with torch.inference_mode(False):
