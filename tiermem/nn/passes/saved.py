@@ -423,9 +423,15 @@ class _Covering:
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self._reference(tensor)
         if found is not None and self.recomputes:
+            if type(found) is SavedCopies:
+                return self._given(tensor, None)  # it counts them where the whole block is used
             found.version = -1
         if found is not None and self.only_keeps:
             return found
+        return self._given(tensor, found)
+
+    def _given(self, tensor: torch.Tensor, found: SavedView | None) -> _Handed:
+        """Gives a tensor to the other pair."""
         pack, unpack = self.outer
         packed = pack(tensor)
         if found is not None and packed is tensor:

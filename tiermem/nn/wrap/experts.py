@@ -68,8 +68,9 @@ class ExpertsInterceptor(CallInterceptor):
         if self._manager.gate.unsure:
             self.runtime.repair()
         choice = None
-        if self._store.open and self._here.inside and self._may():
-            choice = self._begin(args, kwargs)
+        recomputing = torch._C._current_graph_task_id() != -1
+        if self._store.open and (self._here.inside or recomputing) and self._may():
+            choice = self._choose(args, kwargs, again=recomputing)
         if choice is None:
             return super().__call__(*args, **kwargs)
         if self.runtime.unwritten:
@@ -140,7 +141,9 @@ class ExpertsInterceptor(CallInterceptor):
         return param is self._params[name]
 
     @inside
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
+    def _choose(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool
+    ) -> Choice | None:
         """Reads which experts are chosen and begins their copies; None for the whole block."""
         stack, how = self._stack, reads_rows(self.module)
         indices = choices_in(args, kwargs)
@@ -148,7 +151,9 @@ class ExpertsInterceptor(CallInterceptor):
             return None
         manager = self._manager
         manager.gate.guard()  # before the lock: a forked child may find it taken for ever
-        expected = self._foresee(stack, args)
+        if again:
+            self.runtime.backward.enter()
+        expected = None if again or torch.is_grad_enabled() else self._foresee(stack, args)
         flat = indices.detach().reshape(-1)
         if expected is not None:
             flat = torch.cat([flat, expected.to(flat.dtype)])
@@ -160,7 +165,6 @@ class ExpertsInterceptor(CallInterceptor):
         with manager.lock:
             if not self._store.usable(stack):
                 return None
-            again = torch._C._current_graph_task_id() != -1  # recomputation
             use = Use(stack, counts, self._order(stack, counts, how), again=again)
             self._store.begin(use, named.tolist())
         few = flat.tolist() if how == "batched_mm" else None
@@ -180,8 +184,6 @@ class ExpertsInterceptor(CallInterceptor):
             cannot be asked.
         """
         after = stack.after
-        if torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return None
         if after is None or after.foresee is None or not after.popularity.worth_a_look:
             return None
         states = args[0] if args else None

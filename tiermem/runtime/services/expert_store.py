@@ -13,7 +13,7 @@ a seat is taken as long as one of these tensors is alive.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -43,6 +43,14 @@ _WORTH_WHOLE = 2.0  # more than any expert's
 _SHRINK = 0.5
 
 
+class _Beside(NamedTuple):
+    """What the expert room has to leave HBM for: what passes have needed so far."""
+
+    capacity: int
+    whole: frozenset[int]
+    gradients: int
+
+
 class ExpertStore:
     """The stacks of one manager, and the expert room; under the manager's lock.
 
@@ -68,7 +76,7 @@ class ExpertStore:
         self._last: Use | None = None
         self._lent: list[Seat] = []  # whose readers may not all be submitted
         self._most = 1.0  # share of what other blocks leave that it may take
-        self._room_for: tuple[int, frozenset[int]] = (0, frozenset())
+        self._beside = _Beside(0, frozenset(), 0)
         self.whole: frozenset[int] = frozenset()
         self.seats: dict[int, Seat] = {}
         limit, more = parts.limit, parts.evictor.more
@@ -104,12 +112,13 @@ class ExpertStore:
         """Whether a block is a stack whose rows come up by themselves in the pass under way."""
         return self.open and block_id in self.stacks and block_id not in self.whole
 
-    def prepare(self, whole: Collection[int]) -> None:
+    def prepare(self, whole: Collection[int], gradients: int | None = None) -> None:
         """Makes the expert room as a pass begins, gives it back, or leaves it as it is.
 
         Args:
             whole: Stacks, by the id of their blocks, that come up whole: gradients are taken of
                 them.
+            gradients: Bytes of those that backward will bring into HBM; None where it is not known.
         """
         parts = self._parts
         if not self.stacks or parts.copy.capturing():
@@ -118,10 +127,13 @@ class ExpertStore:
         if len(self.whole) == len(self.stacks):
             self.close()
             return
-        capacity, allowed_for = parts.table.hbm.capacity, self._room_for[1]
-        if capacity != self._room_for[0] or not self.whole <= allowed_for:
+        before, capacity = self._beside, parts.table.hbm.capacity
+        if gradients is None:
+            gradients = before.gradients
+        self._beside = _Beside(capacity, before.whole | self.whole, gradients)
+        more = before.whole != self._beside.whole or gradients > before.gradients
+        if more or capacity != before.capacity:
             self.close()
-            self._room_for = capacity, self.whole | allowed_for
         if self._room is None and self._most > 1 / 64:
             self._open()
 
@@ -187,12 +199,13 @@ class ExpertStore:
             align_up(record.block.nbytes)
             for record in table
             if not record.fixed
-            and (record.block.id not in self.stacks or record.block.id in self._room_for[1])
+            and (record.block.id not in self.stacks or record.block.id in self._beside.whole)
             and record.block.role in (Role.PARAM, Role.BUFFER)
         ]
         room = table.hbm.capacity - table.fixed_nbytes()
         largest = max(others, default=0)
         # what streams needs a few slots; what fits is to stay
+        others.append(self._beside.gradients)
         return max(room - sum(others) - largest, min(room // 2, room - 4 * largest), 0)
 
     def _open(self) -> None:
