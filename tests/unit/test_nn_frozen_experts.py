@@ -324,17 +324,33 @@ def test_from_a_swap_file(tmp_path: Any, kind: str) -> None:
         assert tier.stats().experts_chosen > 0
 
 
-def test_a_weight_that_changes_before_backward() -> None:
+@pytest.mark.parametrize("kind", ["rows", "eager", "grouped_mm"])
+def test_a_weight_that_changes_before_backward(kind: str) -> None:
     """As resident: an error, and no gradient of other weights than those of the forward."""
-    with twins("rows") as (model, plain, _):
+    with twins(kind) as (model, plain, _):
         for one in (model, plain):
             _, y = begin(one, choose(3, 0))
             with torch.no_grad():
-                one.experts[1].up.mul_(2)
+                next(one.experts[1].parameters()).mul_(2)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.sum().backward()
             one.zero_grad()
         check(model, plain, choose(3, 0))
+
+
+@EACH
+def test_a_weight_that_changes_before_it_is_recomputed(kind: str) -> None:
+    """As resident: a checkpoint computes with the weights of then."""
+    with twins(kind) as (model, plain, _):
+        found = []
+        for one in (model, plain):
+            one.way = False
+            x, y = begin(one, choose(3, 0))
+            with torch.no_grad():
+                next(one.experts[1].parameters()).mul_(2)
+            y.square().sum().backward()
+            found.append(gradients(one, x))
+        assert all(map(same_bits, *found))
 
 
 class Doubled(Listed):
@@ -370,11 +386,16 @@ def test_copies_that_change(late: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @EACH
-def test_a_model_that_leaves_before_backward(kind: str) -> None:
+@pytest.mark.parametrize("others", [False, True])
+def test_a_model_that_leaves_before_backward(kind: str, others: bool) -> None:
     with twins(kind) as (model, plain, tier):
         chosen = choose(3, 0)
         x, y = begin(model, chosen)
         tier.unwrap(model)
+        if others:  # have a room of their own now
+            other = tier.wrap(Model().requires_grad_(False))
+            other(states(3), chosen)
+        assert tier._runtime.experts.open == others
         y.square().sum().backward()
         assert all(map(same_bits, gradients(model, x), train(plain, chosen)[1:]))
 

@@ -104,6 +104,10 @@ class RowSaving(Protocol):
         """Notes copies of rows that a call is given."""
         ...
 
+    def version(self, weight: torch.Tensor) -> int:
+        """Returns the version of a weight that is saved now; -1 where changes are no error."""
+        ...
+
     def resume(self, use: Use) -> Use:
         """Returns the use that backward makes of what was saved of a call."""
         ...

@@ -16,6 +16,7 @@ import torch
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.above import RowSaving
 from tiermem.nn.groups.grouped import Groups
+from tiermem.nn.groups.writes import refuse_changed
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
@@ -67,9 +68,10 @@ class Choice:
         use: The call.
         indices: The choices as they lie, on the host; None where the forward may change them.
         exact: Whether groups are as large as the choices say.
+        saving: What knows of rows that autograd saves.
     """
 
-    __slots__ = ("_call", "_saving", "exact", "indices", "manager", "stack", "store", "use")
+    __slots__ = ("_call", "exact", "indices", "manager", "saving", "stack", "store", "use")
 
     def __init__(
         self,
@@ -99,20 +101,20 @@ class Choice:
         self.stack: Stack = use.stack
         self.indices = indices
         self.exact = exact
-        self._saving = saving
+        self.saving = saving
         self._call = call or use
 
     def again(self) -> Choice:
         """Returns the same choice for a backward."""
-        use = self._saving.resume(self._call)
+        use = self.saving.resume(self._call)
         return Choice(
-            self.manager, self.store, use, None, exact=False, saving=self._saving, call=self._call
+            self.manager, self.store, use, None, exact=False, saving=self.saving, call=self._call
         )
 
     def copied(self, tensor: int, experts: Sequence[int], copy: torch.Tensor) -> None:
         """Notes copies of rows, which autograd may save."""
         if torch.is_grad_enabled():
-            self._saving.copied(self.use, tensor, experts, copy)
+            self.saving.copied(self.use, tensor, experts, copy)
 
     @inside
     def rows(self, tensor: int, experts: Sequence[int]) -> list[torch.Tensor] | None:
@@ -137,7 +139,7 @@ class Rows:
         turned: Whether its last two dimensions have changed places.
     """
 
-    __slots__ = ("_choice", "_param", "_tensor", "_turned")
+    __slots__ = ("_choice", "_param", "_tensor", "_turned", "_version")
     __hash__ = object.__hash__
 
     def __init__(
@@ -147,6 +149,7 @@ class Rows:
         self._tensor = tensor
         self._param = param
         self._turned = turned
+        self._version = -1
 
     # -- what needs no bytes ---------------------------------------------
 
@@ -264,12 +267,18 @@ class Rows:
         return self._choice.store.seats_for(stack, self._tensor), stack.nbytes(self._tensor)
 
     def save(self, experts: Sequence[int]) -> None:
-        """Notes that backward will ask for the rows of some experts."""
+        """Notes that backward will ask for the rows of some experts, as they are now."""
         choice = self._choice
+        self._version = choice.saving.version(self._param)
         choice.use.saved.update((choice.stack.piece(self._tensor, e), None) for e in experts)
 
     def turned_again(self) -> Rows:
-        """Returns the same transposed, for a backward."""
+        """Returns the same transposed, for a backward.
+
+        Raises:
+            RuntimeError: If they were changed in place since they were saved.
+        """
+        refuse_changed(self._param, self._version, self._choice.stack.block.name)
         return Rows(self._choice.again(), self._tensor, self._param, turned=not self._turned)
 
     # -- everything else -------------------------------------------------

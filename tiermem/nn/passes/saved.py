@@ -30,6 +30,7 @@ from tiermem.errors import ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
 from tiermem.nn.groups.away import group_of
+from tiermem.nn.groups.writes import refuse_changed
 from tiermem.nn.passes.activations import Kept, SavedActivation, changed
 from tiermem.nn.passes.savedrows import SavedCopies, SavedRows
 from tiermem.nn.passes.savedview import SavedView
@@ -234,16 +235,8 @@ class SavedHooks:
         """
         if saved.block.id in self._deferred.owed:
             self.pay(saved.block.id)
-        owner, version = saved.owner, saved.version
-        if owner is not None and version != -1:
-            with _Plain():  # it may be away
-                now = owner._version
-            if now != version:  # an error that torch raises as well needs no repair
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: a weight of block {saved.block.name!r} is at version "
-                    f"{now}; expected version {version} instead"
-                )
+        if saved.owner is not None and saved.version != -1:
+            refuse_changed(saved.owner, saved.version, saved.block.name)  # and nothing to repair
             if type(saved) is SavedCopies and saved.counter._version != saved.counted:
                 raise changed(saved.counter, saved.counted, saved.shown[2])
         return self._fetch(saved)

@@ -427,7 +427,8 @@ class ExpertStore:
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
         """Returns how many pieces of a tensor can be looked at together."""
-        return len(self._bank(stack.piece(tensor, 0)).seats) if self._banks else 0
+        bank = self._bank_of.get((stack.number, tensor))
+        return 0 if bank is None else len(bank.seats)
 
     # -- inside ----------------------------------------------------------
 
