@@ -271,7 +271,7 @@ def test_models_leave_and_come_back() -> None:
     check(model, plain, choose(2, 3))
 
 
-_FILES = ["nn/wrap/experts", "nn/groups/rows", "runtime/services/expert_store", "core/experts"]
+_FILES = ["nn/wrap/experts", "nn/groups/rows", "runtime/services/expert_", "core/experts"]
 
 
 @pytest.mark.parametrize("first", [1, 150, 700])

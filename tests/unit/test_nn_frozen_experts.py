@@ -255,15 +255,15 @@ def test_with_no_room_the_whole_layer_comes(kind: str, way: str, when: str) -> N
         model.way = plain.way = WAYS[way]
         store, chosen = tier._runtime.experts, choose(3, 0)
         check(model, plain, chosen)
-        most = store._most
+        most = store._room.share
         if when == "before":
             store.close()
-            store._most = 0.0
+            store._room.share = 0.0
         x, y = begin(model, chosen)
         tier.reset_stats()
         assert store.open == (when == "after")
         store.close()
-        store._most = most / 4 if when == "before" else 0.0
+        store._room.share = most / 4 if when == "before" else 0.0
         y.square().sum().backward()
         assert store.open == (when == "before")
         assert (tier.stats().experts_chosen > 0) == (when == "before" and way != "saved")
@@ -446,7 +446,7 @@ _FILES = [
     "nn/groups/rows",
     "nn/groups/grouped",
     "nn/passes/savedrows",
-    "runtime/services/expert_store",
+    "runtime/services/expert_",
     "runtime/services/saved_experts",
 ]
 

@@ -13,42 +13,22 @@ a seat is taken as long as one of these tensors is alive.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 
-from tiermem.core.block import Block, Extent, Role, Tier, align_up
-from tiermem.core.experts import FORESEEN, Seats, share_out
-from tiermem.core.layout import TensorShape
+from tiermem.core.block import Block, Tier
+from tiermem.core.experts import FORESEEN
 from tiermem.core.residency import State
-from tiermem.errors import CapacityError
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.expert_seats import (
-    WHOLE,
-    Bank,
-    Piece,
-    Seat,
-    Stack,
-    Use,
-    sizes_of,
-    stack_of,
-)
+from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
+from tiermem.runtime.services.expert_room import ExpertRoom
 from tiermem.runtime.services.piece_copies import PieceCopies
 
-_ROOM = "expert room"
 _GUESS_FROM = 0.6
 """Share of recent guesses that must have been right for a guess to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
-_SHRINK = 0.5
-
-
-class _Beside(NamedTuple):
-    """What the expert room has to leave HBM for: what passes have needed so far."""
-
-    capacity: int
-    whole: frozenset[int]
-    gradients: int
 
 
 class ExpertStore:
@@ -58,7 +38,6 @@ class ExpertStore:
         stacks: By the id of their blocks.
         open: Whether there is an expert room.
         whole: Stacks, by the id of their blocks, that come up whole in the pass under way.
-        seats: By the address of their first byte.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -68,17 +47,12 @@ class ExpertStore:
         self.stacks: dict[int, Stack] = {}
         self._copies = PieceCopies(parts, self.stacks.values)
         self._numbers: dict[int, Stack] = {}
-        self._room: Block | None = None
-        self._banks: dict[int, Bank] = {}
-        self._bank_of: dict[tuple[int, int], Bank] = {}  # by stack and tensor
+        self._room = ExpertRoom(manager)
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
         self._last: Use | None = None
         self._lent: list[Seat] = []  # whose readers may not all be submitted
-        self._most = 1.0  # share of what other blocks leave that it may take
-        self._beside = _Beside(0, frozenset(), 0)
         self.whole: frozenset[int] = frozenset()
-        self.seats: dict[int, Seat] = {}
         limit, more = parts.limit, parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
@@ -88,7 +62,12 @@ class ExpertStore:
     @property
     def open(self) -> bool:
         """Whether there is an expert room."""
-        return self._room is not None
+        return self._room.block is not None
+
+    @property
+    def seats(self) -> dict[int, Seat]:
+        """All seats, by the address of their first byte."""
+        return self._room.seats
 
     def add(self, block: Block, experts: int) -> Stack | None:
         """Enters a stack; None where its tensors are not laid out row by row."""
@@ -127,60 +106,36 @@ class ExpertStore:
         if len(self.whole) == len(self.stacks):
             self.close()
             return
-        before, capacity = self._beside, parts.table.hbm.capacity
-        if gradients is None:
-            gradients = before.gradients
-        self._beside = _Beside(capacity, before.whole | self.whole, gradients)
-        more = before.whole != self._beside.whole or gradients > before.gradients
-        if more or capacity != before.capacity:
+        if not self._room.suits(self.whole, gradients):
             self.close()
-        if self._room is None and self._most > 1 / 64:
-            self._open()
+        if not self.open:
+            self._room.make(self.stacks.values(), self._worth)
 
     def close(self) -> None:
         """Gives the expert room back, with all that is seated."""
-        room = self._room
-        if room is None:
-            return
-        parts = self._parts
-        for bank in self._banks.values():
-            for seat in bank.seats:
+        if self.open:
+            for seat in self._room.seats.values():
                 self._copies.settle(seat)
-        parts.copy.synchronize()
-        seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
-        slot = parts.slots.current[room.id]
-        keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
-        self._forget_seated()
-        self._manager.remove_blocks([room])
-        self._lose_room()
-        if keep is not None:
-            parts.evictor.leave_behind(slot.extent, seen)
+            self._forget_seated()
+            self._room.give_back()
 
     def repair(self) -> None:
         """Gives the expert room back after an exception anywhere; nothing is under way."""
-        table = self._parts.table
         self._uses.clear()
         self._forget_seated()
-        if self._room is not None and table.get(self._room.id) is None:
-            self._lose_room()
-        self.close()
-        lost = [r.block for r in table if r.block.name == _ROOM]
-        self._manager.remove_blocks(lost)
+        self._room.repair()
 
     def give_way(self) -> bool:
         """Closes the expert room for a block that has no place; returns whether that freed any."""
-        if self._room is None:
+        if not self.open:
             return False
         self.close()
-        self._most *= _SHRINK
+        self._room.shrink()
         return True
-
-    def _lose_room(self) -> None:
-        self._room, self._banks, self._bank_of, self.seats = None, {}, {}, {}
 
     def _forget_seated(self) -> None:
         """Empties every seat."""
-        for bank in self._banks.values():
+        for bank in self._room.banks.values():
             for piece in list(bank.who.seated):
                 bank.who.give_up(piece)
             for seat in bank.seats:
@@ -189,69 +144,6 @@ class ExpertStore:
         self._lent.clear()
         for stack in self.stacks.values():
             stack.guessed.clear()
-
-    def _spare(self) -> int:
-        """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit."""
-        table = self._parts.table
-        if table.nbytes <= table.hbm.capacity:
-            return 0
-        others = [
-            align_up(record.block.nbytes)
-            for record in table
-            if not record.fixed
-            and (record.block.id not in self.stacks or record.block.id in self._beside.whole)
-            and record.block.role in (Role.PARAM, Role.BUFFER)
-        ]
-        room = table.hbm.capacity - table.fixed_nbytes()
-        largest = max(others, default=0)
-        # what streams needs a few slots; what fits is to stay
-        others.append(self._beside.gradients)
-        return max(room - sum(others) - largest, min(room // 2, room - 4 * largest), 0)
-
-    def _open(self) -> None:
-        sizes = sizes_of(self.stacks.values())
-        room = int(self._spare() * self._most) // 4096 * 4096
-        counts = share_out(room, sizes)
-        if counts is None:
-            return
-        nbytes = sum(size * count for size, count in counts.items())
-        parts = self._parts
-        least = parts.limit.least
-        try:
-            [block] = self._manager.add_blocks(
-                [
-                    (
-                        "experts",
-                        Role.BUFFER,
-                        [TensorShape(_ROOM, (nbytes,), (1,), torch.uint8, 1)],
-                    )
-                ],
-                home="hbm",
-            )
-        except CapacityError:
-            self._most *= _SHRINK
-            return
-        finally:
-            parts.limit.least = least  # it gives way
-        self._room = block
-        parts.table.give_way.add(block.id)
-        whole = parts.slots.current[block.id].extent
-        offset, before = whole.offset, parts.copy.guards(whole)
-        with torch.inference_mode(False):
-            for size, count in counts.items():
-                seats = []
-                for _ in range(count):
-                    extent = Extent(offset, size)
-                    seat = Seat(parts.slots.arena.bytes_of(extent), extent)
-                    seat.released = before
-                    seats.append(seat)
-                    offset += size
-                self._banks[size] = Bank(seats, Seats(count, size, self._worth))
-                self.seats.update((seat.address, seat) for seat in seats)
-        for stack in self.stacks.values():
-            for tensor in range(len(stack.block.tensors)):
-                bank = self._banks[align_up(stack.nbytes(tensor))]
-                self._bank_of[stack.number, tensor] = bank
 
     def _worth(self, piece: Any) -> float:
         if not isinstance(piece, Piece):
@@ -293,7 +185,7 @@ class ExpertStore:
 
     def _drop(self, stack: Stack) -> None:
         """Drops all pieces of a stack, which was written."""
-        for bank in self._banks.values():
+        for bank in self._room.banks.values():
             pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
             for piece in pieces:
                 if piece.stack != stack.number:
@@ -354,7 +246,7 @@ class ExpertStore:
         after = use.stack.after
         if use.again or after is None or (use.saved and after.number <= use.stack.number):
             return  # backward comes next, and resumes what was saved
-        if self._room is not None and self.usable(after):
+        if self.open and self.usable(after):
             self._guess(after)
 
     def is_seated(self, seat: Seat) -> bool:
@@ -383,7 +275,7 @@ class ExpertStore:
         Raises:
             StorageError: If one cannot be read.
         """
-        if self._room is None or (use not in self._uses and not self.usable(stack)):
+        if not self.open or (use not in self._uses and not self.usable(stack)):
             return None
         self._note_released()
         spec, streams = stack.block.tensors[tensor], tensor in stack.rows
@@ -427,7 +319,7 @@ class ExpertStore:
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
         """Returns how many pieces of a tensor can be looked at together."""
-        bank = self._bank_of.get((stack.number, tensor))
+        bank = self._room.bank_of.get((stack.number, tensor))
         return 0 if bank is None else len(bank.seats)
 
     # -- inside ----------------------------------------------------------
@@ -442,7 +334,7 @@ class ExpertStore:
                 seat.released = now
 
     def _bank(self, piece: Piece) -> Bank:
-        return self._bank_of[piece.stack, piece.tensor]
+        return self._room.bank_of[piece.stack, piece.tensor]
 
     def _sits(self, piece: Piece) -> bool:
         return piece in self._bank(piece).who.seated
