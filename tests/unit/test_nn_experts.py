@@ -134,6 +134,17 @@ def test_any_budget_and_choice(
         assert stats.peak["hbm"] <= stats.budget["hbm"]
 
 
+@pytest.mark.parametrize("kind", [Experts, Listed])
+def test_a_layer_that_is_called_by_itself(kind: type[nn.Module]) -> None:
+    with twins(kind) as (model, plain, _):
+        check(model, plain, choose(3, 0))
+        x, index = states(3), choose(3, 1)[1]
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                found = [one.experts[1](x, index, x[:, :2]) for one in (model, plain)]
+            assert same_bits(*found)
+
+
 def test_what_fits_in_hbm_is_used_there() -> None:
     with twins(hbm=4 * LAYER + 64 * SEAT) as (model, plain, tier):
         for seed in range(3):
