@@ -56,7 +56,7 @@ def test_frozen_experts_beside_trained_attention(
             one.train()
             one.gradient_checkpointing_enable({"use_reentrant": recomputed})
             one.enable_input_require_grads()
-    hbm = expert_bytes(model) // 2 + (16 << 20)
+    hbm = expert_bytes(model) // 2 + (8 << 20)
     with tiermem.TierManager("cuda", hbm=hbm, dram="1GiB") as tier:
         tier.wrap(model)
         for count, seed in ((40, 0), (1, 1), (40, 2), (1, 1), (3, 3)):
