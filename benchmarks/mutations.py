@@ -441,9 +441,9 @@ _ELSEWHERE = (
     # autograd
     Mutation(
         "a weight that changed after it was saved is not noticed",
-        _SAVED,
-        "            if now != version:",
-        "            if now < 0:",
+        "tiermem/nn/groups/writes.py",
+        "    if version not in (-1, now):",
+        "    if now < 0:",
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
@@ -877,8 +877,63 @@ _FILES_READ = (
     ),
 )
 
+FROZEN = ("tests/unit/test_nn_frozen_experts.py",)
+_CALLS, _ROWS = "tiermem/nn/wrap/experts.py", "tiermem/nn/passes/savedrows.py"
+_EXPERTS = (
+    Mutation(
+        "with gradients a layer of frozen experts comes whole",
+        _CALLS,
+        "(not torch.is_grad_enabled() or self._may_be_saved())",
+        "not torch.is_grad_enabled()",
+        FROZEN,
+    ),
+    Mutation(
+        "experts that are trained come by rows",
+        _CALLS,
+        "        return not trained and",
+        "        return",
+        FROZEN,
+    ),
+    Mutation(
+        "what autograd saves of rows keeps them in their seats",
+        _SAVED,
+        "        if self.rows.copies or self.rows.store.seats:",
+        "        if not self.rows:",
+        FROZEN,
+    ),
+    Mutation(
+        "copies of rows that were changed are saved as rows",
+        _ROWS,
+        "            if tensor._version != copied.version:",
+        "            if copied is None:",
+        FROZEN,
+    ),
+    Mutation(
+        "a checkpoint is not shown copies of rows",
+        _SAVED,
+        "            if type(found) is SavedCopies:\n                return self._given",
+        "            if found is None:\n                return self._given",
+        FROZEN,
+    ),
+    Mutation(
+        "a grouped product's backward uses weights that were changed",
+        "tiermem/nn/groups/rows.py",
+        "        refuse_changed(self._param, self._version, self._choice.stack.block.name)\n",
+        "",
+        FROZEN,
+    ),
+    Mutation(
+        "the expert room counts as taken for good",
+        "tiermem/runtime/services/expert_room.py",
+        "        parts.table.give_way.add(block.id)\n",
+        "",
+        ("tests/integrations/test_experts.py",),
+    ),
+)
+
 MUTATIONS = (
     *_ELSEWHERE,
+    *_EXPERTS,
     *(Mutation(name, file, old, new, CHECKPOINTS) for name, file, old, new in _FILES_READ),
     *(Mutation(name, file, old, new, PACE) for name, file, old, new in _MEASURING),
     *(Mutation(name, file, old, new, LOOKUPS) for name, file, old, new in _LOOKS),

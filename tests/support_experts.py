@@ -101,6 +101,24 @@ def check(model: Any, plain: Any, ids: torch.Tensor) -> None:
         assert same_bits(model(ids).logits, plain(ids).logits)
 
 
+def freeze(model: Any, trained: str) -> None:
+    """Leaves gradients to parameters of which the names contain one of some words."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(any(word in name for word in trained.split()))
+
+
+def check_step(model: Any, plain: Any, ids: torch.Tensor) -> None:
+    """Checks that the loss and every gradient have the same bits, and clears them."""
+    losses = [one(input_ids=ids, labels=ids).loss for one in (model, plain)]
+    assert same_bits(losses[0].detach(), losses[1].detach())
+    for loss in losses:
+        loss.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert theirs.grad is None or same_bits(mine.grad.detach(), theirs.grad), name
+        mine.grad = theirs.grad = None
+
+
 def tokens(count: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (1, count), generator=generator)

@@ -9,11 +9,15 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from support_experts import CONFIGS, build, expert_bytes, tokens
+from support_experts import CONFIGS, build, check_step, expert_bytes, freeze, tokens
 
 import tiermem
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
 
 
 def wide(name: str) -> Any:
@@ -38,13 +42,40 @@ def test_many_tokens_and_few(name: str, how: str) -> None:
         assert tier.stats().experts_chosen > tier.stats().expert_hits > 0
 
 
+@pytest.mark.parametrize("recomputed", [None, True, False], ids=["saved", "reentrant", "not"])
+@pytest.mark.parametrize("how", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_frozen_experts_beside_trained_attention(
+    name: str, how: str, recomputed: bool | None
+) -> None:
+    plain = build(wide(name), how, torch.bfloat16).cuda()
+    model = build(wide(name), how, torch.bfloat16)
+    for one in (model, plain):
+        freeze(one, "q_proj router mlp.gate.weight")
+        if recomputed is not None:
+            one.train()
+            one.gradient_checkpointing_enable({"use_reentrant": recomputed})
+            one.enable_input_require_grads()
+    hbm = expert_bytes(model) // 2 + (8 << 20)
+    with tiermem.TierManager("cuda", hbm=hbm, dram="1GiB") as tier:
+        tier.wrap(model)
+        for count, seed in ((40, 0), (1, 1), (40, 2), (1, 1), (3, 3)):
+            before = tier.stats().experts_chosen
+            check_step(model, plain, tokens(count, seed).cuda())
+            assert tier.stats().experts_chosen > before
+
+
+@pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("skew", [0.0, 3.0])
 @pytest.mark.parametrize("tokens", [1, 8, 100, 4096])
 @pytest.mark.parametrize("shape", [(8, 512, 1024), (64, 1024, 256), (32, 2880, 1440)])
 def test_groups_do_not_depend_on_each_other(
-    shape: tuple[int, int, int], tokens: int, skew: float
+    shape: tuple[int, int, int], tokens: int, skew: float, turned: bool
 ) -> None:
-    """One grouped product, the same without the empty groups, and each group alone."""
+    """One grouped product, the same without the empty groups, and each group alone.
+
+    Matrices lie as they do in forward (``turned``), or as in backward.
+    """
     experts, features, outputs = shape
     grouped = getattr(torch, "_grouped_mm", None)
     if grouped is None:
@@ -54,15 +85,20 @@ def test_groups_do_not_depend_on_each_other(
     drawn = torch.multinomial(share, tokens, replacement=True, generator=generator)
     counts = torch.bincount(drawn, minlength=experts)
     rows = torch.randn(tokens, features, generator=generator, device="cuda").bfloat16()
-    weights = torch.randn(experts, outputs, features, generator=generator, device="cuda").bfloat16()
+    sizes = (outputs, features) if turned else (features, outputs)
+    weights = torch.randn(experts, *sizes, generator=generator, device="cuda").bfloat16()
+
+    def lying(matrices: torch.Tensor) -> torch.Tensor:
+        return matrices.mT if turned else matrices
+
     offsets = counts.cumsum(0).int()
-    whole = grouped(rows, weights.mT, offs=offsets)
+    whole = grouped(rows, lying(weights), offs=offsets)
     hit = counts.nonzero()[:, 0]
-    assert torch.equal(grouped(rows, weights[hit].mT, offs=offsets[hit]), whole)
+    assert torch.equal(grouped(rows, lying(weights[hit]), offs=offsets[hit]), whole)
     start = 0
     for expert in hit.tolist():
         end = int(offsets[expert])
         one = torch.tensor([end - start], dtype=torch.int32, device="cuda")
-        alone = grouped(rows[start:end], weights[expert][None].mT, offs=one)
+        alone = grouped(rows[start:end], lying(weights[expert][None]), offs=one)
         assert torch.equal(alone, whole[start:end])
         start = end

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from support_experts import CONFIGS, build, check, expert_bytes, tokens, twins
+from support_experts import (
+    CONFIGS,
+    all_bytes,
+    build,
+    check,
+    check_step,
+    expert_bytes,
+    freeze,
+    tokens,
+    twins,
+)
 
 import tiermem
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 HOW = ["eager", "batched_mm", "grouped_mm"]
 
 
@@ -72,7 +83,80 @@ def test_from_files(tmp_path: Path, where: str) -> None:
         assert tier.stats().links["nvme->hbm" if where == "files" else "dram->hbm"].nbytes > 0
 
 
-def test_gradients_take_the_whole_layer() -> None:
+@pytest.mark.parametrize("recomputed", [None, True, False], ids=["saved", "reentrant", "not"])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_frozen_experts_beside_trained_attention(
+    name: str, how: str, recomputed: bool | None
+) -> None:
+    """Forward and backward, whether or not layers are recomputed."""
+    dtype = torch.bfloat16 if name == "qwen3" else torch.float32
+    with twins(CONFIGS[name](), how, 0.25, dtype) as (model, plain, tier):
+        for one in (model, plain):
+            freeze(one, "q_proj router mlp.gate.weight")
+            if recomputed is not None:
+                one.train()
+                one.gradient_checkpointing_enable({"use_reentrant": recomputed})
+                one.enable_input_require_grads()
+        for count, seed in ((5, 0), (1, 1), (9, 2)):
+            before = tier.stats().experts_chosen
+            check_step(model, plain, tokens(count, seed))
+            if recomputed is None:
+                check(model, plain, tokens(1, seed))
+            assert tier.stats().experts_chosen > before
+        stats = tier.stats()
+        assert stats.expert_hits > 0
+        assert stats.peak["hbm"] <= stats.budget["hbm"]
+        whole = [r for r in tier.residency() if r.block.endswith("experts") and r.home != "hbm"]
+        assert len(whole) == 3
+        assert all(row.tiers["hbm"] == "absent" for row in whole)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_trained_head_and_frozen_layers_below(how: str) -> None:
+    """Nothing is saved of layers through which no gradient goes."""
+    with twins(CONFIGS["mixtral"](), how, 0.25) as (model, plain, tier):
+        for one in (model, plain):
+            freeze(one, "lm_head layers.2.mlp.gate")
+        for seed in range(3):
+            tier.reset_stats()
+            check_step(model, plain, tokens(1, seed))
+            assert tier.stats().experts_chosen in (6, 8)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_adapters_beside_frozen_experts(how: str, dtype: torch.dtype) -> None:
+    """Steps of an optimizer, a sample with no gradients between two, and the adapters' bits."""
+    models = [build(CONFIGS["mixtral"](), how, dtype) for _ in range(2)]
+    settings = tiermem.Lora(r=4, target_modules=["q_proj", "v_proj"])
+    for one in models:
+        torch.manual_seed(1)
+        tiermem.add_adapters(one, settings)
+    model, plain = models
+    hbm = 2 * all_bytes(model) // 3
+    with tiermem.TierManager("cpu", hbm=hbm, dram="16MiB") as tier:
+        tier.wrap(model)
+        optimizers = [
+            make([p for p in one.parameters() if p.requires_grad], torch.optim.AdamW, lr=1e-2)
+            for one, make in ((model, tier.optimizer), (plain, lambda p, kind, **kw: kind(p, **kw)))
+        ]
+        for seed in range(4):
+            ids = tokens(4, seed)
+            losses = [one(input_ids=ids, labels=ids).loss for one in models]
+            assert torch.equal(*losses)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            check(model, plain, tokens(1, seed))
+        assert tier.stats().experts_chosen > 0
+        assert "hbm->dram" not in tier.stats().links
+        for name, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_trained_experts_take_the_whole_layer() -> None:
     with twins(CONFIGS["mixtral"](), "eager", 1.2) as (model, plain, _):
         ids = tokens(6)
         check(model, plain, ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import partial
 from random import Random
 
@@ -15,8 +16,9 @@ from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
 from tiermem.core.layout import TensorShape
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.expert_seats import Use
+from tiermem.runtime.memory.expert_seats import Piece, Use
 from tiermem.runtime.services.expert_store import ExpertStore
+from tiermem.runtime.services.saved_experts import SavedExperts
 from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.copy import StreamCopyEngine
@@ -60,9 +62,20 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
         if ctypes.string_at(address, PAGE) != bytes([value]) * PAGE:
             wrong.append(f"{value} is not there")
 
+    def read(use: Use, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            rows = store.rows(use, use.stack, piece.tensor, [piece.expert])
+            assert rows is not None
+            value = piece.expert + 10 * stacks.index(use.stack) + 100 * piece.tensor
+            device.submit(device.stream, partial(look, rows[0].data_ptr(), value))
+            del rows  # like a kernel's, its operands are addresses
+            for _ in range(random.randint(0, lag)):
+                device.advance()
+
+    saved, calls = SavedExperts(store), list[Use]()
     with manager.lock:
         for turn in range(24):
-            store.prepare(training=turn == 15)
+            store.prepare(set(store.stacks) if turn == 15 else ())
             number = turn % STACKS
             stack = stacks[number]
             assert stack is not None
@@ -75,15 +88,16 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
             pieces = [stack.piece(tensor, expert) for expert in chosen for tensor in (0, 1)]
             use = Use(stack, counts, pieces)
             store.begin(use)
-            for piece in pieces:
-                rows = store.rows(use, stack, piece.tensor, [piece.expert])
-                assert rows is not None
-                value = piece.expert + 10 * number + 100 * piece.tensor
-                device.submit(device.stream, partial(look, rows[0].data_ptr(), value))
-                del rows  # like a kernel's, its operands are addresses
-                for _ in range(random.randint(0, lag)):
-                    device.advance()
+            read(use, pieces)
+            use.saved.update(dict.fromkeys(random.sample(pieces, random.randint(1, len(pieces)))))
+            calls.append(use)
             store.end(use)
+            if random.random() < 0.3:  # backward, which may leave something unasked
+                for call in calls[::-1]:
+                    asked = [piece for piece in [*call.saved][::-1] if random.random() < 0.9]
+                    read(saved.resume(call), asked)
+                saved.end_backward()
+                calls.clear()
     manager.parts.copy.synchronize()
     assert not wrong
     manager.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,47 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_ctrl_c import cut_short
 from support_nn import same_bits
+from support_stacks import (
+    EXPERTS,
+    LAYER,
+    LAYERS,
+    LEAST,
+    ROW,
+    SEAT,
+    WIDTH,
+    Experts,
+    Listed,
+    Model,
+    choose,
+    states,
+    twins,
+)
 from torch import nn
 from torch.nn import functional
 
 import tiermem
 from tiermem.nn.compat.stacks import experts_of, reads_rows
-
-EXPERTS, WIDTH, INNER, LAYERS = 8, 16, 64, 3
-ROW = WIDTH * INNER * 4
-LAYER = 2 * EXPERTS * ROW
-SEAT = 4096
-
-
-class Experts(nn.Module):
-    """As in transformers, with the plain loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH) / 4)
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) / 4)
-        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 4)
-
-    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros_like(x)
-        for expert in torch.unique(index):
-            tokens, place = torch.where(index == expert)
-            y = functional.linear(x[tokens], self.up[expert]).relu()
-            y = functional.linear(y, self.down[expert]) + self.bias[expert]
-            found.index_add_(0, tokens, y * weight[tokens, place, None])
-        return found
-
-
-class Listed(Experts):
-    """Copies of the rows of all chosen pairs."""
-
-    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        pairs = index.reshape(-1)
-        many = x.repeat_interleave(index.shape[1], 0)[:, :, None]
-        y = torch.bmm(self.down[pairs], torch.bmm(self.up[pairs], many).relu())[:, :, 0]
-        y = (y + self.bias[pairs]) * weight.reshape(-1, 1)
-        return y.view(*index.shape, WIDTH).sum(1)
 
 
 class Dense(Experts):
@@ -73,48 +51,6 @@ class Sneaky(Experts):
         for expert in (0, 3, -1):
             y = functional.linear(functional.linear(y, self.up[expert]), self.down[expert])
         return y + self.bias[-1] + self.up[2:4].sum() + self.down[index.reshape(-1)].sum()
-
-
-class Model(nn.Module):
-    """Layers that are told what to choose."""
-
-    def __init__(self, kind: type[nn.Module] = Experts) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.experts = nn.ModuleList(kind() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
-        for inner, experts, index in zip(self.inner, self.experts, chosen, strict=True):
-            x = inner(x)
-            weight = x[:, : index.shape[1]].softmax(-1)
-            x = x + experts(x, index, weight)
-        return x
-
-
-LEAST = LAYER + 8 * SEAT
-
-
-@contextmanager
-def twins(
-    kind: type[nn.Module] = Experts, hbm: int = LEAST, **options: Any
-) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields a model in the tiers, an ordinary one with the same weights, and the front."""
-    torch.manual_seed(0)
-    model = Model(kind)
-    torch.manual_seed(0)
-    plain = Model(kind)
-    with tiermem.TierManager("cpu", hbm=hbm, dram=4 << 20, **options) as tier:
-        yield tier.wrap(model), plain, tier
-
-
-def choose(tokens: int, seed: int, among: int = EXPERTS, of: int = 2) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(LAYERS, tokens, among, generator=generator).argsort(-1)
-    return list(order[..., :of])
-
-
-def states(tokens: int) -> torch.Tensor:
-    return torch.randn(tokens, WIDTH, generator=torch.Generator().manual_seed(tokens))
 
 
 def check(model: Any, plain: Any, chosen: Sequence[torch.Tensor]) -> None:
@@ -196,6 +132,17 @@ def test_any_budget_and_choice(
             check(model, plain, choose(tokens, seed, among))
         stats = tier.stats()
         assert stats.peak["hbm"] <= stats.budget["hbm"]
+
+
+@pytest.mark.parametrize("kind", [Experts, Listed])
+def test_a_layer_that_is_called_by_itself(kind: type[nn.Module]) -> None:
+    with twins(kind) as (model, plain, _):
+        check(model, plain, choose(3, 0))
+        x, index = states(3), choose(3, 1)[1]
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                found = [one.experts[1](x, index, x[:, :2]) for one in (model, plain)]
+            assert same_bits(*found)
 
 
 def test_what_fits_in_hbm_is_used_there() -> None:
@@ -335,7 +282,7 @@ def test_models_leave_and_come_back() -> None:
     check(model, plain, choose(2, 3))
 
 
-_FILES = ["nn/wrap/experts", "nn/groups/rows", "runtime/services/expert_store", "core/experts"]
+_FILES = ["nn/wrap/experts", "nn/groups/rows", "runtime/services/expert_", "core/experts"]
 
 
 @pytest.mark.parametrize("first", [1, 150, 700])

@@ -26,6 +26,8 @@ class ResidencyTable:
     Attributes:
         hbm: The allocator.
         nbytes: Of all blocks, wherever they are.
+        give_way: Blocks, by id, of which the home is HBM, and which are taken out where another
+            one has no room.
         get: Returns a block's record by id, or None where there is no such block (any more).
         at: Returns the record of the block in HBM at an offset; None for an orphan.
     """
@@ -39,6 +41,7 @@ class ResidencyTable:
         """
         self.hbm = Allocator(hbm_nbytes, backing=backing)
         self.nbytes = 0
+        self.give_way: set[int] = set()
         self._records: dict[int, Record] = {}
         self._at: dict[int, Record] = {}
         self._orphans: dict[int, Extent] = {}
@@ -54,9 +57,17 @@ class ResidencyTable:
     def __len__(self) -> int:
         return len(self._records)
 
-    def fixed_nbytes(self) -> int:
-        """Returns the bytes of HBM that are taken for good."""
-        return sum(record.block.nbytes for record in self if record.fixed)
+    def fixed_nbytes(self, *, now: bool = False) -> int:
+        """Returns the bytes of HBM that are taken for good.
+
+        Args:
+            now: Whether to count what gives way, too.
+        """
+        return sum(
+            record.block.nbytes
+            for record in self
+            if record.fixed and (now or record.block.id not in self.give_way)
+        )
 
     def add(
         self, block: Block, home: Tier, home_extent: Extent | None, *, defined: bool = False
@@ -93,6 +104,7 @@ class ResidencyTable:
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "removed")
         del self._records[block_id]  # first: cut short after it, the rest follows from it
+        self.give_way.discard(block_id)
         self._leave(record, keep=keep)
         self.nbytes -= record.block.nbytes
         return record

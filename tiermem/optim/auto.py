@@ -194,7 +194,7 @@ class AutoOverlap:
         """
         seen = max(self._seen_nbytes, self._seen_now())
         held = self._runtime.program.worst_chain + seen
-        room = self._table.hbm.capacity - self._table.fixed_nbytes() - held
+        room = self._table.hbm.capacity - self._table.fixed_nbytes(now=True) - held
         return 0 if seen else room
 
     def _fits(self, unit: StepUnit, room: int) -> bool:

@@ -594,9 +594,12 @@ class BlockManager:
         """
         if not blocks:
             return
-        there = self.parts.table.fixed_nbytes()
-        if not self.parts.limit.require(there + sum(block.nbytes for block in blocks)):
-            raise too_much_for_good(blocks, there, self.parts.table.hbm.capacity)
+        table, limit = self.parts.table, self.parts.limit
+        there, nbytes = table.fixed_nbytes(), sum(block.nbytes for block in blocks)
+        if not limit.require(there + nbytes):
+            raise too_much_for_good(blocks, there, table.hbm.capacity)
+        if table.fixed_nbytes(now=True) + nbytes > table.hbm.capacity:
+            limit.make_way()
         for block in blocks:
             self.acquirer.place_for_good(self.parts.table[block.id])
         self.parts.evictor.regions.divide_anew()

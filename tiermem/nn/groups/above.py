@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tiermem.core.block import Block
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory.expert_seats import Use
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.addresses import Addresses
@@ -28,6 +30,10 @@ class Calls(Protocol):
 
 class WeightViews(Protocol):
     """Packs views of weights that autograd saves; see :mod:`tiermem.nn.passes.saved`."""
+
+    def group_of(self, block: Block) -> Group:
+        """Returns the group of a block."""
+        ...
 
     def beside(self, saved: Any, tensor: torch.Tensor) -> Any:
         """Returns an alias of bytes that never leave HBM, in place of a reference; else None."""
@@ -88,6 +94,22 @@ class Lender(Protocol):
     @property
     def saved(self) -> WeightViews:
         """The hooks that save tensors of its groups for backward."""
+        ...
+
+
+class RowSaving(Protocol):
+    """Knows of rows of stacks that autograd saves; see :mod:`tiermem.nn.passes.savedrows`."""
+
+    def copied(self, use: Use, index: int, experts: Sequence[int], copy: torch.Tensor) -> None:
+        """Notes copies of rows that a call is given."""
+        ...
+
+    def version(self, weight: torch.Tensor) -> int:
+        """Returns the version of a weight that is saved now; -1 where changes are no error."""
+        ...
+
+    def resume(self, use: Use) -> Use:
+        """Returns the use that backward makes of what was saved of a call."""
         ...
 
 

@@ -8,23 +8,23 @@ whole block, and gives what it would give on the parameter itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import torch
 
 from tiermem.nn.compat.entrances import inside
+from tiermem.nn.groups.above import RowSaving
+from tiermem.nn.groups.grouped import Groups
+from tiermem.nn.groups.writes import refuse_changed
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+_DERIVED = _GROUPED[:2]
+"""Of these, those of which the gradient is such a product again."""
 _INDICES = (torch.int64, torch.int32)
-_FEW = 32
-"""Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
-their rows, is better than a kernel for each."""
-_AT_ONCE = 64 << 20
-"""Bytes of rows that are concatenated for one kernel: small ones are not worth one each."""
 _OPERATORS = (
     "__add__",
     "__radd__",
@@ -68,9 +68,10 @@ class Choice:
         use: The call.
         indices: The choices as they lie, on the host; None where the forward may change them.
         exact: Whether groups are as large as the choices say.
+        saving: What knows of rows that autograd saves.
     """
 
-    __slots__ = ("exact", "indices", "manager", "stack", "store", "use")
+    __slots__ = ("_call", "exact", "indices", "manager", "saving", "stack", "store", "use")
 
     def __init__(
         self,
@@ -80,14 +81,40 @@ class Choice:
         indices: Sequence[int] | None,
         *,
         exact: bool,
+        saving: RowSaving,
+        call: Use | None = None,
     ) -> None:
-        """Stores the arguments."""
+        """Stores the arguments.
+
+        Args:
+            manager: Of the blocks.
+            store: Has the rows.
+            use: The call.
+            indices: The choices, where they are as the call will use them.
+            exact: Whether groups are as large as the choices say.
+            saving: What knows of rows that autograd saves.
+            call: That in which the choice was made; ``use`` where it is not backward's.
+        """
         self.manager = manager
         self.store = store
         self.use = use
         self.stack: Stack = use.stack
         self.indices = indices
         self.exact = exact
+        self.saving = saving
+        self._call = call or use
+
+    def again(self) -> Choice:
+        """Returns the same choice for a backward."""
+        use = self.saving.resume(self._call)
+        return Choice(
+            self.manager, self.store, use, None, exact=False, saving=self.saving, call=self._call
+        )
+
+    def copied(self, tensor: int, experts: Sequence[int], copy: torch.Tensor) -> None:
+        """Notes copies of rows, which autograd may save."""
+        if torch.is_grad_enabled():
+            self.saving.copied(self.use, tensor, experts, copy)
 
     @inside
     def rows(self, tensor: int, experts: Sequence[int]) -> list[torch.Tensor] | None:
@@ -112,7 +139,7 @@ class Rows:
         turned: Whether its last two dimensions have changed places.
     """
 
-    __slots__ = ("_choice", "_param", "_tensor", "_turned")
+    __slots__ = ("_choice", "_param", "_tensor", "_turned", "_version")
     __hash__ = object.__hash__
 
     def __init__(
@@ -122,6 +149,7 @@ class Rows:
         self._tensor = tensor
         self._param = param
         self._turned = turned
+        self._version = -1
 
     # -- what needs no bytes ---------------------------------------------
 
@@ -162,7 +190,7 @@ class Rows:
         """Returns one expert's row, copies of several, or what the whole gives."""
         if self._tensor not in self._choice.stack.rows:
             small = self._choice.row(self._tensor, 0)
-            return (self._whole() if small is None else small)[index]
+            return (self.whole() if small is None else small)[index]
         if not self._turned:
             expert = _number(index)
             if expert is not None:
@@ -173,14 +201,14 @@ class Rows:
                 found = self._gathered(index)
                 if found is not None:
                     return found
-        return self._whole()[index]
+        return self.whole()[index]
 
     def transpose(self, first: int, second: int) -> Any:
         """Turns the last two dimensions, or the whole."""
         ndim = self.ndim
         if {first % ndim, second % ndim} == {ndim - 1, ndim - 2} and ndim == 3:
             return Rows(self._choice, self._tensor, self._param, turned=not self._turned)
-        return self._whole().transpose(first, second)
+        return self.whole().transpose(first, second)
 
     def _row(self, expert: int) -> torch.Tensor | None:
         """Returns a row in place; None where the whole parameter is needed."""
@@ -196,21 +224,9 @@ class Rows:
         kinds = sorted(set(experts))
         if not kinds or kinds[0] < 0 or kinds[-1] >= self._param.shape[0]:
             return None
-        if len(kinds) < self._choice.store.seats_for(self._choice.stack, self._tensor):
-            found = self._choice.rows(self._tensor, kinds)
-            if found is None:
-                return None
-            rows = dict(zip(kinds, found, strict=True))
-            return torch.stack([rows[expert] for expert in experts])
-        copies: torch.Tensor | None = None
-        for expert in kinds:
-            row = self._row(expert)
-            if row is None:
-                return None
-            if copies is None:
-                copies = row.new_empty((len(experts), *row.shape))
-            for place in (place for place, other in enumerate(experts) if other == expert):
-                copies[place].copy_(row)
+        copies = gather(partial(self._choice.rows, self._tensor), experts, self.at_hand()[0])
+        if copies is not None:
+            self._choice.copied(self._tensor, experts, copies)
         return copies
 
     def grouped(
@@ -233,40 +249,46 @@ class Rows:
         if not choice.exact or sum(counts) != rows.shape[0] or len(counts) != len(offsets):
             ends = offsets.tolist()
             counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        experts = [expert for expert, count in enumerate(counts) if count]
-        if not experts or sum(counts) != rows.shape[0] or min(counts) < 0:
+        if not any(counts) or sum(counts) != rows.shape[0] or min(counts) < 0:
             return None
-        seats = choice.store.seats_for(choice.stack, self._tensor)
-        at_once = min(seats // 4, _AT_ONCE // max(choice.stack.nbytes(self._tensor), 1))
-        if rows.shape[0] <= _FEW * len(experts):
-            at_once = seats // 2
-        at_once = max(1, at_once)
-        parts, start = [], 0
-        steps = torch.arange(rows.shape[0] + 1, dtype=offsets.dtype, device=offsets.device)
-        for first in range(0, len(experts), at_once):
-            some = experts[first : first + at_once]
-            found = choice.rows(self._tensor, some)
-            if found is None:
-                return None
-            matrices = found[0][None] if len(found) == 1 else torch.stack(found)
-            if self._turned:
-                matrices = matrices.transpose(-2, -1)
-            ends = list(accumulate(counts[expert] for expert in some))
-            total = ends[-1]
-            inner = torch.cat([steps[end : end + 1] for end in ends])  # the host waits for nothing
-            parts.append(function(rows[start : start + total], matrices, offs=inner))
-            start += total
-            del found, matrices
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Groups(self, function, counts)(rows, offsets)
+
+    def matrices(self, experts: Sequence[int]) -> torch.Tensor | None:
+        """Returns those of some experts, the only one as it lies; None where none can be had."""
+        found = self._choice.rows(self._tensor, experts)
+        if found is None:
+            return None
+        matrices = found[0][None] if len(found) == 1 else torch.stack(found)
+        return matrices.transpose(-2, -1) if self._turned else matrices
+
+    def at_hand(self) -> tuple[int, int]:
+        """Returns how many rows can be had together, and the bytes of one."""
+        stack = self._choice.stack
+        return self._choice.store.seats_for(stack, self._tensor), stack.nbytes(self._tensor)
+
+    def save(self, experts: Sequence[int]) -> None:
+        """Notes that backward will ask for the rows of some experts, as they are now."""
+        choice = self._choice
+        self._version = choice.saving.version(self._param)
+        choice.use.saved.update((choice.stack.piece(self._tensor, e), None) for e in experts)
+
+    def turned_again(self) -> Rows:
+        """Returns the same transposed, for a backward.
+
+        Raises:
+            RuntimeError: If they were changed in place since they were saved.
+        """
+        refuse_changed(self._param, self._version, self._choice.stack.block.name)
+        return Rows(self._choice.again(), self._tensor, self._param, turned=not self._turned)
 
     # -- everything else -------------------------------------------------
 
-    def _whole(self) -> torch.Tensor:
+    def whole(self) -> torch.Tensor:
         """Returns the parameter, every operation on which brings the block."""
         return self._param.transpose(-2, -1) if self._turned else self._param
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole(), name)
+        return getattr(self.whole(), name)
 
     @classmethod
     def __torch_function__(
@@ -288,15 +310,51 @@ class Rows:
                 and rows.dim() == 2
                 and all(value is None for value in others)
             ):
-                found = args[1].grouped(function, rows, offsets)
+                graph = torch.is_grad_enabled() and rows.requires_grad
+                found = None
+                if not graph or name in _DERIVED:
+                    found = args[1].grouped(function, rows, offsets)
                 if found is not None:
                     return found
         return function(*map(_real, args), **{key: _real(v) for key, v in kwargs.items()})
 
 
+def gather(
+    rows: Callable[[Sequence[int]], list[torch.Tensor] | None], experts: Sequence[int], seats: int
+) -> torch.Tensor | None:
+    """Returns copies of rows.
+
+    Args:
+        rows: Returns rows of experts as they lie.
+        experts: Of each copy; some may be equal.
+        seats: How many rows can be had together.
+
+    Returns:
+        ``[len(experts), ...]``; None where a row cannot be had.
+    """
+    kinds = sorted(set(experts))
+    if len(kinds) < seats:
+        found = rows(kinds)
+        if found is None:
+            return None
+        by_expert = dict(zip(kinds, found, strict=True))
+        return torch.stack([by_expert[expert] for expert in experts])
+    copies: torch.Tensor | None = None
+    for expert in kinds:
+        found = rows((expert,))
+        if found is None:
+            return None
+        row = found[0]
+        if copies is None:
+            copies = row.new_empty((len(experts), *row.shape))
+        for place in (place for place, other in enumerate(experts) if other == expert):
+            copies[place].copy_(row)
+    return copies
+
+
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: Rows, *args: Any) -> Any:
-        return getattr(self._whole(), name)(*map(_real, args))
+        return getattr(self.whole(), name)(*map(_real, args))
 
     apply.__name__ = name
     return apply
@@ -309,7 +367,7 @@ for _name in _OPERATORS:
 def _real(value: Any) -> Any:
     """Returns a value with the whole parameters in it."""
     if isinstance(value, Rows):
-        return value._whole()
+        return value.whole()
     if type(value) in (list, tuple):
         return type(value)(map(_real, value))
     return value

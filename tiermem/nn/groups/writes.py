@@ -10,6 +10,27 @@ import torch
 from tiermem.nn.groups.entry import Entry
 
 
+def refuse_changed(weight: torch.Tensor, version: int, block: str) -> None:
+    """Refuses a weight that backward needs as it was; an error that torch raises as well.
+
+    Args:
+        weight: Wherever it points.
+        version: Of it when it was saved; -1 where changes are no error.
+        block: The name of its block.
+
+    Raises:
+        RuntimeError: If it was changed in place since.
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # it may be away
+        now = weight._version
+    if version not in (-1, now):
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: a weight of block {block!r} is at version "
+            f"{now}; expected version {version} instead"
+        )
+
+
 class Writes:
     """What is known of writes to the tensors of one block.
 

@@ -117,6 +117,8 @@ class BackwardPass:
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.watchers]
         stepping = [steps for steps, revocable in asked if steps or not revocable]
         manager.begin_pass(runtime.names.backward(stepping), order[::-1], load=runtime.names.load)
+        with manager.lock:
+            runtime.experts.prepare(runtime.experts.whole)
         runtime.activations.begin_backward()
         self.incoming.begin_backward()
 
@@ -184,6 +186,7 @@ class BackwardPass:
         with self.manager.lock:
             for group in self._soft:
                 group.rest()
+            runtime.saved.rows.calls.end_backward()
         self._soft.clear()
         runtime.activations.end_backward()
         runtime.busy("backward", self._began)

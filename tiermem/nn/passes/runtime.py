@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.core.block import align_up
 from tiermem.core.need import unit_limit
 from tiermem.errors import CheckpointError, WrapError
 from tiermem.nn.groups.entry import Entry
@@ -83,8 +84,8 @@ class ModuleRuntime:
             settings.activation_layers,
             settings.activation_ahead,
         )
+        self.experts: ExpertStore = ExpertStore(manager)
         self.saved = SavedHooks(self)
-        self.experts = ExpertStore(manager)
         self.names = PassNames()
         self.backward = BackwardPass(self)
         self.keepers = Keepers()
@@ -142,7 +143,7 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for keeper in self.keepers:
                 keeper.before_forward(training)
-            self.experts.prepare(training)
+            self.experts.prepare(*self._trained() if training else ((),))
             self.grads.drop_forgotten()
             self.away.end()
             # with optimizer steps in it the pass uses other blocks: it is learned as another
@@ -155,6 +156,20 @@ class ModuleRuntime:
             if self.activations.store is not None and training:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()
+
+    def _trained(self) -> tuple[set[int], int]:
+        """Returns the stacks of experts that are trained, and bytes of gradients to come to HBM."""
+        stacks, nbytes = self.experts.stacks, 0
+        whole = set()
+        for group in self.groups if stacks else ():
+            with torch._C.DisableTorchFunctionSubclass():  # they are away
+                trained = [entry for entry in group.entries if entry.param.requires_grad]
+            if trained and group.block.id in stacks:
+                whole.add(group.block.id)
+            if any(entry.unit is None for entry in trained) or (trained and not group.resident):
+                specs = group.block.tensors
+                nbytes += align_up(sum(specs[entry.index].nbytes for entry in trained))
+        return whole, nbytes
 
     def refuse_inside(self, what: str) -> None:
         """Refuses a call from within a forward or backward, where things are half done.

@@ -29,11 +29,13 @@ from tiermem.core.block import Block, Role
 from tiermem.errors import ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
-from tiermem.nn.groups.above import WeightViews
 from tiermem.nn.groups.away import group_of
+from tiermem.nn.groups.writes import refuse_changed
 from tiermem.nn.passes.activations import Kept, SavedActivation, changed
+from tiermem.nn.passes.savedrows import SavedCopies, SavedRows
+from tiermem.nn.passes.savedview import SavedView
 from tiermem.runtime.base.functorch import transforming, untransformed
-from tiermem.runtime.memory.slots import Slot, View, typed_view
+from tiermem.runtime.memory.slots import Slot, typed_view
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
@@ -42,39 +44,6 @@ if TYPE_CHECKING:
 _REFERRED = (Role.PARAM, Role.BUFFER)
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it a parameter that is away is asked as an ordinary tensor is."""
-
-
-class SavedView:
-    """A view of a block's bytes, without holding them.
-
-    Attributes:
-        block: The block.
-        view: What it shows of the block.
-        hooks: Of the manager that has the block.
-        owner: The parameter or buffer whose bytes they are, if that is known.
-        version: Of the owner when the view was saved; -1 where changes are no error.
-    """
-
-    __slots__ = (
-        "block", "conj", "hooks", "neg", "owner", "version", "view"
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        hooks: WeightViews,
-        block: Block,
-        tensor: torch.Tensor,
-        view: View,
-        owner: torch.Tensor | None,
-    ) -> None:
-        self.hooks = hooks
-        self.block = block
-        self.view = view
-        self.conj = tensor.is_conj()
-        self.neg = tensor.is_neg()
-        self.owner = owner
-        # a tensor with a counter of its own (``weight.data``) is not said to be changed either
-        self.version = -1 if owner is None else tensor._version
 
 
 def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +82,7 @@ class SavedHooks:
         self._record_of = manager.parts.table.get
         self._slots = manager.parts.slots.current
         self._slot_at = manager.parts.slots.by_address.get
+        self.rows = SavedRows(self, runtime)
         activations = runtime.activations
         self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)
@@ -192,11 +162,19 @@ class SavedHooks:
             slot = self._slot_at(tensor.untyped_storage().data_ptr())
         except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
             return None
+        if self.rows.copies or self.rows.store.seats:
+            found = self.rows.reference(tensor)
+            if found is not None:
+                return found
         if slot is None or slot.block.role not in _REFERRED:
             return None
         block = slot.block
         view = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
         return SavedView(self, block, tensor, view, self._owner_of(block, tensor))
+
+    def group_of(self, block: Block) -> Group:
+        """Returns the group of a block that has one."""
+        return self._runtime.groups.by_block[block.id]
 
     @_passed_over
     @inside
@@ -228,11 +206,11 @@ class SavedHooks:
             if tensor._version != packed.version:
                 raise changed(tensor, packed.version, tensor.shape)
             return tensor if type(tensor) in _PLAIN_TYPES else _bytes_of(tensor)
-        if type(packed) is SavedView:
+        if isinstance(packed, SavedView):
             return packed.hooks.view(packed)
         if type(packed) is _Handed:
             inner = packed.packed
-            if type(inner) is SavedView:
+            if isinstance(inner, SavedView):
                 inner = inner.hooks.view(inner)
             return _bytes_of(packed.unpack(inner))  # the user's: an exception there is no fault
         if type(packed) is SavedActivation:
@@ -257,16 +235,10 @@ class SavedHooks:
         """
         if saved.block.id in self._deferred.owed:
             self.pay(saved.block.id)
-        owner, version = saved.owner, saved.version
-        if owner is not None and version != -1:
-            with _Plain():  # it may be away
-                now = owner._version
-            if now != version:  # an error that torch raises as well needs no repair
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: a weight of block {saved.block.name!r} is at version "
-                    f"{now}; expected version {version} instead"
-                )
+        if saved.owner is not None and saved.version != -1:
+            refuse_changed(saved.owner, saved.version, saved.block.name)  # and nothing to repair
+            if type(saved) is SavedCopies and saved.counter._version != saved.counted:
+                raise changed(saved.counter, saved.counted, saved.shown[2])
         return self._fetch(saved)
 
     @inside
@@ -278,14 +250,11 @@ class SavedHooks:
     @inside
     def _fetch(self, saved: SavedView) -> torch.Tensor:
         self._runtime.backward.enter()
-        block, view = saved.block, None
-        group = self._group_of(block.id)
-        if group is not None and group.soft and not self._gate.closed:
-            with self.manager.lock:  # its backward has just begun
-                if self._at_hand(block.id) is not None:
-                    view = self._slots[block.id].sight.read_view(saved.view)
+        view = None
+        if type(saved) is not SavedView:
+            view = self.rows.again(saved)
         if view is None:
-            view = self._brought(saved)
+            view = self.rows.out_of(saved, self._bytes(saved))
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook here sees it: a
             # copy in ordinary memory does not hold the block in HBM
@@ -296,6 +265,16 @@ class SavedHooks:
         if saved.neg:
             view = torch._neg_view(view)
         return view
+
+    def _bytes(self, saved: SavedView) -> torch.Tensor:
+        """Returns a view of a whole block's bytes."""
+        block = saved.block
+        group = self._group_of(block.id)
+        if group is not None and group.soft and not self._gate.closed:
+            with self.manager.lock:  # its backward has just begun
+                if self._at_hand(block.id) is not None:
+                    return self._slots[block.id].sight.read_view(saved.view)
+        return self._brought(saved)
 
     def _brought(self, saved: SavedView) -> torch.Tensor:
         """Returns what was saved of a block that has to be acquired first, or is one no more."""
@@ -437,9 +416,15 @@ class _Covering:
     def __call__(self, tensor: torch.Tensor) -> Any:
         found = self._reference(tensor)
         if found is not None and self.recomputes:
+            if type(found) is SavedCopies:
+                return self._given(tensor, None)  # it counts them where the whole block is used
             found.version = -1
         if found is not None and self.only_keeps:
             return found
+        return self._given(tensor, found)
+
+    def _given(self, tensor: torch.Tensor, found: SavedView | None) -> _Handed:
+        """Gives a tensor to the other pair."""
         pack, unpack = self.outer
         packed = pack(tensor)
         if found is not None and packed is tensor:

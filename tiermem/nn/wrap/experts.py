@@ -1,9 +1,10 @@
 """Layers of experts whose weights are stacked: only the rows that tokens choose come up.
 
-A call without gradients is told which experts each token has chosen. Its block is not brought up
+A call is told which experts each token has chosen. Its block is not brought up
 then; :class:`~tiermem.nn.groups.rows.Rows` take the place of its parameters, and the rows of the
-chosen ones are copied into HBM one by one. With gradients, and where it is unknown how the module
-reads its weights, the block comes up as ever.
+chosen ones are copied into HBM one by one, in backward once more
+(:mod:`tiermem.nn.passes.savedrows`). Where gradients are taken of the weights themselves, and where
+it is unknown how the module reads them, the block comes up as ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from tiermem.errors import REFUSALS
 from tiermem.nn.compat.entrances import inside
@@ -66,8 +68,9 @@ class ExpertsInterceptor(CallInterceptor):
         if self._manager.gate.unsure:
             self.runtime.repair()
         choice = None
-        if self._store.open and self._here.inside and self._may():
-            choice = self._begin(args, kwargs)
+        recomputing = torch._C._current_graph_task_id() != -1
+        if self._store.open and (self._here.inside or recomputing) and self._may():
+            choice = self._choose(args, kwargs, again=recomputing)
         if choice is None:
             return super().__call__(*args, **kwargs)
         if self.runtime.unwritten:
@@ -77,9 +80,11 @@ class ExpertsInterceptor(CallInterceptor):
     def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module with rows in the place of its parameters."""
         group, gate = self._groups[0], self._manager.gate
-        theirs = ended = False
+        entered = pushed = theirs = ended = False
         try:
             try:
+                entered = self._enters and self._activations.enter(self.scope)
+                pushed = torch.is_grad_enabled() and self._push()
                 group.pointing.rows = {
                     name: Rows(choice, tensor, self._params[name])
                     for name, tensor in self._tensors.items()
@@ -90,6 +95,10 @@ class ExpertsInterceptor(CallInterceptor):
                 return result
             finally:
                 group.pointing.rows = None
+                if pushed:
+                    self._saved.pop()
+                if entered:
+                    self._activations.leave()
                 self._end(choice)
                 ended = True
         except REFUSALS:
@@ -104,7 +113,7 @@ class ExpertsInterceptor(CallInterceptor):
         names, group = self.module.__dict__, self._groups[0]
         return (
             self._stack is not None
-            and not torch.is_grad_enabled()
+            and (not torch.is_grad_enabled() or self._may_be_saved())
             and not group.holds
             and self.compiled is None
             and not any(names[hooks] for hooks in _HOOKS)
@@ -120,13 +129,21 @@ class ExpertsInterceptor(CallInterceptor):
             and not torch.is_autocast_enabled(self._manager.parts.device.type)
         )
 
+    def _may_be_saved(self) -> bool:
+        """Whether rows that autograd saves are seen, and no gradients are taken of them."""
+        with torch._C.DisableTorchFunctionSubclass():  # they are away
+            trained = any(param.requires_grad for param in self._params.values())
+        return not trained and not self._saved.refused() and forward_ad._current_level < 0
+
     def _has(self, name: str) -> bool:
         """Whether the module still has the parameter that the block has the values of."""
         param = _item(self.module.__dict__["_parameters"], name)
         return param is self._params[name]
 
     @inside
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
+    def _choose(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, again: bool
+    ) -> Choice | None:
         """Reads which experts are chosen and begins their copies; None for the whole block."""
         stack, how = self._stack, reads_rows(self.module)
         indices = choices_in(args, kwargs)
@@ -134,7 +151,9 @@ class ExpertsInterceptor(CallInterceptor):
             return None
         manager = self._manager
         manager.gate.guard()  # before the lock: a forked child may find it taken for ever
-        expected = self._foresee(stack, args)
+        if again:
+            self.runtime.backward.enter()
+        expected = None if again or torch.is_grad_enabled() else self._foresee(stack, args)
         flat = indices.detach().reshape(-1)
         if expected is not None:
             flat = torch.cat([flat, expected.to(flat.dtype)])
@@ -146,10 +165,11 @@ class ExpertsInterceptor(CallInterceptor):
         with manager.lock:
             if not self._store.usable(stack):
                 return None
-            use = Use(stack, counts, self._order(stack, counts, how))
+            use = Use(stack, counts, self._order(stack, counts, how), again=again)
             self._store.begin(use, named.tolist())
         few = flat.tolist() if how == "batched_mm" else None
-        return Choice(manager, self._store, use, few, exact=how == "grouped_mm")
+        exact, saving = how == "grouped_mm", self._saved.rows
+        return Choice(manager, self._store, use, few, exact=exact, saving=saving)
 
     @staticmethod
     def _foresee(stack: Stack, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -186,6 +206,7 @@ class ExpertsInterceptor(CallInterceptor):
 
     @inside
     def _end(self, choice: Choice) -> None:
+        self._saved.rows.end(choice.use)
         with self._manager.lock:
             self._store.end(choice.use)
 

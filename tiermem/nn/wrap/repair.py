@@ -63,6 +63,7 @@ def repair(runtime: ModuleRuntime) -> None:
         if runtime.activations.store is not None:
             runtime.activations.store.repair()
         _drop_lost(runtime)
+        runtime.saved.rows.copies.clear()
         runtime.experts.repair()
         repair_homes(manager.parts)
         manager.gate.torn = manager.gate.unsure = False

@@ -124,7 +124,7 @@ class Scope:
             self._order = tuple(dict.fromkeys(g.block.id for s in below for g in s.groups))
         experts = self.wrapped.runtime.experts
         if experts.open:
-            return tuple(block for block in self._order if block not in experts.stacks)
+            return tuple(block for block in self._order if not experts.by_rows(block))
         return self._order
 
 

@@ -164,7 +164,7 @@ class PlanMaker:
         sizes = {block: align_up(record.block.nbytes) for block, record in loose.items()}
         compute = self._times.compute(schedule, order, self._load)
         fetch = {block: self._times.fetch(record, beside) for block, record in loose.items()}
-        room = table.hbm.capacity - table.fixed_nbytes()
+        room = table.hbm.capacity - table.fixed_nbytes(now=True)
         plan = Plan(frozenset(), room)
         turn = 0
         if loose and all(r.block.role in READ_ONLY for r in loose.values()):

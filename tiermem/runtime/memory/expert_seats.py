@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiermem.core.block import Block, Extent, TensorSpec
+from tiermem.core.block import Block, Extent, TensorSpec, align_up
 from tiermem.core.experts import Popularity, Seats
 from tiermem.core.layout import contiguous_stride
 from tiermem.runtime.memory.slots import typed_view, use_count
@@ -19,6 +19,7 @@ from tiermem.transfer.file.mover import FileTransfer
 
 WHOLE = -1
 """In place of an expert: the piece is all of a tensor (biases, of which rows are small)."""
+_LEAST_SEATS = 3
 
 
 class Piece(NamedTuple):
@@ -80,6 +81,11 @@ class Stack:
         """Returns a tensor's piece for an expert."""
         return Piece(self.number, tensor, expert if tensor in self.rows else WHOLE)
 
+    def begin_of(self, piece: Piece) -> int:
+        """Returns where a piece begins in the block, in bytes."""
+        spec = self.block.tensors[piece.tensor]
+        return spec.offset + max(piece.expert, 0) * self.nbytes(piece.tensor)
+
 
 def stack_of(number: int, block: Block, experts: int) -> Stack | None:
     """Returns a block as a stack; None where its tensors are not laid out row by row."""
@@ -93,6 +99,22 @@ def stack_of(number: int, block: Block, experts: int) -> Stack | None:
     return Stack(number, block, experts, rows, Popularity(experts))
 
 
+def sizes_of(stacks: Iterable[Stack]) -> dict[int, tuple[int, int]]:
+    """Returns pieces, and the least number of seats, by the bytes of a seat."""
+    pieces: Counter[int] = Counter()
+    least: dict[int, int] = {}
+    for stack in stacks:
+        mine: Counter[int] = Counter()
+        for index in range(len(stack.block.tensors)):
+            streams = index in stack.rows
+            size = align_up(stack.nbytes(index))
+            pieces[size] += stack.experts if streams else 1
+            mine[size] += _LEAST_SEATS if streams else 1
+        for size, count in mine.items():
+            least[size] = max(least.get(size, 0), count)
+    return {size: (pieces[size], least[size]) for size in pieces}
+
+
 class Seat:
     """One seat: its bytes, the piece in it, and the events to wait for.
 
@@ -102,19 +124,14 @@ class Seat:
         event: Of the copy that brought the piece.
         transfer: The read from a file that does; None once it has landed.
         released: Events behind the last kernels that read what was there before.
+        piece: What was copied there last.
+        use: The call that was given a view of it last.
     """
 
     __slots__ = (
-        "_baseline",
-        "_storage",
-        "_views",
-        "bytes",
-        "event",
-        "extent",
-        "inside",
-        "released",
-        "transfer",
-    )
+        "_baseline", "_storage", "_views", "bytes", "event", "extent", "inside", "piece",
+        "released", "transfer", "use",
+    )  # fmt: skip
 
     def __init__(self, whole: torch.Tensor, extent: Extent) -> None:
         """Covers ``whole``, 1-D uint8, with a storage of its own."""
@@ -124,6 +141,8 @@ class Seat:
         self.transfer: FileTransfer | None = None
         self.inside = False
         self.released: tuple[Event, ...] = ()
+        self.piece: Piece | None = None
+        self.use: Use | None = None
         self._storage = whole.untyped_storage()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self._baseline = use_count(self._storage._cdata)
@@ -132,6 +151,11 @@ class Seat:
     def aliased(self) -> bool:
         """Whether there are views of the bytes, or one is about to be made."""
         return self.inside or use_count(self._storage._cdata) > self._baseline
+
+    @property
+    def address(self) -> int:
+        """The first byte in memory; identifies the storage of a view."""
+        return self._storage.data_ptr()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -169,6 +193,10 @@ class Bank:
         self.who = who
 
 
+def _nothing() -> None:
+    return None
+
+
 class Use:
     """One call of a layer's experts.
 
@@ -179,11 +207,24 @@ class Use:
         wanted: Pieces that were not asked for yet, in the order in which they will be.
         coming: Of these, those whose copies have not begun: by tensor, each with its place in that
             order.
+        again: Whether it belongs to a backward: what it asks for was chosen in a forward.
+        saved: Pieces that autograd has saved views or copies of, in that order.
+        before: The call before it in the same direction, as long as that is known.
     """
 
-    def __init__(self, stack: Stack, counts: Sequence[int], wanted: Iterable[Piece]) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        counts: Sequence[int],
+        wanted: Iterable[Piece],
+        *,
+        again: bool = False,
+    ) -> None:
         """Starts with all pieces still wanted."""
         self.stack = stack
+        self.again = again
+        self.saved: dict[Piece, None] = {}
+        self.before: Callable[[], Use | None] = _nothing
         self.counts = counts
         self.chosen = [expert for expert, count in enumerate(counts) if count]
         self.wanted = dict.fromkeys(wanted)

@@ -85,7 +85,7 @@ class Stats:
         reads_in_place: Uses of a block that looked at a few rows of it where it lies in DRAM.
         read_in_place: Bytes of those rows; no link counts them.
         experts_chosen: Experts that tokens chose, summed over the calls of layers whose experts
-            come up one by one.
+            come up one by one; a backward through a call that has saved some is one more.
         expert_hits: Of these, those that were in HBM already, or on their way by a guess.
         expert_guesses: Experts that were fetched before a token had chosen them.
         expert_guesses_right: Of these, those that were chosen in the next call.

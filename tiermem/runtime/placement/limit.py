@@ -36,7 +36,7 @@ class HbmLimit:
         most: What it never passes, in bytes.
         least: What is known to be needed at one time, in bytes.
         open: Whether the limit is to be found out.
-        give_way: Callbacks that free permanent places that can be spared, before HBM shrinks.
+        give_way: Callbacks that free permanent places that can be spared.
     """
 
     def __init__(
@@ -76,6 +76,11 @@ class HbmLimit:
         if nbytes > self._table.hbm.capacity:
             self._resize(min(self.most, align_up(nbytes, self._unit)))
         return True
+
+    def make_way(self) -> None:
+        """Frees the permanent places that can be spared."""
+        for give in self.give_way:
+            give()
 
     def more(self, nbytes: int) -> bool:
         """Makes HBM larger by a block for which there is no room; returns whether it could."""
@@ -170,8 +175,7 @@ class HbmLimit:
     def _shrink(self, end: int) -> None:
         """Sets the end of HBM to ``end``, or behind what is in use; unmaps the rest."""
         evictor, hbm = self._evictor, self._table.hbm
-        for give in self.give_way:
-            give()
+        self.make_way()
         evictor.transfers.settle_all()
         evictor.reap()
         hbm.open_walls()

@@ -3,8 +3,8 @@
 A *stack* is a block whose tensors hold one row for each expert of a layer. One row of one of these
 tensors is a *piece*. The block stays as it is below HBM; pieces are copied out of its home into
 seats of HBM (:mod:`tiermem.core.experts`), all of which lie in one block, the *expert room*, whose
-home is HBM. It is made as a pass begins that takes no gradients, of what other blocks leave of HBM,
-and given back as soon as another block needs room: pieces are copies, and nothing is lost.
+home is HBM. It is made as a pass begins that uses pieces, of what other blocks leave of HBM, and
+given back as soon as another block needs room: pieces are copies, and nothing is lost.
 
 A piece is valid until the block is written. Callers do not write through the tensors they get, and
 a seat is taken as long as one of these tensors is alive.
@@ -12,27 +12,23 @@ a seat is taken as long as one of these tensors is alive.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
-from tiermem.core.block import Block, Extent, Role, Tier, align_up
-from tiermem.core.experts import FORESEEN, Seats, share_out
-from tiermem.core.layout import TensorShape
+from tiermem.core.block import Block, Tier
+from tiermem.core.experts import FORESEEN
 from tiermem.core.residency import State
-from tiermem.errors import CapacityError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
+from tiermem.runtime.services.expert_room import ExpertRoom
 from tiermem.runtime.services.piece_copies import PieceCopies
 
-_ROOM = "expert room"
-_LEAST_SEATS = 3
 _GUESS_FROM = 0.6
 """Share of recent guesses that must have been right for a guess to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
-_SHRINK = 0.5
 
 
 class ExpertStore:
@@ -41,6 +37,7 @@ class ExpertStore:
     Attributes:
         stacks: By the id of their blocks.
         open: Whether there is an expert room.
+        whole: Stacks, by the id of their blocks, that come up whole in the pass under way.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -50,15 +47,12 @@ class ExpertStore:
         self.stacks: dict[int, Stack] = {}
         self._copies = PieceCopies(parts, self.stacks.values)
         self._numbers: dict[int, Stack] = {}
-        self._room: Block | None = None
-        self._banks: dict[int, Bank] = {}
-        self._bank_of: dict[tuple[int, int], Bank] = {}  # by stack and tensor
+        self._room = ExpertRoom(manager)
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
-        self._last: Stack | None = None
+        self._last: Use | None = None
         self._lent: list[Seat] = []  # whose readers may not all be submitted
-        self._most = 1.0  # share of what other blocks leave that it may take
-        self._capacity = 0
+        self.whole: frozenset[int] = frozenset()
         limit, more = parts.limit, parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
@@ -68,7 +62,12 @@ class ExpertStore:
     @property
     def open(self) -> bool:
         """Whether there is an expert room."""
-        return self._room is not None
+        return self._room.block is not None
+
+    @property
+    def seats(self) -> dict[int, Seat]:
+        """All seats, by the address of their first byte."""
+        return self._room.seats
 
     def add(self, block: Block, experts: int) -> Stack | None:
         """Enters a stack; None where its tensors are not laid out row by row."""
@@ -88,62 +87,55 @@ class ExpertStore:
 
     # -- the expert room -------------------------------------------------
 
-    def prepare(self, training: bool) -> None:
-        """Makes the expert room as a pass begins, gives it back, or leaves it as it is."""
+    def by_rows(self, block_id: int) -> bool:
+        """Whether a block is a stack whose rows come up by themselves in the pass under way."""
+        return self.open and block_id in self.stacks and block_id not in self.whole
+
+    def prepare(self, whole: Collection[int], gradients: int | None = None) -> None:
+        """Makes the expert room as a pass begins, gives it back, or leaves it as it is.
+
+        Args:
+            whole: Stacks, by the id of their blocks, that come up whole: gradients are taken of
+                them.
+            gradients: Bytes of those that backward will bring into HBM; None where it is not known.
+        """
         parts = self._parts
         if not self.stacks or parts.copy.capturing():
             return
-        if training:
+        self.whole = frozenset(whole)
+        if len(self.whole) == len(self.stacks):
             self.close()
             return
-        capacity = parts.table.hbm.capacity
-        if capacity != self._capacity:
+        if not self._room.suits(self.whole, gradients):
             self.close()
-            self._capacity = capacity
-        if self._room is None and self._most > 1 / 64:
-            self._open()
+        if not self.open:
+            self._room.make(self.stacks.values(), self._worth)
 
     def close(self) -> None:
         """Gives the expert room back, with all that is seated."""
-        room = self._room
-        if room is None:
-            return
-        parts = self._parts
-        for bank in self._banks.values():
-            for seat in bank.seats:
+        if self.open:
+            for seat in self._room.seats.values():
                 self._copies.settle(seat)
-        parts.copy.synchronize()
-        seen = [seat for bank in self._banks.values() for seat in bank.seats if seat.aliased]
-        slot = parts.slots.current[room.id]
-        keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
-        self._forget_seated()
-        self._manager.remove_blocks([room])
-        self._room, self._banks, self._bank_of = None, {}, {}
-        if keep is not None:
-            parts.evictor.leave_behind(slot.extent, seen)
+            self._forget_seated()
+            self._room.give_back()
 
     def repair(self) -> None:
         """Gives the expert room back after an exception anywhere; nothing is under way."""
-        table = self._parts.table
         self._uses.clear()
         self._forget_seated()
-        if self._room is not None and table.get(self._room.id) is None:
-            self._room, self._banks, self._bank_of = None, {}, {}
-        self.close()
-        lost = [r.block for r in table if r.block.name == _ROOM]
-        self._manager.remove_blocks(lost)
+        self._room.repair()
 
     def give_way(self) -> bool:
         """Closes the expert room for a block that has no place; returns whether that freed any."""
-        if self._room is None:
+        if not self.open:
             return False
         self.close()
-        self._most *= _SHRINK
+        self._room.shrink()
         return True
 
     def _forget_seated(self) -> None:
         """Empties every seat."""
-        for bank in self._banks.values():
+        for bank in self._room.banks.values():
             for piece in list(bank.who.seated):
                 bank.who.give_up(piece)
             for seat in bank.seats:
@@ -152,81 +144,6 @@ class ExpertStore:
         self._lent.clear()
         for stack in self.stacks.values():
             stack.guessed.clear()
-
-    def _sizes(self) -> dict[int, tuple[int, int]]:
-        """Returns pieces, and the least number of seats, by the bytes of a seat."""
-        pieces: Counter[int] = Counter()
-        least: dict[int, int] = {}
-        for stack in self.stacks.values():
-            mine: Counter[int] = Counter()
-            for index in range(len(stack.block.tensors)):
-                streams = index in stack.rows
-                size = align_up(stack.nbytes(index))
-                pieces[size] += stack.experts if streams else 1
-                mine[size] += _LEAST_SEATS if streams else 1
-            for size, count in mine.items():
-                least[size] = max(least.get(size, 0), count)
-        return {size: (pieces[size], least[size]) for size in pieces}
-
-    def _spare(self) -> int:
-        """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit."""
-        table = self._parts.table
-        if table.nbytes <= table.hbm.capacity:
-            return 0
-        others = [
-            align_up(record.block.nbytes)
-            for record in table
-            if not record.fixed
-            and record.block.id not in self.stacks
-            and record.block.role in (Role.PARAM, Role.BUFFER)
-        ]
-        room = table.hbm.capacity - table.fixed_nbytes()
-        largest = max(others, default=0)
-        # what streams needs a few slots; what fits is to stay
-        return max(room - sum(others) - largest, min(room // 2, room - 4 * largest), 0)
-
-    def _open(self) -> None:
-        sizes = self._sizes()
-        room = int(self._spare() * self._most) // 4096 * 4096
-        counts = share_out(room, sizes)
-        if counts is None:
-            return
-        nbytes = sum(size * count for size, count in counts.items())
-        parts = self._parts
-        least = parts.limit.least
-        try:
-            [block] = self._manager.add_blocks(
-                [
-                    (
-                        "experts",
-                        Role.BUFFER,
-                        [TensorShape(_ROOM, (nbytes,), (1,), torch.uint8, 1)],
-                    )
-                ],
-                home="hbm",
-            )
-        except CapacityError:
-            self._most *= _SHRINK
-            return
-        finally:
-            parts.limit.least = least  # it gives way
-        self._room = block
-        whole = parts.slots.current[block.id].extent
-        offset, before = whole.offset, parts.copy.guards(whole)
-        with torch.inference_mode(False):
-            for size, count in counts.items():
-                seats = []
-                for _ in range(count):
-                    extent = Extent(offset, size)
-                    seat = Seat(parts.slots.arena.bytes_of(extent), extent)
-                    seat.released = before
-                    seats.append(seat)
-                    offset += size
-                self._banks[size] = Bank(seats, Seats(count, size, self._worth))
-        for stack in self.stacks.values():
-            for tensor in range(len(stack.block.tensors)):
-                bank = self._banks[align_up(stack.nbytes(tensor))]
-                self._bank_of[stack.number, tensor] = bank
 
     def _worth(self, piece: Any) -> float:
         if not isinstance(piece, Piece):
@@ -243,7 +160,7 @@ class ExpertStore:
         The block's deferred work is done before, and a dirty copy is written home.
         """
         parts = self._parts
-        if not self.open or parts.copy.capturing():
+        if not self.open or parts.copy.capturing() or stack.block.id not in self.stacks:
             return False
         parts.deferred.pay(stack.block.id)  # for which the room may be given back
         return self.open and self._at_home(stack)
@@ -268,7 +185,7 @@ class ExpertStore:
 
     def _drop(self, stack: Stack) -> None:
         """Drops all pieces of a stack, which was written."""
-        for bank in self._banks.values():
+        for bank in self._room.banks.values():
             pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
             for piece in pieces:
                 if piece.stack != stack.number:
@@ -289,6 +206,19 @@ class ExpertStore:
             use: The call.
             expected: Experts that the stack that comes next will probably choose, the surest first.
         """
+        stack, last = use.stack, self._last
+        self._last = use
+        if last is not None:
+            use.before = ref(last)
+        if not use.again:
+            stack.popularity.note(use.chosen)
+            stack.order = tuple(use.wanted)
+            if last is not None and not last.again:
+                last.stack.after = stack
+        self.enter(use, expected)
+
+    def enter(self, use: Use, expected: Sequence[int] = ()) -> None:
+        """Counts what a call chooses, and begins its copies."""
         stack, counters = use.stack, self._parts.counters
         here = 0
         for expert in use.chosen:
@@ -299,11 +229,6 @@ class ExpertStore:
         for piece in [p for p in self._guesses if p.stack == stack.number]:
             del self._guesses[piece]
         stack.guessed = set()
-        stack.popularity.note(use.chosen)
-        stack.order = tuple(use.wanted)
-        if self._last is not None:
-            self._last.after = stack
-        self._last = stack
         self._uses.append(use)
         begun = False
         try:
@@ -319,8 +244,18 @@ class ExpertStore:
         if use in self._uses:
             self._uses.remove(use)
         after = use.stack.after
-        if after is not None and self._room is not None and self.usable(after):
+        if use.again or after is None or (use.saved and after.number <= use.stack.number):
+            return  # backward comes next, and resumes what was saved
+        if self.open and self.usable(after):
             self._guess(after)
+
+    def is_seated(self, seat: Seat) -> bool:
+        """Whether a seat still has the piece that was copied there last."""
+        if seat.piece is None:
+            return False
+        bank = self._bank(seat.piece)
+        index = bank.who.seated.get(seat.piece)
+        return index is not None and bank.seats[index] is seat
 
     def rows(
         self, use: Use, stack: Stack, tensor: int, experts: Sequence[int]
@@ -340,7 +275,7 @@ class ExpertStore:
         Raises:
             StorageError: If one cannot be read.
         """
-        if self._room is None or (use not in self._uses and not self.usable(stack)):
+        if not self.open or (use not in self._uses and not self.usable(stack)):
             return None
         self._note_released()
         spec, streams = stack.block.tensors[tensor], tensor in stack.rows
@@ -351,8 +286,11 @@ class ExpertStore:
             if seat is None:
                 return None
             self._lent.append(seat)
+            seat.use = use
             found.append(seat.view(spec, shape))
             self._parts.copy.use(seat.event)
+        if use.again and not use.wanted and use in self._uses:
+            self._uses.remove(use)
         return found
 
     def _seat_of(self, piece: Piece, use: Use) -> Seat | None:
@@ -381,7 +319,8 @@ class ExpertStore:
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
         """Returns how many pieces of a tensor can be looked at together."""
-        return len(self._bank(stack.piece(tensor, 0)).seats) if self._banks else 0
+        bank = self._room.bank_of.get((stack.number, tensor))
+        return 0 if bank is None else len(bank.seats)
 
     # -- inside ----------------------------------------------------------
 
@@ -395,7 +334,7 @@ class ExpertStore:
                 seat.released = now
 
     def _bank(self, piece: Piece) -> Bank:
-        return self._bank_of[piece.stack, piece.tensor]
+        return self._room.bank_of[piece.stack, piece.tensor]
 
     def _sits(self, piece: Piece) -> bool:
         return piece in self._bank(piece).who.seated
@@ -422,15 +361,15 @@ class ExpertStore:
         stack.popularity.expected = list(experts)
         if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
             pieces = [stack.piece(index, expert) for expert in experts for index in stack.rows]
-            self._bring_guesses(stack, pieces)
+            self.bring_guesses(stack, pieces)
 
     def _guess(self, stack: Stack) -> None:
         """Begins the copies of what was chosen last, where that has foretold the next choice."""
         if stack.popularity.repeats < _GUESS_FROM:
             return
-        self._bring_guesses(stack, stack.order)
+        self.bring_guesses(stack, stack.order)
 
-    def _bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
+    def bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
         """Begins the copies of pieces that no call has asked for, as far as there are seats.
 
         Not from a swap file, for which the host would wait.
@@ -477,6 +416,7 @@ class ExpertStore:
             self._copies.settle(seat)  # a guess that was not used
             if self._lent:
                 self._note_released()
+            seat.piece, seat.use = piece, None
             self._copies.begin(seat, self._numbers[piece.stack], piece, urgent=urgent)
             filled = True
         finally:

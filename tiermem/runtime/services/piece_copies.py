@@ -40,7 +40,7 @@ class PieceCopies:
         """
         parts = self._parts
         record = parts.table[stack.block.id]
-        begin, nbytes = self._range(stack, piece)
+        begin, nbytes = stack.begin_of(piece), stack.nbytes(piece.tensor)
         seat.event = None
         if record.home is Tier.DRAM and record.home_extent is not None:
             home = parts.homes.bytes_of(record.home_extent)[begin : begin + nbytes]
@@ -91,12 +91,6 @@ class PieceCopies:
         parts.counters.moved("dram->hbm", nbytes, ended - started)
         parts.counters.copy_ns += ended - started
         parts.timeline.add("dram->hbm", stack.block.name, started, ended, nbytes)
-
-    @staticmethod
-    def _range(stack: Stack, piece: Piece) -> tuple[int, int]:
-        """Returns where a piece begins in its block, and its bytes."""
-        spec, nbytes = stack.block.tensors[piece.tensor], stack.nbytes(piece.tensor)
-        return spec.offset + max(piece.expert, 0) * nbytes, nbytes
 
     def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
         """Returns an address in checkpoint files of just a piece."""

@@ -1,0 +1,202 @@
+"""Rows of stacked experts that autograd saves: packed as references, brought up anew in backward.
+
+A row lies in a seat, which is wanted for another one long before backward; copies of rows are as
+large as what was chosen. Of both, what is kept is which rows of which block they are. Backward
+copies them into seats again, or takes them out of the whole block where there are no seats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tiermem.nn.compat.hookpair import top_pair
+from tiermem.nn.groups.above import WeightViews
+from tiermem.nn.groups.rows import gather
+from tiermem.nn.passes.savedview import SavedView
+from tiermem.runtime.memory.expert_seats import Piece, Use
+from tiermem.runtime.memory.slots import View, typed_view
+from tiermem.runtime.services.expert_store import ExpertStore
+from tiermem.runtime.services.saved_experts import SavedExperts
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import ModuleRuntime
+
+
+class _OfStack(SavedView):
+    """A view of rows of one of a stack's tensors.
+
+    Attributes:
+        index: Of the tensor in its block.
+        use: The call that was given the rows.
+    """
+
+    __slots__ = ("index", "use")
+
+    def __init__(
+        self, hooks: WeightViews, tensor: torch.Tensor, view: View, use: Use, index: int
+    ) -> None:
+        block = use.stack.block
+        group = hooks.group_of(block)
+        super().__init__(hooks, block, tensor, view, None)
+        self.index = index
+        self.use = use
+        for entry in group.entries:
+            if entry.index == index:
+                self.owner = entry.param
+                with torch._C.DisableTorchFunctionSubclass():  # it is away
+                    self.version = self.owner._version
+
+
+class SavedRow(_OfStack):
+    """A view of what the tensor has of one expert.
+
+    Attributes:
+        piece: What that is.
+    """
+
+    __slots__ = ("piece",)
+
+    def __init__(self, hooks: WeightViews, tensor: torch.Tensor, use: Use, piece: Piece) -> None:
+        first = use.stack.begin_of(piece) // tensor.dtype.itemsize + int(tensor.storage_offset())
+        view = tensor.dtype, first, tensor.shape, tensor.stride()
+        super().__init__(hooks, tensor, view, use, piece.tensor)
+        self.piece = piece
+
+
+class SavedCopies(_OfStack):
+    """A view of copies of rows; ``view`` is the whole parameter's.
+
+    Attributes:
+        counter: Has the copies' version counter, and no bytes.
+        counted: Of the copies when they were saved.
+        experts: Of which they are, in order.
+        shown: What is seen of the copies.
+    """
+
+    __slots__ = ("counted", "counter", "experts", "shown")
+
+    def __init__(self, hooks: WeightViews, tensor: torch.Tensor, copied: Copied) -> None:
+        spec: Any = copied.use.stack.block.tensors[copied.tensor]
+        whole = spec.dtype, spec.offset // spec.dtype.itemsize, spec.shape, spec.stride
+        super().__init__(hooks, tensor, whole, copied.use, copied.tensor)
+        self.experts = list(copied.experts)
+        self.shown = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        self.counter, self.counted = tensor.detach(), tensor._version
+        self.counter.data = tensor.new_empty(0)
+
+
+class Copied(NamedTuple):
+    """Copies of rows that a call under way has been given.
+
+    ``weak`` keeps the handle of their storage from being used again, and no bytes.
+    """
+
+    use: Use
+    tensor: int
+    experts: Sequence[int]
+    version: int
+    weak: StorageWeakRef
+
+
+class SavedRows:
+    """Packs and unpacks rows of the stacks of one runtime.
+
+    Attributes:
+        copies: Copies of rows in calls under way, by the handles of their storages.
+        store: Has the rows.
+    """
+
+    def __init__(self, hooks: WeightViews, runtime: ModuleRuntime) -> None:
+        """Starts with nothing packed."""
+        self._hooks = hooks
+        self._runtime = runtime
+        self._manager = runtime.manager
+        self.store: ExpertStore = runtime.experts
+        self.calls = SavedExperts(runtime.experts)
+        self.copies: dict[int, Copied] = {}
+
+    # -- what calls were given -------------------------------------------
+
+    def copied(self, use: Use, index: int, experts: Sequence[int], copy: torch.Tensor) -> None:
+        """Notes copies of rows that a call is given."""
+        storage = copy.untyped_storage()
+        weak = StorageWeakRef(storage)
+        self.copies[storage._cdata] = Copied(use, index, experts, copy._version, weak)
+
+    @staticmethod
+    def version(weight: torch.Tensor) -> int:
+        """Returns the version of a weight that is saved now; -1 where changes are no error."""
+        outer = top_pair()
+        if outer is not None and getattr(outer[0], "recomputes", False):
+            return -1
+        with torch._C.DisableTorchFunctionSubclass():  # it is away
+            return weight._version
+
+    def end(self, use: Use) -> None:
+        """Forgets the copies that a call was given, which is over."""
+        for handle in [h for h, copied in self.copies.items() if copied.use is use]:
+            del self.copies[handle]
+
+    # -- packing ---------------------------------------------------------
+
+    def reference(self, tensor: torch.Tensor) -> SavedView | None:
+        """Returns a reference in place of a row, of copies of rows or a view of either, or None."""
+        storage = tensor.untyped_storage()
+        copied = self.copies.get(storage._cdata)
+        if copied is not None:
+            if tensor._version != copied.version:
+                return None  # they are copies no more
+            use, index, experts = copied.use, copied.tensor, copied.experts
+            use.saved.update((use.stack.piece(index, e), None) for e in sorted({*experts}))
+            return SavedCopies(self._hooks, tensor, copied)
+        found = self.calls.shown(storage.data_ptr())
+        if found is None:
+            return None
+        use, piece = found
+        use.saved[piece] = None
+        return SavedRow(self._hooks, tensor, use, piece)
+
+    # -- unpacking -------------------------------------------------------
+
+    def resume(self, use: Use) -> Use:
+        """Returns the use that backward makes of what was saved of a call."""
+        self._runtime.backward.enter()
+        if torch._C._current_graph_task_id() == -1:
+            return use
+        with self._manager.lock:
+            return self.calls.resume(use)
+
+    def again(self, saved: SavedView) -> torch.Tensor | None:
+        """Returns what was saved, of rows in seats; None where there is none, or it is no row's."""
+        if not isinstance(saved, SavedRow | SavedCopies) or self._manager.gate.closed:
+            return None
+        use, index, stack = self.resume(saved.use), saved.index, saved.use.stack
+
+        def rows(experts: Sequence[int]) -> list[torch.Tensor] | None:
+            with self._manager.lock:
+                return self.store.rows(use, stack, index, experts)
+
+        if isinstance(saved, SavedCopies):
+            copies = gather(rows, saved.experts, self.store.seats_for(stack, index))
+            return None if copies is None else _seen(copies, saved.shown)
+        found = rows((saved.piece.expert,))
+        if found is None:
+            return None
+        dtype, first, shape, stride = saved.view
+        first -= stack.begin_of(saved.piece) // dtype.itemsize
+        return typed_view(found[0].untyped_storage(), dtype, first, shape, stride)
+
+    @staticmethod
+    def out_of(saved: SavedView, view: torch.Tensor) -> torch.Tensor:
+        """Returns what was saved, of a view of the whole block's bytes."""
+        if not isinstance(saved, SavedCopies):
+            return view
+        return _seen(view[torch.tensor(saved.experts, device=view.device)], saved.shown)
+
+
+def _seen(copies: torch.Tensor, view: View) -> torch.Tensor:
+    return typed_view(copies.untyped_storage(), *view)

@@ -1,0 +1,154 @@
+"""The expert room: one block at home in HBM, divided into seats for pieces of experts.
+
+It takes of HBM what other blocks leave, and is given back as soon as one of them needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from tiermem.core.block import Block, Extent, Role, align_up
+from tiermem.core.experts import Seats, share_out
+from tiermem.core.layout import TensorShape
+from tiermem.errors import CapacityError
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of
+
+_NAME = "expert room"
+_SHRINK = 0.5
+_LEAST = 1 / 64
+
+
+class ExpertRoom:
+    """The room, while it is there; under the manager's lock.
+
+    Attributes:
+        block: Its block; None where there is no room.
+        banks: By the bytes of a seat.
+        bank_of: By stack and tensor.
+        seats: By the address of their first byte.
+        share: Of what other blocks leave it takes at most this share.
+    """
+
+    def __init__(self, manager: BlockManager) -> None:
+        """Starts without a room."""
+        self._manager = manager
+        self._parts = manager.parts
+        self.block: Block | None = None
+        self.banks: dict[int, Bank] = {}
+        self.bank_of: dict[tuple[int, int], Bank] = {}
+        self.seats: dict[int, Seat] = {}
+        self.share = 1.0
+        self._capacity = self._gradients = 0
+        self._whole: frozenset[int] = frozenset()
+
+    def suits(self, whole: frozenset[int], gradients: int | None) -> bool:
+        """Whether a room made so far leaves enough for a pass; one that is made now will.
+
+        Args:
+            whole: Stacks, by the id of their blocks, that come up whole in it.
+            gradients: Bytes of gradients that backward will bring; None where it is not known.
+        """
+        capacity, wider = self._parts.table.hbm.capacity, not whole <= self._whole
+        more = gradients is not None and gradients > self._gradients
+        suits = capacity == self._capacity and not wider and not more
+        self._capacity, self._whole = capacity, self._whole | whole
+        if gradients is not None:
+            self._gradients = gradients
+        return suits
+
+    def make(self, stacks: Iterable[Stack], worth: Callable[[Any], float]) -> None:
+        """Makes the room, where there is space for it.
+
+        Args:
+            stacks: Of which it has seats for pieces.
+            worth: Returns what having a piece there is worth.
+        """
+        stacks = list(stacks)
+        room = int(self._spare(stacks) * self.share) // 4096 * 4096
+        counts = share_out(room, sizes_of(stacks))
+        if counts is None or self.share <= _LEAST:
+            return
+        parts, least = self._parts, self._parts.limit.least
+        nbytes = sum(size * count for size, count in counts.items())
+        shape = TensorShape(_NAME, (nbytes,), (1,), torch.uint8, 1)
+        try:
+            [block] = self._manager.add_blocks([("experts", Role.BUFFER, [shape])], home="hbm")
+        except CapacityError:
+            self.share *= _SHRINK
+            return
+        finally:
+            parts.limit.least = least  # it gives way
+        self.block = block
+        parts.table.give_way.add(block.id)
+        self._divide(parts.slots.current[block.id].extent, counts, worth)
+        for stack in stacks:
+            for tensor in range(len(stack.block.tensors)):
+                bank = self.banks[align_up(stack.nbytes(tensor))]
+                self.bank_of[stack.number, tensor] = bank
+
+    def give_back(self) -> None:
+        """Gives the room back; nothing is seated there, and no copy to it is under way."""
+        room, parts = self.block, self._parts
+        if room is None:
+            return
+        parts.copy.synchronize()
+        seen = [seat for seat in self.seats.values() if seat.aliased]
+        slot = parts.slots.current[room.id]
+        keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
+        self._manager.remove_blocks([room])
+        self._forget()
+        if keep is not None:
+            parts.evictor.leave_behind(slot.extent, seen)
+
+    def shrink(self) -> None:
+        """Has the room be half as large when it is made again."""
+        self.share *= _SHRINK
+
+    def repair(self) -> None:
+        """Gives the room back after an exception anywhere; nothing is under way."""
+        table = self._parts.table
+        if self.block is not None and table.get(self.block.id) is None:
+            self._forget()
+        self.give_back()
+        self._manager.remove_blocks([r.block for r in table if r.block.name == _NAME])
+
+    def _forget(self) -> None:
+        self.block, self.banks, self.bank_of, self.seats = None, {}, {}, {}
+
+    def _divide(self, whole: Extent, counts: dict[int, int], worth: Callable[[Any], float]) -> None:
+        """Divides the room into banks of seats."""
+        offset, before = whole.offset, self._parts.copy.guards(whole)
+        with torch.inference_mode(False):
+            for size, count in counts.items():
+                seats = []
+                for _ in range(count):
+                    extent = Extent(offset, size)
+                    seat = Seat(self._parts.slots.arena.bytes_of(extent), extent)
+                    seat.released = before
+                    seats.append(seat)
+                    self.seats[seat.address] = seat
+                    offset += size
+                self.banks[size] = Bank(seats, Seats(count, size, worth))
+
+    def _spare(self, stacks: Iterable[Stack]) -> int:
+        """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit."""
+        table = self._parts.table
+        if table.nbytes <= table.hbm.capacity:
+            return 0
+        by_rows = {stack.block.id for stack in stacks} - self._whole
+        others = [
+            align_up(record.block.nbytes)
+            for record in table
+            if not record.fixed
+            and record.block.id not in by_rows
+            and record.block.role in (Role.PARAM, Role.BUFFER)
+        ]
+        room = table.hbm.capacity - table.fixed_nbytes()
+        largest = max(others, default=0)
+        # what streams needs a few slots; what fits is to stay
+        rest = room - sum(others) - self._gradients
+        return max(rest - largest, min(room // 2, room - 4 * largest), 0)

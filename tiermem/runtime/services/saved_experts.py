@@ -1,0 +1,58 @@
+"""Pieces of experts that autograd has saved: which they are, and having them again in backward.
+
+Nothing is kept in HBM for it: the call notes what was saved of it, and backward copies those pieces
+into seats anew, the last one first.
+"""
+
+from __future__ import annotations
+
+from tiermem.runtime.memory.expert_seats import Piece, Use
+from tiermem.runtime.services.expert_store import ExpertStore
+
+
+class SavedExperts:
+    """What the graphs of calls have saved of stacks; under the manager's lock."""
+
+    def __init__(self, store: ExpertStore) -> None:
+        """Starts with nothing saved."""
+        self._store = store
+        self._resumed: dict[Use, Use] = {}
+
+    def shown(self, address: int) -> tuple[Use, Piece] | None:
+        """Returns the piece that views of a storage show, and the call that was given them.
+
+        Args:
+            address: The first byte of the storage.
+
+        Returns:
+            None where it is no seat, or one with bytes that are a piece's no more.
+        """
+        store = self._store
+        seat = store.seats.get(address)
+        if seat is None or seat.piece is None or seat.use is None or not store.is_seated(seat):
+            return None
+        return seat.use, seat.piece
+
+    def resume(self, use: Use) -> Use:
+        """Returns the use that backward makes of what was saved of a call.
+
+        The first time its copies begin, and those for the call before it.
+        """
+        again = self._resumed.get(use)
+        if again is None:
+            stack, store = use.stack, self._store
+            experts = {piece.expert for piece in use.saved}
+            counts = [int(expert in experts) for expert in range(stack.experts)]
+            again = self._resumed[use] = Use(stack, counts, reversed(use.saved), again=True)
+            if store.usable(stack):
+                store.enter(again)
+                before = use.before()
+                if before is not None and store.usable(before.stack):
+                    store.bring_guesses(before.stack, reversed(before.saved))
+        return again
+
+    def end_backward(self) -> None:
+        """Ends what backward has resumed: what was not asked for may leave."""
+        for use in self._resumed.values():
+            self._store.end(use)
+        self._resumed.clear()
