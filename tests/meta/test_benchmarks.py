@@ -18,6 +18,9 @@ from support_scripts import run_script
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 SECONDS = 280
+"""Of processor time, for a script."""
+
+pytestmark = pytest.mark.timeout(1800)  # for what hangs, however loaded the machine is
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers"
