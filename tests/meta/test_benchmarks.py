@@ -346,6 +346,15 @@ def test_uses(tmp_path) -> None:
     assert "2 of 2 passes replayed" in found and "transfer/driver.py:copy_behind" in found
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+def test_walks(tmp_path) -> None:
+    found = output("count_walks.py", tmp_path, "--lines", "1", "--json", "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["what"].split(",")[0] for row in rows] == ["miss", "miss", "replayed use", "step"]
+    assert all(1 < row["files"] <= row["changes"] <= row["most changes"] for row in rows)
+    assert " -> " in found
+
+
 _ZERO = (
     "--device cpu --shape tiny --tokens 32 --chunks 2 --repeats 1 --steps 1 --warm 2 "
     "--what tiermem plain --out out.json"
