@@ -142,7 +142,7 @@ def misses(widths: Sequence[int]) -> list[Walk]:
 def replayed_use() -> list[Walk]:
     """Returns the walks of calls of a layer that comes up ahead for another, replayed."""
     model, found = Layers([64] * 120).requires_grad_(False), []
-    with in_tiers(model, 0.25, 1 << 24) as tier, torch.no_grad():
+    with in_tiers(model, 0.25, 1 << 24), torch.no_grad():
         x = torch.rand(1, 64)
         for _ in range(20):
             model(x)

@@ -292,7 +292,7 @@ _ELSEWHERE = (
     # space and order
     Mutation(
         "a fetch ahead evicts what is needed sooner",
-        _RUNTIME + "placement/evictor.py",
+        _RULES,
         "if position is not None and distance <= position:",
         "if position is not None and distance < 0:",
         MANAGER,
