@@ -298,6 +298,13 @@ _ELSEWHERE = (
         MANAGER,
     ),
     Mutation(
+        "a fetch ahead takes the place of what is needed sooner",
+        _RULES,
+        "beyond = -1 if position is None else self._planner.cursor + position",
+        "beyond = -1",
+        ("tests/unit/test_runtime_space.py",),
+    ),
+    Mutation(
         "what is in HBM to stay goes down all the same",
         _RULES,
         "return not self._regions.stays(record)",

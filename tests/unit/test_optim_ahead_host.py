@@ -162,6 +162,7 @@ def _no_memory(_rows: Any) -> None:
 def test_step_does_not_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """It confirms what is still under way; the next use of the weights waits for that."""
     with warm(*ADAMW) as pair, Held(exact.make_steps) as held:
+        pair.optimizer.finish()  # what has not begun would be held, and backward waits for it
         monkeypatch.setattr(exact, "make_steps", held)
         pair.backward(1)
         there = hosted(pair)

@@ -292,7 +292,7 @@ class BlockManager:
             taken: list[Block] = []
             try:
                 for block in blocks:
-                    self.acquire(block)
+                    self.acquirer.acquire(block)
                     taken.append(block)
                     unseen[block.id] = unseen.get(block.id, 0) + 1
                 return [self.parts.slots.current[block.id] for block in blocks]

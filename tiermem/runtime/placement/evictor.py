@@ -194,9 +194,6 @@ class Evictor:
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:
         """Makes room where the ring has come to, if nothing there is needed soon."""
         ring = self.ring
-        extent = ring.next_free(nbytes)
-        if extent is not None:
-            return extent
         window = ring.window(nbytes, position)
         if window is None or not self.clear(window.victims, wait=position is None):
             return None

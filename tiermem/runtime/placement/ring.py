@@ -66,17 +66,10 @@ class Ring:
         if len(self._starts) > _MOST_STARTS:
             del self._starts[next(iter(self._starts))]
 
-    def next_free(self, nbytes: int) -> Extent | None:
-        """Takes the place where the ring has come to, if it is free and large enough.
-
-        As a rule it is what a larger block has left behind it.
-        """
-        if self._at + nbytes > self._end:
-            self._at = 0
-        return self.take(self._at, nbytes)
-
     def window(self, nbytes: int, position: int | None) -> Window | None:
         """Returns the next place of ``nbytes``, and the blocks to evict from it.
+
+        There are none where it is free: as a rule that is what a larger block has left behind it.
 
         Args:
             nbytes: Bytes wanted.
@@ -85,6 +78,8 @@ class Ring:
         Returns:
             None where a block there is needed soon, or may not leave.
         """
+        if self._at + nbytes > self._end:
+            self._at = 0
         soon = self._planner.cursor + (position or 0) + self.uses
         leaves = partial(self._order.unused_until, position=soon)
         return self._hbm.next_window(self._at, nbytes, leaves, self._end)
@@ -93,7 +88,7 @@ class Ring:
         """Takes a place and moves the ring on behind it; None where it is not free."""
         extent = self._hbm.take_at(offset, nbytes)
         if extent is not None:
-            self._at = extent.end
+            self._at = offset + extent.nbytes
         return extent
 
     @property
