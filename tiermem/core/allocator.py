@@ -57,11 +57,6 @@ class Allocator(WindowSearch):
         self.peak = 0
 
     @property
-    def largest_gap(self) -> int:
-        """Bytes of the largest extent that could be had without evicting anything."""
-        return max((size for _, size in self._gaps), default=0)
-
-    @property
     def count(self) -> int:
         """How many extents are handed out."""
         return len(self._taken) - len(self._walls)

@@ -358,12 +358,6 @@ class BlockManager:
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.block_io.restore(block, begin, end)
 
-    def slot_bytes(self, block: Block) -> torch.Tensor:
-        """Returns the bytes of a leased block, ordered after what brought them."""
-        with self.lock:
-            self.parts.copy.use(self.parts.transfers.ready.get(block.id))
-            return self.parts.slots.current[block.id].bytes
-
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes a block without data straight to its home; see :class:`BlockIo`."""
         self.gate.guard()
