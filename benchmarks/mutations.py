@@ -292,10 +292,17 @@ _ELSEWHERE = (
     # space and order
     Mutation(
         "a fetch ahead evicts what is needed sooner",
-        _RUNTIME + "placement/evictor.py",
+        _RULES,
         "if position is not None and distance <= position:",
         "if position is not None and distance < 0:",
         MANAGER,
+    ),
+    Mutation(
+        "a fetch ahead takes the place of what is needed sooner",
+        _RULES,
+        "beyond = -1 if position is None else self._planner.cursor + position",
+        "beyond = -1",
+        ("tests/unit/test_runtime_space.py",),
     ),
     Mutation(
         "what is in HBM to stay goes down all the same",

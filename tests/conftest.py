@@ -1,12 +1,15 @@
-"""What every test shares: hypothesis profiles, and GPU tests skipped without a GPU."""
+"""What every test shares: hypothesis profiles, no process group left behind, and
+GPU tests skipped without a GPU."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 # Tensors are tiny here. A team of threads for them waits for its slowest member, which on a
@@ -16,6 +19,8 @@ torch.set_num_threads(1)
 # A shell starts what runs beside it with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_OF_PROCESSES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 _SLOW_OK = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=_SLOW_OK)
@@ -23,6 +28,21 @@ settings.register_profile(
     "thorough", deadline=None, max_examples=2000, suppress_health_check=_SLOW_OK
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """What a test makes of one ends with it, and the environment is what there was."""
+    before = {name: os.environ.get(name) for name in _OF_PROCESSES}
+    had_one = dist.is_available() and dist.is_initialized()  # of several tests
+    yield
+    if not had_one and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import resource
 import runpy
 import sys
 import traceback
@@ -28,32 +29,36 @@ if _SERVER in os.environ:  # this is the server, which imports this module first
     sys.modules["torch"].set_num_threads(1)
 
 
-def run_script(path: Path, arguments: Sequence[str], folder: Path, seconds: float) -> str:
+def run_script(path: Path, arguments: Sequence[str], folder: Path, seconds: int) -> str:
     """Runs a script with ``folder`` as its working directory.
 
     Args:
         path: The script; it finds what lies beside it.
         arguments: Its command line.
         folder: Also where what it prints goes, in files that are deleted.
-        seconds: How long it may take.
+        seconds: Of processor time that it may take: other work on the machine does not count;
+            each process that it starts may take as much.
 
     Returns:
         What it printed on standard output.
 
     Raises:
-        AssertionError: If it fails or takes too long, with all that it printed.
+        AssertionError: If it fails or takes too long (it ended with -9 then), with all that it
+            printed.
     """
     outputs = [folder / ".stdout", folder / ".stderr"]
-    process = _context().Process(target=_run, args=(path, list(arguments), folder, outputs))
+    arguments = list(arguments)
+    process = _context().Process(target=_run, args=(path, arguments, folder, outputs, seconds))
     process.start()
-    process.join(seconds)
-    if process.exitcode is None:
+    try:
+        process.join()  # what hangs is for pytest's own limit
+    finally:
         process.kill()
         process.join()
     texts = [output.read_text() if output.exists() else "" for output in outputs]
     for output in outputs:
         output.unlink(missing_ok=True)
-    assert process.exitcode == 0, "".join(texts)
+    assert process.exitcode == 0, f"ended with {process.exitcode}\n" + "".join(texts)
     return texts[0]
 
 
@@ -71,7 +76,8 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _run(path: Path, arguments: list[str], folder: Path, outputs: list[Path]) -> None:
+def _run(path: Path, arguments: list[str], folder: Path, outputs: list[Path], seconds: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     os.environ.pop(_SERVER, None)
     os.environ["PYTHONPATH"] = str(path.parents[1])
     os.chdir(folder)

@@ -18,6 +18,9 @@ from support_scripts import run_script
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 SECONDS = 280
+"""Of processor time, for a script."""
+
+pytestmark = pytest.mark.timeout(1800)  # for what hangs, however loaded the machine is
 
 needs_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="needs transformers"
@@ -341,6 +344,15 @@ def test_uses(tmp_path) -> None:
     assert re.search(r"layers: uses 120, copies [1-9]\d*, misses 0; ", found)
     assert "BITS DIFFER" not in found
     assert "2 of 2 passes replayed" in found and "transfer/driver.py:copy_behind" in found
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+def test_walks(tmp_path) -> None:
+    found = output("count_walks.py", tmp_path, "--lines", "1", "--json", "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["what"].split(",")[0] for row in rows] == ["miss", "miss", "replayed use", "step"]
+    assert all(1 < row["files"] <= row["changes"] <= row["most changes"] for row in rows)
+    assert " -> " in found
 
 
 _ZERO = (

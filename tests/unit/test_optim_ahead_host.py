@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -133,17 +133,37 @@ def test_clipping_that_does_not_clip_costs_nothing() -> None:
         pair.check()
 
 
+class Held:
+    """The loop, which begins once it is let, or its block ends: however slow the machine is.
+
+    Whoever waits for it before then waits for ever.
+    """
+
+    def __init__(self, make_steps: Callable[[Any], None]) -> None:
+        self._make_steps = make_steps
+        self._may_go_on = threading.Event()
+        self.let_go = self._may_go_on.set
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+
+    def __call__(self, rows: Any) -> None:
+        self._may_go_on.wait()
+        self._make_steps(rows)
+
+
+def _no_memory(_rows: Any) -> None:
+    raise MemoryError("none left")
+
+
 def test_step_does_not_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """It confirms what is still under way; the next use of the weights waits for that."""
-    may_go_on = threading.Event()
-    make_steps = exact.make_steps
-
-    def late(rows: Any) -> None:
-        assert may_go_on.wait(5)
-        make_steps(rows)
-
-    with warm(*ADAMW) as pair:
-        monkeypatch.setattr(exact, "make_steps", late)
+    with warm(*ADAMW) as pair, Held(exact.make_steps) as held:
+        pair.optimizer.finish()  # what has not begun would be held, and backward waits for it
+        monkeypatch.setattr(exact, "make_steps", held)
         pair.backward(1)
         there = hosted(pair)
         pair.step()
@@ -153,31 +173,19 @@ def test_step_does_not_wait_for_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
         homes._reclaim()  # what steps under way read from is not given away
         shadows = pair.optimizer._timing.ahead.provisional._shadows
         assert shadows.nbytes
-        may_go_on.set()
+        held.let_go()
         pair.backward(2)
         pair.step()
         pair.check()
 
 
-class Failing:
-    """The loop, which finds no memory once it may go on."""
-
-    def __init__(self) -> None:
-        self.may_go_on = threading.Event()
-
-    def __call__(self, _rows: Any) -> None:
-        assert self.may_go_on.wait(5)
-        raise MemoryError("none left")
-
-
 def test_a_step_that_failed_before_step_is_called_is_dropped(monkeypatch) -> None:
     with warm(*ADAMW) as pair:
         pair.optimizer.finish()
-        failing = Failing()
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, Held(_no_memory) as failing:
             patch.setattr(exact, "make_steps", failing)
             pair.backward(2)
-            failing.may_go_on.set()
+            failing.let_go()
             for step in pair.optimizer._timing.ahead.provisional._elsewhere:
                 step.job.wait()
         pair.step()
@@ -190,15 +198,14 @@ def test_a_step_that_fails_later_raises_where_weights_are_used(again, monkeypatc
     """It is made again, from what it read the first time, or given up."""
     with warm(*ADAMW) as pair:
         pair.optimizer.finish()
-        failing = Failing()
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, Held(_no_memory) as failing:
             patch.setattr(exact, "make_steps", failing)
             pair.backward(2)
             there = hosted(pair)
             before = {n: p.clone() for n, p in pair.plain.named_parameters()}
             pair.by_hand.step()
             pair.optimizer.step()
-            failing.may_go_on.set()
+            failing.let_go()
             with pytest.raises(tiermem.StepError, match="on the host failed"):
                 pair.model.layers[2].up.weight.sum()
         if again:

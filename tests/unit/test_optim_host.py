@@ -103,15 +103,14 @@ def test_the_fused_kernel_is_the_default_and_rounds_close_by() -> None:
 
 
 def test_closing_the_tiers_ends_the_thread() -> None:
-    def workers() -> set[str]:
-        return {t.name for t in threading.enumerate() if t.name.startswith("tiermem-optimizer")}
-
-    before = workers()
+    before = set(threading.enumerate())  # others may have the same name, and outlive this test
     with Twins(Net, DRAM, where="host", overlap=True) as twins:
         twins.backward(0)
         twins.step()
-        assert workers() - before
-    assert workers() <= before
+        begun = set(threading.enumerate()) - before
+        workers = [t for t in begun if t.name.startswith("tiermem-optimizer")]
+        assert workers
+    assert not any(thread.is_alive() for thread in workers)
 
 
 def _backward_loosely(twins: Twins, number: int) -> None:

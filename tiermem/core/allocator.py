@@ -57,11 +57,6 @@ class Allocator(WindowSearch):
         self.peak = 0
 
     @property
-    def largest_gap(self) -> int:
-        """Bytes of the largest extent that could be had without evicting anything."""
-        return max((size for _, size in self._gaps), default=0)
-
-    @property
     def count(self) -> int:
         """How many extents are handed out."""
         return len(self._taken) - len(self._walls)
@@ -150,13 +145,14 @@ class Allocator(WindowSearch):
             raise InvariantError(f"{extent} cannot be handed out")
         index = bisect_left(self._gaps, (extent.offset + 1,)) - 1
         offset, size = self._gaps[index] if index >= 0 else (0, 0)
-        if index < 0 or offset + size < extent.end:
+        end = extent.offset + extent.nbytes
+        if index < 0 or offset + size < end:
             raise InvariantError(f"{extent} is not free")
         rest = []
         if offset < extent.offset:
             rest.append((offset, extent.offset - offset))
-        if extent.end < offset + size:
-            rest.append((extent.end, offset + size - extent.end))
+        if end < offset + size:
+            rest.append((end, offset + size - end))
         self._gaps[index : index + 1] = rest
         return self._take(extent)
 

@@ -242,4 +242,4 @@ class WindowSearch:
     def _size(self, nbytes: int) -> int:
         if nbytes <= 0:
             raise InvariantError(f"cannot hand out {nbytes} bytes")
-        return align_up(nbytes, self.alignment)
+        return align_up(nbytes, self.alignment) if nbytes % self.alignment else nbytes

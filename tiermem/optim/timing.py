@@ -186,14 +186,15 @@ class StepTiming:
     def _step(self, units: Sequence[StepUnit], current: Round) -> None:
         """Steps units now."""
         manager = self._runtime.manager
-        guess = [block.id for unit in units for block in unit.blocks()]
+        used = [unit.blocks() for unit in units]
+        guess = [block.id for blocks in used for block in blocks]
         began = time.perf_counter_ns()
         if units or not self._units.owed:
             manager.begin_pass(("optimizer", self._number), guess)
         pipeline = BlockSweep(manager)
         try:
             with torch.no_grad(), pipeline.sweeping():
-                for unit, following in zip_longest(units, units[1:]):
+                for unit, blocks, following in zip_longest(units, used, units[1:]):
                     ahead = [] if following is None else following.begins_with()
                     self.put_off.cancel(unit)
                     unit.step(
@@ -205,7 +206,7 @@ class StepTiming:
                         meanwhile=partial(pipeline.fetch, ahead),
                         write=pipeline.write,
                     )
-                    pipeline.write([block for block in unit.blocks() if block not in ahead])
+                    pipeline.write([block for block in blocks if block not in ahead])
         except BaseException as error:
             left = [unit for unit in units if unit.made is not current.ticket]
             self._units.explain(error, [unit.name for unit in left])

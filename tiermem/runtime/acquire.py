@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tiermem.core.block import Block, Extent
+from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.errors import ConfigError, InvariantError
 from tiermem.runtime.base.functorch import modes, without_modes
@@ -173,7 +173,7 @@ class Acquirer:
         if moved_on and self._pass_timer.sampling:
             self._pass_timer.arrived()
         state = record.in_hbm
-        if state is State.VALID or state is State.DIRTY:
+        if state is _VALID or state is _DIRTY:
             self._counters.hits += 1
         else:
             self._bring(record)
@@ -191,8 +191,8 @@ class Acquirer:
         self._counters.misses += 1
         block, transfers = record.block, self._transfers
         asked = False
-        while not record.usable:
-            if record.in_hbm is not State.ABSENT:
+        while (state := record.in_hbm) is not _VALID and state is not _DIRTY:
+            if state is not State.ABSENT:
                 if block.id in transfers.flights:
                     self._prefetcher.look_ahead()  # what comes next is asked for before the wait
                 error = transfers.settle(block.id)
@@ -200,7 +200,7 @@ class Acquirer:
                     raise error
             elif record.defined:
                 extent = self._place(block)
-                asked = self._prefetcher.disk.stage_now(record)
+                asked = record.home is Tier.NVME and self._prefetcher.disk.stage_now(record)
                 transfers.fill(record, extent, self._prefetcher.look_ahead)
             else:
                 self.place_blank(record)

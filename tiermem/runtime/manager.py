@@ -292,7 +292,7 @@ class BlockManager:
             taken: list[Block] = []
             try:
                 for block in blocks:
-                    self.acquire(block)
+                    self.acquirer.acquire(block)
                     taken.append(block)
                     unseen[block.id] = unseen.get(block.id, 0) + 1
                 return [self.parts.slots.current[block.id] for block in blocks]
@@ -357,12 +357,6 @@ class BlockManager:
         """Copies home bytes over a leased copy once more; see :meth:`BlockIo.restore`."""
         with self.lock, torch.inference_mode(False), torch.no_grad():
             self.block_io.restore(block, begin, end)
-
-    def slot_bytes(self, block: Block) -> torch.Tensor:
-        """Returns the bytes of a leased block, ordered after what brought them."""
-        with self.lock:
-            self.parts.copy.use(self.parts.transfers.ready.get(block.id))
-            return self.parts.slots.current[block.id].bytes
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes a block without data straight to its home; see :class:`BlockIo`."""

@@ -23,7 +23,7 @@ from tiermem.nn.tensors.lazy import LazyTensor, refresh
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.onecall import OneCall
-from tiermem.optim.units.undo import Undo, span_of
+from tiermem.optim.units.undo import Undo
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.transfers.deferred import Deferred
 
@@ -128,10 +128,8 @@ class Attempt:
         if complete is not None:
             self._complete, self.one_call = complete, OneCall()
         undo, unit = Undo(), self._unit
-        params = list({id(param): param for param, _ in unit.members}.values())
-        undo.keep_entries(optimizer.state, [unit.own(param) for param in params])
-        undo.keep_shown(state, params)
-        undo.keep_settings(optimizer)
+        params = [param for param, _ in unit.members]
+        undo.keep_optimizer(optimizer, unit.plain.owns(), state, params)
         try:
             # while a graph is captured nothing is written, only recorded
             if not self._manager.parts.copy.capturing():
@@ -217,6 +215,7 @@ class Attempt:
     def _keep_bytes(self, undo: Undo, slots: dict[int, Slot], *, spoils: bool) -> None:
         unit = self._unit
         fresh = not self._masters_made  # there is nothing that weights could be cast from
+        is_cast = (lambda _: False) if fresh else unit.has_master
         for block in unit.kept_blocks():
             # masters that have just followed their weights are not as they are at home
             self._keep_block(undo, block, slots[id(block)].views, clean=not self.holding.follows)
@@ -224,7 +223,7 @@ class Attempt:
         for entry in unit.entries:
             if entry.materialized:
                 undo.keep_values([entry.param.data])
-            elif fresh or not unit.has_master(entry.param):
+            elif not is_cast(entry.param):
                 pointed.append(entry)
         if pointed and unit.group is not None:
             group = unit.group
@@ -234,7 +233,7 @@ class Attempt:
             self._keep_block(undo, group.block, mine, clean=clean)
         managed = {id(entry.param) for entry in unit.entries}
         for param, _ in unit.members:
-            if id(param) not in managed and (fresh or not unit.has_master(param)):
+            if id(param) not in managed and not is_cast(param):
                 undo.keep_values([param.data])
         if spoils:
             self._keep_gradients(undo, slots)
@@ -252,8 +251,7 @@ class Attempt:
         if not (clean and at_home) or record.home is Tier.HBM:
             undo.keep(tensors)
             return
-        begin, end = span_of(tensors)
-        undo.then(partial(self._manager.restore, block, begin, end))
+        undo.keep_at_home(tensors, partial(self._manager.restore, block))
 
     def _keep_gradients(self, undo: Undo, slots: dict[int, Slot]) -> None:
         unit = self._unit

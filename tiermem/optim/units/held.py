@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiermem.core.block import Block
+from tiermem.core.residency import Record
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.runtime.memory.slots import Slot
@@ -43,10 +44,11 @@ class Held:
         self.gradients: list[GradUnit] = []
         self.follows = False
         self._slots: list[Slot] = []
+        self._records: list[Record] = []  # of the same blocks
         self._versions: list[int] = []
         self._group_held = False
         self._opened = False
-        self._left: dict[int, int] | None = None
+        self._left: list[int] | None = None
         self._group_left: int | None = None
 
     def __enter__(self) -> dict[int, Slot]:
@@ -117,25 +119,26 @@ class Held:
                 if group is not None and group.holds > holds:
                     self._group_held = True
                 raise
-            leases = {block.id: manager.parts.table[block.id].leases for block in blocks}
+            table = manager.parts.table
+            self._records = [table[block.id] for block in blocks]
+            leases = [record.leases for record in self._records]
             try:
                 self._slots = manager.acquire_all(blocks)
             except BaseException:
                 self._slots = []
-                for block in blocks:
-                    while manager.parts.table[block.id].leases > leases[block.id]:
-                        manager.parts.table.release(block.id)
+                for record, before in zip(self._records, leases, strict=True):
+                    while record.leases > before:
+                        table.release(record.block.id)
                 raise
 
     def _release(self, written: bool) -> None:
         """Gives back each lease that it still has."""
         table, unit, group = self._runtime.manager.parts.table, self._unit, self._unit.group
         if self._left is None:
-            self._left = {s.block.id: table[s.block.id].leases - 1 for s in self._slots}
+            self._left = [record.leases - 1 for record in self._records[: len(self._slots)]]
         for index, slot in enumerate(self._slots):
-            block_id = slot.block.id
-            if table[block_id].leases > self._left[block_id]:
-                table.release(block_id, dirty=self._is_dirty(index, slot, written=written))
+            if self._records[index].leases > self._left[index]:
+                table.release(slot.block.id, dirty=self._is_dirty(index, slot, written=written))
         self._slots, self._left = [], None
         if not self._group_held:
             return

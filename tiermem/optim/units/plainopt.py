@@ -121,8 +121,17 @@ class PlainOptimizer:
                 plain = place.shell is None
                 state[place.key] = views[place.first] if plain else place.over(views)
 
-    def take_in(self, runtime: ModuleRuntime, slot: Slot | None) -> list[Shown]:
-        """Copies new state tensors into the slot; returns what views of the stand-ins show."""
+    def take_in(self, runtime: ModuleRuntime, slot: Slot | None, state: State) -> list[Shown]:
+        """Copies new state tensors into the slot, and shows the state in the tiered optimizer's.
+
+        Returns:
+            What views of the stand-ins show.
+        """
+        shown = self._store_new(runtime, slot)
+        self.publish(state)
+        return shown
+
+    def _store_new(self, runtime: ModuleRuntime, slot: Slot | None) -> list[Shown]:
         shown: list[Shown] = []
         if slot is None or self._unit.block is None:
             return shown
@@ -154,9 +163,8 @@ class PlainOptimizer:
         state: State,
     ) -> None:
         """Copies new state tensors into the slot and leaves lazy stand-ins in their place."""
-        for stand_in, value in self.take_in(runtime, slot):
+        for stand_in, value in self.take_in(runtime, slot, state):
             refresh(stand_in, value)
-        self.publish(state)
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""

@@ -10,6 +10,7 @@ once it has begun to write needs no copies: one call of a fused kernel of torch'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -81,6 +82,36 @@ class Undo:
             here = device.type == "cpu"
             values = [t.item() for t in found] if here else torch.stack(found).detach()
             self._numbers.append((found, values))
+
+    def keep_at_home(
+        self, tensors: Sequence[torch.Tensor], restore: Callable[[int, int], object]
+    ) -> None:
+        """Notes tensors of one block whose bytes are at home as well.
+
+        Args:
+            tensors: Some, in any order.
+            restore: Reads a range of the block's bytes again from there.
+        """
+        self.then(partial(restore, *span_of(tensors)))
+
+    def keep_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        owns: Sequence[torch.Tensor],
+        shown: dict[Any, Any],
+        params: Sequence[Any],
+    ) -> None:
+        """Notes what a plain optimizer has, and what a tiered one shows of it.
+
+        Args:
+            optimizer: The plain one.
+            owns: What it steps.
+            shown: The state that the tiered one shows.
+            params: Of what that is, where there is any.
+        """
+        self.keep_entries(optimizer.state, owns)
+        self.keep_shown(shown, params)
+        self.keep_settings(optimizer)
 
     def keep_entries(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
         """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""

@@ -301,8 +301,7 @@ class StepUnit(UnitGradients):
         state: State,
     ) -> list[Shown]:
         """Completes the step after the plain optimizer's; cut short, it may be called again."""
-        shown = self.plain.take_in(runtime, slots.get(id(self.block)))
-        self.plain.publish(state)
+        shown = self.plain.take_in(runtime, slots.get(id(self.block)), state)
         if self.masters is not None:
             self.masters.derive()
         for _, entry, unit in stored:

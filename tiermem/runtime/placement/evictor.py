@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from tiermem.core.allocator import Window
 from tiermem.core.block import Block, Extent, align_up
-from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.errors import StorageError
@@ -24,8 +24,6 @@ from tiermem.runtime.placement.settling import Settling
 from tiermem.runtime.transfers.transfers import Transfers
 
 _CANDIDATES = 4
-_RESIDENT = 1e12
-_SOFT = 1e15
 
 
 class Room(NamedTuple):
@@ -84,14 +82,13 @@ class Evictor:
         self.transfers = transfers
         self.regions = Regions(table)
         self.rules = LeaveRules(slots, self.regions, transfers.failing, holders)
-        self.order = LeavingOrder(table, planner, self.regions)
-        self.ring = Ring(table, planner, self.regions, self.rules)
+        self.order = LeavingOrder(table, planner, self.regions, self.rules)
+        self.ring = Ring(table, planner, self.regions, self.order)
         self.largest_later = 0
         self.places = 0
         self._settling = Settling(table, self.regions)
         self._compactor = Compactor(table, slots, transfers, self.rules, counters)
         self.more: Callable[[int], bool] = lambda nbytes: False
-        self._planner = planner
         self._counters = counters
         self._orphans: list[Left] = []
 
@@ -147,18 +144,23 @@ class Evictor:
         """
         self.places += 1
         self.order.left.clear()
-        if self.ring.uses and block.id not in self.residents:
-            extent = self._next_in_ring(block.nbytes, position)
+        size = align_up(block.nbytes)
+        if self.ring.uses and block.id not in self.regions.residents:
+            extent = self._next_in_ring(size, position)
             if extent is not None:
                 return Room(extent)
         parts = self.regions.parts_for(block)
-        room = self._exchange(block, position, parts)
-        if room is None:
-            extent = self._search(block, position, parts)
-            room = None if extent is None else Room(extent)
-        if room is None:
+        last: list[Record] = []
+        if not self._orphans and not self.table.hbm.has_gap(size):
+            last = self.order.last(1, position)
+            room = self._hand_over(last[0], size, parts) if last else None
+            if room is not None:
+                return room
+        extent = self._search(block, size, position, parts, last)
+        if extent is None:
             self.places -= 1  # nothing came of it
-        return room
+            return None
+        return Room(extent)
 
     def place_for_good(self, block: Block) -> Extent | None:
         """Makes room at the lowest address at which all that is there can leave.
@@ -192,29 +194,39 @@ class Evictor:
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:
         """Makes room where the ring has come to, if nothing there is needed soon."""
         ring = self.ring
-        extent = ring.next_free(nbytes)
-        if extent is not None:
-            return extent
         window = ring.window(nbytes, position)
         if window is None or not self.clear(window.victims, wait=position is None):
             return None
         return ring.take(window.extent.offset, nbytes)
 
     def _search(
-        self, block: Block, position: int | None, parts: list[tuple[int, int]]
+        self,
+        block: Block,
+        size: int,
+        position: int | None,
+        parts: list[tuple[int, int]],
+        last: list[Record],
     ) -> Extent | None:
         """Finds a free place, or makes one; see :meth:`place`.
 
         Every round either returns, raises, evicts a block, ends a transfer or finds a block in use.
+
+        Args:
+            block: What needs it.
+            size: Bytes that it needs.
+            position: As for :meth:`place`.
+            parts: The runs of HBM that it belongs in.
+            last: The block that is needed last, if that is known.
         """
         hbm, resorts = self.table.hbm, 0
         while True:
-            extent = hbm.allocate_in(block.nbytes, parts)
+            extent = hbm.allocate_in(size, parts)
             if extent is not None:
                 return extent
             if self.reap():
                 continue
-            window = self._window(block.nbytes, position, parts)
+            window = self._window(size, position, parts, last)
+            last = []
             anywhere = position is None or block.id in self.residents
             if window is None and anywhere and parts != [(0, hbm.capacity)]:
                 parts = [(0, hbm.capacity)]  # better there than not at all
@@ -232,80 +244,68 @@ class Evictor:
                 continue
             resorts = self._last_resort(block, resorts)
 
-    def _exchange(
-        self, block: Block, position: int | None, parts: Sequence[tuple[int, int]]
+    def _hand_over(
+        self, record: Record, size: int, parts: Sequence[tuple[int, int]]
     ) -> Room | None:
         """Evicts the block needed last if that makes just the place wanted.
 
         This is the case in a loop that streams through slots of one size. The result is that of the
         search for a window, without the search, and the place is handed over without being freed.
+
+        Args:
+            record: The block, which may leave.
+            size: Bytes of the place.
+            parts: The runs of HBM that it may be in.
         """
-        size = align_up(block.nbytes)
-        if self._orphans or self.table.hbm.has_gap(size):
-            return None
-        self.order.catch_up()
-        record = None
-        leaves = self._leaves_for(position)
-        for block_id in self.order.last(1, self._beyond(position), leaves):
-            record = self.table[block_id]
-        if record is None or record.in_hbm is not State.VALID or record.extent is None:
-            return None
         extent = record.extent
-        low, high = self._part_of(extent.offset, parts)
-        if extent.nbytes != size or extent.offset < low or extent.end > high:
+        if extent is None or extent.nbytes != size or record.in_hbm is not State.VALID:
             return None
-        if self.slots.current[record.block.id].wanted or not self.rules.let_loose(record):
+        low, high = self._part_of(extent.offset, parts)
+        if extent.offset < low or extent.offset + size > high:
+            return None
+        if not self.rules.let_loose(record, wanted=False):
             return None
         self.evict(record, free=False)
         return Room(extent, record)
 
     def _window(
-        self, nbytes: int, position: int | None, parts: Sequence[tuple[int, int]]
+        self,
+        size: int,
+        position: int | None,
+        parts: Sequence[tuple[int, int]],
+        known: list[Record],
     ) -> Window | None:
-        """Finds what to evict: around the blocks needed last, or, failing that, anywhere."""
-        hbm = self.table.hbm
-        self.order.catch_up()
+        """Finds what to evict: around the blocks needed last, or, failing that, anywhere.
 
-        def price(offset: int) -> float | None:
-            return self.price(offset, position)
-
-        leaves = self._leaves_for(position)
-        beyond = self._beyond(position)
+        Args:
+            size: Bytes wanted.
+            position: As for :meth:`place`.
+            parts: The runs of HBM in which they are wanted.
+            known: The block that is needed last, if that is known.
+        """
+        hbm, order = self.table.hbm, self.order
+        price = partial(order.price, position=position)
         best: Window | None = None
-        last: list[int] = []
+        tried: list[Record] = []
+        last: list[Record] = []
         for most in (1, _CANDIDATES):  # as a rule the first one will do
-            last = self.order.last(most, beyond, leaves)
-            for block_id in last[0 if most == 1 else 1 :]:
-                extent = self.table[block_id].extent
-                window = None
-                part = self._part_of(extent.offset, parts) if extent is not None else (0, 0)
-                if extent is not None:
-                    window = hbm.window_around(extent.offset, nbytes, price, *part)
+            last = known if known and most == 1 else order.last(most, position)
+            for record in last:
+                extent = record.extent
+                if extent is None or record in tried:
+                    continue
+                tried.append(record)
+                part = self._part_of(extent.offset, parts)
+                window = hbm.window_around(extent.offset, size, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window
                 if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
                     return best  # one clean block, needed last: nothing is cheaper by much
         if best is None and (position is None or last):
-            found = (hbm.cheapest_window(nbytes, price, *part) for part in parts)
+            found = (hbm.cheapest_window(size, price, *part) for part in parts)
             windows = [window for window in found if window is not None]
             best = min(windows, key=lambda window: window.cost, default=None)
         return best
-
-    def _beyond(self, position: int | None) -> int:
-        """Returns the position of the schedule up to which blocks that are used may not leave."""
-        return -1 if position is None else self._planner.cursor + position
-
-    def _leaves_for(self, position: int | None) -> Callable[[int], bool]:
-        """Returns a predicate: whether a block may leave for one needed at ``position``."""
-
-        def leaves(block_id: int) -> bool:
-            record = self.table.get(block_id)
-            if record is None or record.extent is None:
-                self.order.note_departure(block_id)
-                return False
-            return self.price(record.extent.offset, position) is not None
-
-        return leaves
 
     def _part_of(self, offset: int, parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Returns the bounds of the run of HBM that an offset is in, or behind."""
@@ -370,22 +370,6 @@ class Evictor:
             if record.usable and self.rules.movable(record):
                 self._gather(min(later, before + behind), keep=record)
 
-    def price(self, offset: int, position: int | None) -> float | None:
-        """What evicting the block at ``offset`` costs; None where it has to stay."""
-        record = self.table.at(offset)
-        why = Why.NEEDED if position is None else Why.AHEAD
-        if record is None or not self.rules.may_leave(record, why):
-            return None
-        block = record.block
-        distance = self._planner.distance(block.id)
-        if position is not None and distance <= position:
-            return None
-        price = eviction_cost(block.nbytes, distance, dirty=record.in_hbm is State.DIRTY)
-        if position is None:
-            price += (block.id in self.residents) * _RESIDENT
-            price += _SOFT if self.slots.current[block.id].wanted else 0.0
-        return price
-
     # -- out -------------------------------------------------------------
 
     def clear(self, victims: Sequence[int], *, wait: bool) -> bool:
@@ -424,7 +408,9 @@ class Evictor:
             free: Whether to free its place; otherwise the caller hands it over.
         """
         block_id = record.block.id
-        self.rules.unpoint(record)
+        slot = self.slots.current.get(block_id)
+        if slot is not None and slot.pointed:
+            self.rules.unpoint(record)
         extent = self.table.drop(block_id, free=free)
         self.order.left.append((record, extent.offset))
         self.order.note_departure(block_id)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 
+from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.core.victims import NextUseQueue
@@ -27,7 +27,9 @@ class Why(enum.Enum):
 
 
 _VALID, _DIRTY = State.VALID, State.DIRTY
-_NEEDED, _WRITTEN = Why.NEEDED, Why.WRITTEN
+_NEEDED, _AHEAD, _WRITTEN = Why.NEEDED, Why.AHEAD, Why.WRITTEN
+_RESIDENT = 1e12
+_SOFT = 1e15
 
 
 class LeaveRules:
@@ -88,23 +90,34 @@ class LeaveRules:
             return not self._regions.stays(record)
         return block_id not in self._regions.residents
 
+    def is_wanted(self, record: Record) -> bool:
+        """Whether a parameter that holds no lease expects a block in HBM to stay there."""
+        return self._current[record.block.id].wanted
+
     def is_held(self, record: Record) -> bool:
         """Whether something uses the copy in HBM: a lease, or a view that is not a parameter."""
         slot = self._current.get(record.block.id)
         return slot is not None and (record.leases > 0 or slot.aliased)
 
-    def let_loose(self, record: Record) -> bool:
+    def let_loose(self, record: Record, *, wanted: bool = True) -> bool:
         """Points unused parameters elsewhere; returns whether the block then has no aliases.
 
         Asked once more just before a block leaves: an alias may hide behind a parameter's.
+
+        Args:
+            record: The block.
+            wanted: Whether a block that is wanted (:attr:`Slot.wanted`) is let loose as well.
         """
         if record.leases or record.fixed or record.extent is None:
             return False
         slot = self._current.get(record.block.id)
         if slot is None or slot.aliased:
             return False  # it stays, and the aliases may be used through its parameters
-        if slot.pointed:
-            self.unpoint(record)
+        if not slot.pointed:
+            return True
+        if not wanted and not slot.idle:
+            return False
+        self.unpoint(record)
         return not slot.aliased
 
     def unpoint(self, record: Record) -> None:
@@ -138,23 +151,29 @@ class LeaveRules:
 
 
 class LeavingOrder:
-    """Keeps a queue by next use in step with the planner, without looking at every block.
+    """Says which of the blocks that may leave go first, by their next use, and at what price.
+
+    It keeps a queue by next use in step with the planner, without looking at every block.
 
     Attributes:
         left: The blocks evicted for the room asked for last, and their offsets.
     """
 
-    def __init__(self, table: ResidencyTable, planner: Planner, regions: Regions) -> None:
+    def __init__(
+        self, table: ResidencyTable, planner: Planner, regions: Regions, rules: LeaveRules
+    ) -> None:
         """Starts with nothing known.
 
         Args:
             table: The blocks in HBM.
             planner: Knows the next uses.
             regions: Knows which blocks are in HBM to stay; they are not in the queue.
+            rules: Decide which blocks may leave.
         """
         self._table = table
         self._planner = planner
         self._regions = regions
+        self._rules = rules
         self._queue = NextUseQueue()
         self._reached = 0
         self._stale: set[int] = set()
@@ -178,17 +197,68 @@ class LeavingOrder:
         self._stale.clear()
         self.lose_track()
 
-    def last(self, most: int, beyond: int, accept: Callable[[int], bool]) -> list[int]:
-        """Returns up to ``most`` acceptable blocks, the one used last first.
+    def last(self, most: int, position: int | None) -> list[Record]:
+        """Returns up to ``most`` blocks that may leave, the one used last first.
 
         Args:
             most: How many to look for.
-            beyond: Only blocks used after this position of the schedule count.
-            accept: Whether the block of an id may leave now.
+            position: Uses until their place is needed, before which none of them is used; None
+                where it is needed now.
         """
-        return self._queue.last(most, beyond, accept)
+        self._catch_up()
+        get, may_leave = self._table.get, self._rules.may_leave
+        why = _NEEDED if position is None else _AHEAD
+        beyond = -1 if position is None else self._planner.cursor + position
+        found: list[Record] = []
 
-    def catch_up(self) -> None:
+        def accept(block_id: int) -> bool:
+            record = get(block_id)
+            if record is None or record.extent is None:
+                self.note_departure(block_id)
+                return False
+            if not may_leave(record, why):
+                return False
+            found.append(record)
+            return True
+
+        self._queue.last(most, beyond, accept)
+        return found
+
+    def price(self, offset: int, position: int | None) -> float | None:
+        """What evicting the block at ``offset`` costs; None where it has to stay.
+
+        Args:
+            offset: Where the block begins.
+            position: As for :meth:`last`.
+        """
+        record = self._table.at(offset)
+        why = _NEEDED if position is None else _AHEAD
+        if record is None or not self._rules.may_leave(record, why):
+            return None
+        block = record.block
+        distance = self._planner.distance(block.id)
+        if position is not None and distance <= position:
+            return None
+        price = eviction_cost(block.nbytes, distance, dirty=record.in_hbm is _DIRTY)
+        if position is None:
+            price += (block.id in self._regions.residents) * _RESIDENT
+            price += self._rules.is_wanted(record) * _SOFT
+        return price
+
+    def unused_until(self, offset: int, position: int) -> bool:
+        """Whether the block at an offset may leave, and is not used again soon.
+
+        Args:
+            offset: Where it begins.
+            position: Of the schedule, up to which it is not used.
+        """
+        record = self._table.at(offset)
+        if record is None or not self._rules.may_leave(record, _AHEAD):
+            return False
+        planner = self._planner
+        return planner.schedule.next_use(record.block.id, planner.cursor) > position
+
+    def _catch_up(self) -> None:
         """Orders the blocks in HBM by the present schedule."""
         queue, planner, residents = self._queue, self._planner, self._regions.residents
         if queue.schedule is planner.schedule and planner.cursor >= self._reached:

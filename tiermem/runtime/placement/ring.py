@@ -9,11 +9,13 @@ a byte more moves.
 
 from __future__ import annotations
 
+from functools import partial
+
 from tiermem.core.block import Extent
 from tiermem.core.residency import ResidencyTable
 from tiermem.core.schedule import Planner, Schedule
 from tiermem.core.windows import Window
-from tiermem.runtime.placement.leaving import LeaveRules, Why
+from tiermem.runtime.placement.leaving import LeavingOrder
 from tiermem.runtime.placement.regions import Regions
 
 _MOST_STARTS = 32
@@ -27,7 +29,7 @@ class Ring:
     """
 
     def __init__(
-        self, table: ResidencyTable, planner: Planner, regions: Regions, rules: LeaveRules
+        self, table: ResidencyTable, planner: Planner, regions: Regions, order: LeavingOrder
     ) -> None:
         """Begins at the first byte.
 
@@ -35,16 +37,14 @@ class Ring:
             table: Where the blocks are.
             planner: Knows when blocks are used again.
             regions: The ring ends where the region of what stays begins.
-            rules: Decide which blocks may leave.
+            order: Says which blocks may leave.
         """
         self.uses = 0
         self._hbm = table.hbm
-        self._at_offset = table.at
         self._planner = planner
         self._regions = regions
-        self._rules = rules
+        self._order = order
         self._at = 0
-        self._stays = 0
         self._pass = -1
         self._starts: dict[Schedule, int] = {}
 
@@ -66,17 +66,10 @@ class Ring:
         if len(self._starts) > _MOST_STARTS:
             del self._starts[next(iter(self._starts))]
 
-    def next_free(self, nbytes: int) -> Extent | None:
-        """Takes the place where the ring has come to, if it is free and large enough.
-
-        As a rule it is what a larger block has left behind it.
-        """
-        if self._at + nbytes > self._end:
-            self._at = 0
-        return self.take(self._at, nbytes)
-
     def window(self, nbytes: int, position: int | None) -> Window | None:
         """Returns the next place of ``nbytes``, and the blocks to evict from it.
+
+        There are none where it is free: as a rule that is what a larger block has left behind it.
 
         Args:
             nbytes: Bytes wanted.
@@ -85,25 +78,20 @@ class Ring:
         Returns:
             None where a block there is needed soon, or may not leave.
         """
-        self._stays = self._planner.cursor + (position or 0) + self.uses
-        return self._hbm.next_window(self._at, nbytes, self._leaves, self._end)
+        if self._at + nbytes > self._end:
+            self._at = 0
+        soon = self._planner.cursor + (position or 0) + self.uses
+        leaves = partial(self._order.unused_until, position=soon)
+        return self._hbm.next_window(self._at, nbytes, leaves, self._end)
 
     def take(self, offset: int, nbytes: int) -> Extent | None:
         """Takes a place and moves the ring on behind it; None where it is not free."""
         extent = self._hbm.take_at(offset, nbytes)
         if extent is not None:
-            self._at = extent.end
+            self._at = offset + extent.nbytes
         return extent
 
     @property
     def _end(self) -> int:
         """The first byte behind the ring."""
         return self._regions.border
-
-    def _leaves(self, offset: int) -> bool:
-        """Whether the block at an offset may leave, and is not used again soon."""
-        record = self._at_offset(offset)
-        if record is None or not self._rules.may_leave(record, Why.AHEAD):
-            return False
-        planner = self._planner
-        return planner.schedule.next_use(record.block.id, planner.cursor) > self._stays

@@ -104,7 +104,7 @@ class Transfers:
             if staged is not None:
                 self._copy_up(record, slot, self.homes.arena.bytes_of(staged), staged=True)
             elif record.home is Tier.DRAM:
-                self._copy_up(record, slot, self.homes.bytes_of(move.source_extent))
+                self._copy_up(record, slot, self._home_bytes(move.source_extent))
             else:
                 guards = self.copy.guards(extent)
                 parked = self.ahead.parking(record) if self.ahead.parked else None
@@ -177,6 +177,11 @@ class Transfers:
             return None if extent is None else self.homes.arena.bytes_of(extent)
         if extent is None:
             return None
+        source = self.homes.bytes.get(extent.offset)  # _home_bytes, in line: at every streamed use
+        return self.homes.bytes_of(extent) if source is None else source
+
+    def _home_bytes(self, extent: Extent) -> torch.Tensor:
+        """Returns the bytes of a home in DRAM, 1-D uint8; as a rule they are known already."""
         source = self.homes.bytes.get(extent.offset)
         return self.homes.bytes_of(extent) if source is None else source
 
@@ -240,15 +245,16 @@ class Transfers:
         """Begins to write a dirty block back to its home."""
         block = record.block
         slot = self.slots.current[block.id]
-        self._make_writable(record)
-        self.ahead.drop(block.id)
+        if record.home is Tier.NVME:
+            self._make_writable(record)
+            self.ahead.drop(block.id)
         if self.homes.keeper is not None:
             self.homes.keeper.before_write(record)
         try:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
-                target = self.homes.bytes_of(move.target_extent)
+                target = self._home_bytes(move.target_extent)
                 event = self.copy.down(
                     target, slot.bytes, move.source_extent, self.ready.get(block.id)
                 )
@@ -283,7 +289,7 @@ class Transfers:
         if self.homes.keeper is not None:
             self.homes.keeper.before_write(record)
         started = time.perf_counter_ns()
-        home, slot = self.homes.bytes_of(record.home_extent), self.slots.current[block.id]
+        home, slot = self._home_bytes(record.home_extent), self.slots.current[block.id]
         event = self.copy.down(home, slot.bytes, extent, self.ready.get(block.id))
         if event is not None:
             self.home_ready[block.id] = event
