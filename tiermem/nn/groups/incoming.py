@@ -22,14 +22,16 @@ class IncomingGradients:
     """Takes the gradients that autograd accumulates, and hands them to the store.
 
     Attributes:
+        manager: Of the blocks that they go to.
         new: Those that were accumulated and are not in the tiers yet.
     """
 
     def __init__(self, runtime: Passes) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
+        self.manager = runtime.manager
         self._store = runtime.grads
-        self.new = NewGradients(runtime.manager.parts.device, self.take_over)
+        self.new = NewGradients(self.manager.parts.device, self.take_over)
         self._arriving: GradUnit | None = None
         self._pipeline: BlockSweep | None = None
         self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
@@ -179,5 +181,5 @@ class IncomingGradients:
         if before is None or not any(entry.has_grad for entry in before.entries):
             return
         if self._pipeline is None:
-            self._pipeline = BlockSweep(self._runtime.manager)
+            self._pipeline = BlockSweep(self.manager)
         self._pipeline.write(before.blocks, gradients=True)
