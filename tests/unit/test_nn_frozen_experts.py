@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -439,6 +440,58 @@ def test_an_optimizer_steps_beside_the_room() -> None:
         assert by_rows(model, tier)
         state = plain.state_dict()
         assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+
+
+class Beside(nn.Tanh):
+    """Between a layer's two products something else happens, once."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.meanwhile is not None:
+            beside, self.meanwhile = self.meanwhile, None
+            beside()
+        return super().forward(x)
+
+
+def forward_alone(model: Any, chosen: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(states(len(chosen[0])), chosen)]
+
+
+@pytest.mark.parametrize("kind", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("run", [forward_alone, train])
+def test_two_threads_in_one_layer_have_their_own_rows(kind: str, run: Any) -> None:
+    """One goes on while the other is still in the layer, with rows of its own choice."""
+    first, second = choose(3, 0), choose(3, 1)
+    found: list[torch.Tensor] = []
+    there, leave = Event(), Event()
+    with twins(kind, hbm=ROOMY + 2 * LAYER) as (model, plain, tier):
+        tier.wrap(Model().requires_grad_(False))  # so that not all fits
+        between = model.experts[1].act_fn = Beside()
+        other = Thread(target=lambda: found.extend(forward_alone(model, second)))
+
+        def stay() -> None:
+            there.set()
+            leave.wait(60)
+
+        def beside() -> None:
+            between.meanwhile = stay
+            other.start()
+            there.wait(60)
+
+        between.meanwhile = beside
+        tier.reset_stats()
+        try:
+            mine = run(model, first)
+        finally:
+            leave.set()
+            other.join()
+        assert all(map(same_bits, mine, run(plain, first)))
+        assert all(map(same_bits, found, forward_alone(plain, second))) and len(found) == 1
+        names = [sum(len(index.unique()) for index in chosen) for chosen in (first, second)]
+        uses = 2 if run is train else 1
+        assert tier.stats().experts_chosen == uses * names[0] + names[1]
 
 
 _FILES = [
