@@ -442,6 +442,44 @@ def test_an_optimizer_steps_beside_the_room() -> None:
         assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
 
 
+def forward_alone(model: Any, chosen: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(states(len(chosen[0])), chosen)]
+
+
+class Inner(Experts):
+    """Takes gradients in its forward, whether its caller does or not."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            rows = x.detach().requires_grad_()
+            y = torch.zeros_like(rows)
+            for expert in torch.unique(index):
+                inner = functional.linear(rows, self.up[expert]).relu()
+                y = y + functional.linear(inner, self.down[expert]) + self.bias[expert]
+            y.square().sum().backward()
+        assert rows.grad is not None
+        return y.detach() + rows.grad
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_forward_that_takes_gradients_where_none_are_asked_for(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "inner", Inner)
+    found = []
+    with twins("inner", hbm=ROOMY + 2 * LAYER) as (model, plain, tier):
+        tier.wrap(Model().requires_grad_(False))  # so that not all fits
+        for one in (model, plain):
+            one.experts[1].requires_grad_(trained)
+            y = forward_alone(one, choose(3, 0))
+            params = list(one.experts[1].parameters())
+            assert all((p.grad is not None) == trained for p in params)
+            found.append([*y, *(p.grad.detach().clone() for p in params if trained)])
+        assert tier.stats().experts_chosen > 0
+    assert all(map(same_bits, *found))
+
+
 class Beside(nn.Tanh):
     """Between a layer's two products something else happens, once."""
 
@@ -452,11 +490,6 @@ class Beside(nn.Tanh):
             beside, self.meanwhile = self.meanwhile, None
             beside()
         return super().forward(x)
-
-
-def forward_alone(model: Any, chosen: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [model(states(len(chosen[0])), chosen)]
 
 
 @pytest.mark.parametrize("kind", ["batched_mm", "grouped_mm"])
