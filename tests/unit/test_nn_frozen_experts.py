@@ -364,10 +364,10 @@ class Doubled(Listed):
         many = x.repeat_interleave(index.shape[1], 0)[:, :, None]
         rows = self.up[pairs]
         if not self.late:
-            rows.mul_(2)
+            torch.Tensor.mul_(rows, 2)  # where the method's source does not say so
         y = torch.bmm(self.down[pairs], torch.bmm(rows, many).relu())[:, :, 0]
         if self.late:
-            rows.mul_(2)
+            torch.Tensor.mul_(rows, 2)
         return (y * weight.reshape(-1, 1)).view(*index.shape, WIDTH).sum(1)
 
 
