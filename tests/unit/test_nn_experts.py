@@ -312,6 +312,17 @@ def test_a_row_that_somebody_keeps_stays() -> None:
         Keeper.kept = kept = None
 
 
+def test_a_row_that_somebody_keeps_when_all_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Keeper, "kept", None)
+    with twins(Keeper) as (model, plain, tier), torch.no_grad():
+        model(states(3), choose(3, 0))
+        kept: Any = Keeper.kept
+        value = kept.clone()
+        assert tier._runtime.experts.open
+    assert same_bits(kept, value)
+    check(model, plain, choose(3, 1))
+
+
 @pytest.mark.parametrize("kind", [Experts, Listed])
 def test_from_a_swap_file(tmp_path: Any, kind: type[nn.Module]) -> None:
     policy = tiermem.Policy(params="nvme")
