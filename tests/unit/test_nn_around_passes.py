@@ -114,6 +114,44 @@ def test_a_gradient_that_was_put_aside_is_an_ordinary_one(use: Callable[..., Any
         both.both(use)
 
 
+# -- hooks of users on parameters --------------------------------------------------------
+
+
+def test_a_hook_that_is_new_sees_the_gradient_that_is_added_to() -> None:
+    def use(model: Any, _: Any) -> Any:
+        loss(model).backward()
+        param, seen = model[1].weight, []
+        param.register_hook(lambda _: seen.append(param.grad.clone()))
+        loss(model, 2).backward()
+        loss(model, 3).backward()
+        return seen
+
+    with pair() as both:
+        both.both(use)
+
+
+def _halve(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+def test_a_hook_from_before_the_wrap_sees_the_whole_sum() -> None:
+    def hooked() -> nn.Module:
+        model = net()
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(_halve)
+        return model
+
+    def use(model: Any, _: Any) -> None:
+        for factor in (1.0, 2.0, 3.0):
+            loss(model, factor).backward()
+
+    with Pair(hooked, Tiers("dram")) as both:
+        both.both(use)
+        both.check_gradients("lazy")
+        both.finish()
+
+
 # -- a backward cut short ----------------------------------------------------------------
 
 

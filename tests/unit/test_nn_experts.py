@@ -53,6 +53,40 @@ class Sneaky(Experts):
         return y + self.bias[-1] + self.up[2:4].sum() + self.down[index.reshape(-1)].sum()
 
 
+class Assigning(Experts):
+    """Changes the row that was chosen first, and computes."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first = int(index[0, 0])
+        self.up[first] = self.up[first] * 0.5
+        return functional.linear(x, self.up[first]) @ self.down[first].t()
+
+
+class Adding(Experts):
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first = int(index[0, 0])
+        self.up[first] += 0.5
+        return functional.linear(x, self.up[first]) @ self.down[first].t()
+
+
+class Scaling(Experts):
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first = int(index[0, 0])
+        self.up[first].t().mul_(0.5)
+        return functional.linear(x, self.up[first]) @ self.down[first].t()
+
+
+class Naming(Experts):
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        up, down = self.up[index[0, 0]], self.down[index[0, 0]]
+        up *= 0.5
+        torch.add(down, 0.5, out=down[:])
+        return functional.linear(x, up) @ down.t()
+
+
+WRITING = [Assigning, Adding, Scaling, Naming]
+
+
 def check(model: Any, plain: Any, chosen: Sequence[torch.Tensor]) -> None:
     x = states(len(chosen[0]))
     with torch.no_grad():
@@ -69,6 +103,24 @@ def test_stacks_are_found_and_how_they_are_read() -> None:
     assert [experts_of(kind()) for kind in (Experts, Listed, Dense)] == [EXPERTS] * 3
     assert experts_of(nn.Linear(8, 8)) == 0
     assert [reads_rows(kind()) for kind in (Experts, Listed, Dense)] == ["eager", "eager", ""]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", WRITING)
+def test_rows_that_a_forward_writes_are_those_of_the_weight(
+    kind: type[nn.Module], training: bool
+) -> None:
+    """As resident: what was written stays, in forward and wherever the weight is read."""
+    assert reads_rows(kind()) == ""
+    with twins(kind) as (model, plain, _):
+        for seed in range(4):
+            for one in (model, plain):
+                one.experts.requires_grad_(False)
+            with torch.set_grad_enabled(training):
+                x, chosen = states(3), choose(3, seed)
+                assert same_bits(model(x, chosen).detach(), plain(x, chosen).detach())
+        state = plain.state_dict()
+        assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", [Experts, Listed])
@@ -258,6 +310,17 @@ def test_a_row_that_somebody_keeps_stays() -> None:
         check(model, plain, first)
         assert same_bits(kept, before)
         Keeper.kept = kept = None
+
+
+def test_a_row_that_somebody_keeps_when_all_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Keeper, "kept", None)
+    with twins(Keeper) as (model, plain, tier), torch.no_grad():
+        model(states(3), choose(3, 0))
+        kept: Any = Keeper.kept
+        value = kept.clone()
+        assert tier._runtime.experts.open
+    assert same_bits(kept, value)
+    check(model, plain, choose(3, 1))
 
 
 @pytest.mark.parametrize("kind", [Experts, Listed])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -363,10 +364,10 @@ class Doubled(Listed):
         many = x.repeat_interleave(index.shape[1], 0)[:, :, None]
         rows = self.up[pairs]
         if not self.late:
-            rows.mul_(2)
+            torch.Tensor.mul_(rows, 2)  # where the method's source does not say so
         y = torch.bmm(self.down[pairs], torch.bmm(rows, many).relu())[:, :, 0]
         if self.late:
-            rows.mul_(2)
+            torch.Tensor.mul_(rows, 2)
         return (y * weight.reshape(-1, 1)).view(*index.shape, WIDTH).sum(1)
 
 
@@ -439,6 +440,91 @@ def test_an_optimizer_steps_beside_the_room() -> None:
         assert by_rows(model, tier)
         state = plain.state_dict()
         assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+
+
+def forward_alone(model: Any, chosen: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(states(len(chosen[0])), chosen)]
+
+
+class Inner(Experts):
+    """Takes gradients in its forward, whether its caller does or not."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            rows = x.detach().requires_grad_()
+            y = torch.zeros_like(rows)
+            for expert in torch.unique(index):
+                inner = functional.linear(rows, self.up[expert]).relu()
+                y = y + functional.linear(inner, self.down[expert]) + self.bias[expert]
+            y.square().sum().backward()
+        assert rows.grad is not None
+        return y.detach() + rows.grad
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_forward_that_takes_gradients_where_none_are_asked_for(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "inner", Inner)
+    found = []
+    with twins("inner", hbm=ROOMY + 2 * LAYER) as (model, plain, tier):
+        tier.wrap(Model().requires_grad_(False))  # so that not all fits
+        for one in (model, plain):
+            one.experts[1].requires_grad_(trained)
+            y = forward_alone(one, choose(3, 0))
+            params = list(one.experts[1].parameters())
+            assert all((p.grad is not None) == trained for p in params)
+            found.append([*y, *(p.grad.detach().clone() for p in params if trained)])
+        assert tier.stats().experts_chosen > 0
+    assert all(map(same_bits, *found))
+
+
+class Beside(nn.Tanh):
+    """Between a layer's two products something else happens, once."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.meanwhile is not None:
+            beside, self.meanwhile = self.meanwhile, None
+            beside()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("run", [forward_alone, train])
+def test_two_threads_in_one_layer_have_their_own_rows(kind: str, run: Any) -> None:
+    """One goes on while the other is still in the layer, with rows of its own choice."""
+    first, second = choose(3, 0), choose(3, 1)
+    found: list[torch.Tensor] = []
+    there, leave = Event(), Event()
+    with twins(kind, hbm=ROOMY + 2 * LAYER) as (model, plain, tier):
+        tier.wrap(Model().requires_grad_(False))  # so that not all fits
+        between = model.experts[1].act_fn = Beside()
+        other = Thread(target=lambda: found.extend(forward_alone(model, second)))
+
+        def stay() -> None:
+            there.set()
+            leave.wait(60)
+
+        def beside() -> None:
+            between.meanwhile = stay
+            other.start()
+            there.wait(60)
+
+        between.meanwhile = beside
+        tier.reset_stats()
+        try:
+            mine = run(model, first)
+        finally:
+            leave.set()
+            other.join()
+        assert all(map(same_bits, mine, run(plain, first)))
+        assert all(map(same_bits, found, forward_alone(plain, second))) and len(found) == 1
+        names = [sum(len(index.unique()) for index in chosen) for chosen in (first, second)]
+        uses = 2 if run is train else 1
+        assert tier.stats().experts_chosen == uses * names[0] + names[1]
 
 
 _FILES = [

@@ -83,21 +83,67 @@ def reads_rows(module: nn.Module) -> str:
 
 @lru_cache(maxsize=256)
 def only_subscripts(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
-    """Whether a method uses these attributes of ``self`` as ``self.name[...]`` and no other way."""
+    """Whether a method uses these attributes of ``self`` as ``self.name[...]`` and no other way.
+
+    It only reads them so: ``self.name[i] = x``, ``self.name[i] += x`` and ``self.name[i].mul_(x)``
+    write the parameter, of which rows are copies.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return False
-    subscripted = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Subscript)}
-    found = False
+    subscripted = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+    }
+    found, given = False, (*names, *_named(tree, names))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in names:
             if id(node) not in subscripted or not isinstance(node.ctx, ast.Load):
                 return False
             found = True
+        if _is_written(node, given):
+            return False
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "vars"):
             return False
     return found
+
+
+def _named(tree: ast.AST, names: tuple[str, ...]) -> set[str]:
+    """Returns the variables that are given what some attributes have, or views of it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            values = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(_looks_at(value, names) for value in values):
+                walked = (inner for target in targets for inner in ast.walk(target))
+                found |= {inner.id for inner in walked if isinstance(inner, ast.Name)}
+    return found
+
+
+def _is_written(node: ast.AST, names: tuple[str, ...]) -> bool:
+    """Whether an operation changes in place what some attributes or variables have."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        method = node.func.attr
+        in_place = method.endswith("_") and not method.endswith("__")
+        return in_place and _looks_at(node.func.value, names)
+    if isinstance(node, ast.keyword):
+        return node.arg == "out" and _looks_at(node.value, names)
+    if isinstance(node, ast.AugAssign):
+        return _looks_at(node.target, names)
+    stored = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    return stored and _looks_at(node, names)
+
+
+def _looks_at(node: Any, names: tuple[str, ...]) -> bool:
+    """Whether an expression is one of these attributes or variables, or may be a view of one."""
+    while node is not None:
+        if getattr(node, "attr", "") in names or getattr(node, "id", "") in names:
+            return True
+        node = getattr(node, "value", None) or getattr(node, "func", None)
+    return False
 
 
 def choices_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

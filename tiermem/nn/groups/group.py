@@ -253,7 +253,7 @@ class Group(Holder):
             inside.reset()
         record = self.manager.parts.table.get(self.block.id)
         slot = self.manager.parts.slots.current.get(self.block.id)
-        self.holds, self.soft, pointing.rows = 0, False, None
+        self.holds, self.soft, pointing.rows = 0, False, {}
         with Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
                 written = take_home(self, slot) or writes.count() != writes.versions

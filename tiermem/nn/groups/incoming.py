@@ -45,6 +45,8 @@ class IncomingGradients:
             entry.param.register_hook(Hook(self._before, entry)),
             entry.param.register_post_accumulate_grad_hook(Hook(self._after, entry)),
         ]
+        with torch._C.DisableTorchFunctionSubclass():
+            _come_first(entry)
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """Stops watching the gradients of parameters, which leave the tiers."""
@@ -54,12 +56,17 @@ class IncomingGradients:
             self._unheard.pop(id(entry.param), None)
 
     def begin_backward(self) -> None:
-        """Prepares, as a backward begins, for gradients that are not going to be announced.
+        """Prepares, as a backward begins, for hooks of users and gradients that come unannounced.
 
         torch 2.6 forgets the hooks of a parameter when Python code (a compiled block's backward,
         a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
         saved-tensor hooks; what runs after it was accumulated is still called.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            for group in self._runtime.groups:
+                for entry in group.entries:
+                    if entry.tracked:
+                        _come_last(entry)
         for entry in self._unheard.values():
             self._before(entry)
 
@@ -99,16 +106,7 @@ class IncomingGradients:
             if watcher.arriving(entry):
                 return
         with torch._C.DisableTorchFunctionSubclass():
-            hooks: Any = entry.param._backward_hooks  # None where torch has forgotten them
-            if hooks and len(hooks) > 1:
-                self._come_last(entry, hooks)
             self._make_way(entry)
-
-    def _come_last(self, entry: Entry, hooks: dict[int, Any]) -> None:
-        """Puts the hook behind those of users: they are to see the gradient that is added to."""
-        key = entry.hooks[0].id
-        if key in hooks and next(reversed(hooks)) != key:
-            hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary itself
 
     def _make_way(self, entry: Entry) -> None:
         if entry.displaced and entry.param.grad is None:
@@ -183,3 +181,20 @@ class IncomingGradients:
         if self._pipeline is None:
             self._pipeline = BlockSweep(self.manager)
         self._pipeline.write(before.blocks, gradients=True)
+
+
+def _come_last(entry: Entry) -> None:
+    """Puts the hook behind those of users: they are to see the gradient that is added to."""
+    hooks: Any = entry.param._backward_hooks  # None where torch has forgotten them
+    if hooks and len(hooks) > 1:
+        key = entry.hooks[0].id
+        if key in hooks and next(reversed(hooks)) != key:
+            hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary itself
+
+
+def _come_first(entry: Entry) -> None:
+    """Puts the hook before those that users have added so far: they are to see the whole sum."""
+    hooks: Any = entry.param._post_accumulate_grad_hooks
+    others = [key for key in hooks if key != entry.hooks[1].id]
+    for key in others:
+        hooks[key] = hooks.pop(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from copy import deepcopy
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from tiermem.core.block import Role
@@ -108,8 +109,8 @@ class TieredDict(HeldDict):
             and sys._getframe(1).f_globals.get("__name__") != _SWAPS  # _is_swap, in line
         ):
             rows = group.pointing.rows
-            if rows is not None and name in rows:
-                return rows[name]
+            if rows and name in (mine := rows.get(get_ident(), {})):
+                return mine[name]
             if not (group.soft and self.lender.here.inside):  # else it points at its block
                 self.lender.demand(group)
         return _item(self, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ class Pointing:
         shown: Of which class each of them, and each dictionary, is while the block is held.
         hidden: The same for while it is not.
         slot: Where they point; None where that is their placeholders.
-        rows: While experts come up one by one: what stands for each parameter, by its name in the
-            module.
+        rows: While experts come up one by one: what stands for each parameter, by the thread whose
+            call it is and the name in the module.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Pointing:
         self.shown: Sequence[tuple[Any, type]] = ()
         self.hidden: Sequence[tuple[Any, type]] = ()
         self.slot: Slot | None = None
-        self.rows: Mapping[str, Any] | None = None
+        self.rows: dict[int, dict[str, Any]] = {}
         self._names: list[HeldDict] = []
         self._indices: Sequence[int] | None = ()  # None where they are all of the block's
         self._apart: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # beside their placeholders

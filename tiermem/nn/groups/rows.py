@@ -188,6 +188,8 @@ class Rows:
 
     def __getitem__(self, index: Any) -> Any:
         """Returns one expert's row, copies of several, or what the whole gives."""
+        if self._takes_gradients():
+            return self.whole()[index]
         if self._tensor not in self._choice.stack.rows:
             small = self._choice.row(self._tensor, 0)
             return (self.whole() if small is None else small)[index]
@@ -209,6 +211,13 @@ class Rows:
         if {first % ndim, second % ndim} == {ndim - 1, ndim - 2} and ndim == 3:
             return Rows(self._choice, self._tensor, self._param, turned=not self._turned)
         return self.whole().transpose(first, second)
+
+    def _takes_gradients(self) -> bool:
+        """Whether gradients are taken of the parameter, in a call that began without any."""
+        if not torch.is_grad_enabled():
+            return False
+        with torch._C.DisableTorchFunctionSubclass():  # it is away
+            return self._param.requires_grad
 
     def _row(self, expert: int) -> torch.Tensor | None:
         """Returns a row in place; None where the whole parameter is needed."""
@@ -312,7 +321,7 @@ class Rows:
             ):
                 graph = torch.is_grad_enabled() and rows.requires_grad
                 found = None
-                if not graph or name in _DERIVED:
+                if not args[1]._takes_gradients() and (not graph or name in _DERIVED):
                     found = args[1].grouped(function, rows, offsets)
                 if found is not None:
                     return found

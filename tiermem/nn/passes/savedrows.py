@@ -138,7 +138,7 @@ class SavedRows:
 
     def end(self, use: Use) -> None:
         """Forgets the copies that a call was given, which is over."""
-        for handle in [h for h, copied in self.copies.items() if copied.use is use]:
+        for handle in [h for h, copied in list(self.copies.items()) if copied.use is use]:
             del self.copies[handle]
 
     # -- packing ---------------------------------------------------------
@@ -153,7 +153,8 @@ class SavedRows:
             use, index, experts = copied.use, copied.tensor, copied.experts
             use.saved.update((use.stack.piece(index, e), None) for e in sorted({*experts}))
             return SavedCopies(self._hooks, tensor, copied)
-        found = self.calls.shown(storage.data_ptr())
+        with self._manager.lock:  # another thread's call may give the room back
+            found = self.calls.shown(storage.data_ptr())
         if found is None:
             return None
         use, piece = found

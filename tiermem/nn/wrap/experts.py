@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -79,13 +80,13 @@ class ExpertsInterceptor(CallInterceptor):
 
     def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module with rows in the place of its parameters."""
-        group, gate = self._groups[0], self._manager.gate
+        rows, gate = self._groups[0].pointing.rows, self._manager.gate
         entered = pushed = theirs = ended = False
         try:
             try:
                 entered = self._enters and self._activations.enter(self.scope)
                 pushed = torch.is_grad_enabled() and self._push()
-                group.pointing.rows = {
+                rows[get_ident()] = {
                     name: Rows(choice, tensor, self._params[name])
                     for name, tensor in self._tensors.items()
                 }
@@ -94,7 +95,7 @@ class ExpertsInterceptor(CallInterceptor):
                 theirs = False
                 return result
             finally:
-                group.pointing.rows = None
+                rows.pop(get_ident(), None)
                 if pushed:
                     self._saved.pop()
                 if entered:

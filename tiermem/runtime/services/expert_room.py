@@ -101,7 +101,7 @@ class ExpertRoom:
         keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
         self._manager.remove_blocks([room])
         self._forget()
-        if keep is not None:
+        if keep is not None and parts.table.get(room.id) is None:  # else all is closed
             parts.evictor.leave_behind(slot.extent, seen)
 
     def shrink(self) -> None:
