@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
 from support_loop import PAGE, Loop, loop
 
-from tiermem.core.block import Block
+from tiermem.core.block import Block, Role
+from tiermem.core.layout import TensorShape
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.metrics.pass_timer import PassTimer
@@ -432,6 +434,24 @@ def test_a_plan_that_cannot_be_laid_out_is_not_kept_for_a_loop_that_can() -> Non
         for _ in range(4):
             turn(usual, 8)
         assert made.manager.stats().misses == before
+        made.check()
+
+
+@pytest.mark.parametrize("slots", [6, 7, 8, 9])
+def test_what_comes_to_stay_for_good_is_not_laid_over(slots: int) -> None:
+    """Another model's weights, at home in HBM, lie where the loop streamed through."""
+    with loop(12, slots, depth="auto") as made:
+        manager = made.manager
+        for _ in range(2):
+            for _ in range(6):
+                made.go_round()
+            assert arranged(made)
+            shape = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
+            fixed = manager.add_blocks([("fixed", Role.BUFFER, [shape])], home="hbm")
+            for _ in range(6):
+                made.go_round()
+            assert arranged(made)
+            manager.remove_blocks(fixed)
         made.check()
 
 

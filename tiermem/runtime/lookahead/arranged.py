@@ -35,7 +35,10 @@ _MOST_PAUSE = 64
 _MOST_LAG = 8
 """Further uses, at the most, before a block is expected to be let go."""
 
-_Name = tuple[Schedule, frozenset[int], int]
+_Room = tuple[int, int]
+"""Bytes of HBM, and how often what is there for good has changed."""
+
+_Name = tuple[Schedule, frozenset[int], _Room]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +49,7 @@ class _Loop:
         names: Of the passes of a round that use what streams, from the next one on.
         orders: The blocks that each of them uses.
         residents: The blocks that stay.
-        capacity: Bytes of HBM.
+        room: What HBM there is for them and for what streams.
         compute: Seconds of each use of a round.
         idle: The steps of the pass at which it is seen, where that uses only what stays.
         between: How many passes of that kind are foreseen.
@@ -55,7 +58,7 @@ class _Loop:
     names: tuple[Hashable, ...]
     orders: tuple[tuple[int, ...], ...]
     residents: frozenset[int]
-    capacity: int
+    room: _Room
     compute: Sequence[float]
     idle: list[Step] | None
     between: int
@@ -71,11 +74,11 @@ class _Loop:
         if len(self.names) != count:
             return False
         at = number % count
-        return (self.names, self.orders, self.residents, self.capacity) == (
+        return (self.names, self.orders, self.residents, self.room) == (
             other.names[at:] + other.names[:at],
             other.orders[at:] + other.orders[:at],
             other.residents,
-            other.capacity,
+            other.room,
         )
 
 
@@ -244,7 +247,8 @@ class Arranger:
     def _loop(self, plan: StreamPlan) -> _Loop | None:
         """Returns the loop of the present schedule, if there is one, with what stays by a plan."""
         schedule, residents = self._parts.planner.schedule, plan.plan.residents
-        name = schedule, residents, self._parts.table.hbm.capacity
+        room = self._parts.table.hbm.capacity, self._parts.evictor.regions.changes
+        name = schedule, residents, room
         if name not in self._loops:
             self._loops[name] = self._look(*name, plan.compute)
             if len(self._loops) > _MOST_LOOPS:
@@ -257,7 +261,7 @@ class Arranger:
         self,
         schedule: Schedule,
         residents: frozenset[int],
-        capacity: int,
+        room: _Room,
         compute: Sequence[float | None],
     ) -> _Loop | None:
         """Looks for a loop in a schedule; None where what is foreseen does not come again."""
@@ -276,7 +280,7 @@ class Arranger:
             tuple(key for _, _, key in spans),
             tuple(tuple(order[begin:end]) for begin, end, _ in spans),
             residents,
-            capacity,
+            room,
             [compute[place] or 0.0 for place in places],
             idle,
             between,
