@@ -79,7 +79,10 @@ def test_plans_are_made_as_passes_end_once_they_can_be_foreseen(
         made.check()
 
 
-def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass() -> None:
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass(
+    decided: bool,
+) -> None:
     with loop(12, 6, depth="auto") as made:
         manager = made.manager
         for _ in range(5):
@@ -87,8 +90,11 @@ def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass()
             manager.end_pass()
         before = manager.prefetcher.outlook.made_of
         manager.parts.pass_timer.estimates.version += 1
+        if decided:
+            manager.replay.repair()
+            manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
         made.go_round()
-        assert arranged(made)
+        assert arranged(made) is not decided and manager.replay.repeating is not decided
         assert manager.prefetcher.outlook.made_of == before
         manager.end_pass()
         assert manager.prefetcher.outlook.made_of != before
