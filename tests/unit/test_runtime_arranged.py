@@ -443,6 +443,34 @@ def test_a_plan_that_cannot_be_laid_out_is_not_kept_for_a_loop_that_can() -> Non
         made.check()
 
 
+@pytest.mark.parametrize("slots", [7, 8, 10])
+def test_modules_that_hold_their_own_while_inner_ones_run_break_off_no_more(slots: int) -> None:
+    """An outermost one does to the end of forward, a layer while what is in it runs."""
+    with loop(13, slots, depth="auto") as made:
+        manager, broken = made.manager, []
+        broke_off = manager.replay._arranger.broke_off
+
+        def noted(*late: Any) -> None:
+            broken.append(late)
+            broke_off(*late)
+
+        manager.replay._arranger.broke_off = noted  # type: ignore[method-assign]
+        for number in range(40):
+            if number == 12:
+                broken.clear()
+            manager.begin_pass(FORWARD)
+            manager.acquire(made.blocks[0])
+            for outer in range(1, 13, 2):
+                manager.acquire(made.blocks[outer])
+                made.use(outer + 1)
+                manager.release(made.blocks[outer])
+            manager.release(made.blocks[0])
+            made.sweep({BACKWARD: [*range(13)][::-1]})
+        assert not broken
+        assert manager.replay.repeating
+        made.check()
+
+
 @pytest.mark.parametrize("slots", [6, 7, 8, 9])
 def test_what_comes_to_stay_for_good_is_not_laid_over(slots: int) -> None:
     """Another model's weights, at home in HBM, lie where the loop streamed through."""

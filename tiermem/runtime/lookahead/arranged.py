@@ -129,6 +129,19 @@ class _Pause:
     passes: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Late:
+    """When a pass lets go of blocks, where that was seen to be later than expected.
+
+    Attributes:
+        lag: How many further blocks are used before.
+        blocks: Those that are held to its end.
+    """
+
+    lag: int
+    blocks: set[int] = field(default_factory=set)
+
+
 class Arranger:
     """Lays HBM out for loops that only read; under the manager's lock."""
 
@@ -141,7 +154,7 @@ class Arranger:
         self._layouts: dict[_Loop, tuple[Round, LaidOut] | None] = {}
         self._force: _Force | None = None
         self._pauses: dict[frozenset[Hashable], _Pause] = {}
-        self._lags: dict[Hashable, int] = {}  # of passes of which more is known than their names
+        self._lates: dict[Hashable, _Late] = {}  # of passes that did not let go as expected
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
         """Returns what is done at each place of the pass that begins, HBM being laid out for it.
@@ -178,16 +191,16 @@ class Arranger:
             if force.done >= len(force.loop.names):
                 self._pauses.pop(frozenset(force.loop.names), None)
 
-    def broke_off(self, *, late: bool = False) -> None:
+    def broke_off(self, late: Sequence[int] = ()) -> None:
         """Notes that the pass under way did not go as it was laid out.
 
         Args:
-            late: Whether a block was let go later than expected.
+            late: Blocks that are let go later than expected.
         """
         force = self._force
         if force is not None:
             if late and not force.idle:
-                self._let_go_later(force.loop.names[force.at % len(force.loop.names)])
+                self._let_go_later(force.loop.names[force.at % len(force.loop.names)], late)
             self._pause(force.loop)
         self._force = None
 
@@ -209,18 +222,25 @@ class Arranger:
             return False
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
 
-    def _let_go_later(self, name: Hashable) -> None:
+    def _let_go_later(self, name: Hashable, blocks: Sequence[int]) -> None:
         """Expects the next time that a pass which broke off lets blocks go later.
 
         Backward lets go of a block when it has come to the output of two further modules. What is
-        used in between, as saved weights are unpacked, counts as a use all the same.
+        used in between, as saved weights are unpacked, counts as a use all the same. Elsewhere a
+        module lets go of its own when it is left, and inner ones are used before: one as a rule,
+        all the rest of the pass where it is the outermost.
         """
-        lag = self._lags.pop(name, lag_of(name))
-        if lag:
-            self._lags[name] = min(_MOST_LAG, lag + lag_of(name))
-            self._layouts.clear()
-            if len(self._lags) > _MOST_LOOPS:
-                del self._lags[next(iter(self._lags))]
+        late = self._lates.pop(name, None) or _Late(lag_of(name))
+        self._lates[name] = late
+        self._layouts.clear()
+        if lag_of(name):
+            late.lag = min(_MOST_LAG, late.lag + lag_of(name))
+        elif late.lag:
+            late.blocks.update(blocks)
+        else:
+            late.lag = 1
+        if len(self._lates) > _MOST_LOOPS:
+            del self._lates[next(iter(self._lates))]
 
     def _pause(self, loop: _Loop) -> None:
         """Has a loop be decided for some rounds.
@@ -308,9 +328,12 @@ class Arranger:
         streams = [b for b in set(loop.order) - loop.residents if not table[b].fixed]
         sizes = {block: table[block].block.nbytes for block in streams}
         transfer = {block: self._arrival(table[block]) for block in sizes}
-        lags = [self._lags.get(name, lag_of(name)) for name in loop.names]
+        lates = [self._lates.get(name) or _Late(lag_of(name)) for name in loop.names]
         moves = [not table[block].fixed for block in loop.order]
-        one = Round([len(order) for order in loop.orders], lags, moves)
+        both = zip(loop.orders, lates, strict=True)
+        held = [block in late.blocks for order, late in both for block in order]
+        lengths = [len(order) for order in loop.orders]
+        one = Round(lengths, [late.lag for late in lates], moves, held)
         ways = Ways(loop.order, one, sizes, runs)
         found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
         return None if found is None else (one, found)
