@@ -540,8 +540,8 @@ _ELSEWHERE = (
     Mutation(
         "a backward that lets go later than expected is laid out as before",
         "tiermem/runtime/lookahead/arranged.py",
-        "min(_MOST_LAG, lag + lag_of(name))",
-        "lag",
+        "min(_MOST_LAG, late.lag + lag_of(name))",
+        "late.lag",
         ("tests/unit/test_lora_arranged.py",),
     ),
     Mutation(

@@ -61,11 +61,13 @@ class Passes:
         orders: The blocks that each of them uses.
         lags: How many blocks are still in use, of each, when one that counts is come to.
         counts: The blocks that count for that.
+        held: Blocks that are in use to the end of each pass.
     """
 
     orders: list[list[int]]
     lags: list[int]
     counts: set[int]
+    held: frozenset[int] = frozenset()
 
     @property
     def order(self) -> list[int]:
@@ -74,10 +76,16 @@ class Passes:
     @property
     def events(self) -> Round:
         counted = [block in self.counts for block in self.order]
-        return Round([len(order) for order in self.orders], self.lags, counted)
+        held = [block in self.held for block in self.order]
+        return Round([len(order) for order in self.orders], self.lags, counted, held)
 
     def in_use(self, number: int, at: int) -> list[int]:
         """Returns what may not leave when so many uses of a pass have been entered."""
+        order = self.orders[number]
+        return [*self.late(number, at), *self.held.intersection(order[:at])]
+
+    def late(self, number: int, at: int) -> list[int]:
+        """Returns what a pass has not let go of yet, but for what it holds to its end."""
         order, lag = self.orders[number], self.lags[number]
         used = order[:at]
         counting = [block for block in used if block in self.counts]
@@ -152,7 +160,8 @@ def loops(draw: st.DrawFn) -> Made:
     ):
         runs.append((at, at + nbytes))
         at += nbytes + gap
-    return Passes(orders, lags, counts), sizes, runs, stay
+    held = draw(st.frozensets(st.sampled_from(range(count)), max_size=1))
+    return Passes(orders, lags, counts, held), sizes, runs, stay
 
 
 @settings(max_examples=examples(300))

@@ -245,6 +245,23 @@ def test_where_stamps_cannot_be_set_there_are_none() -> None:
     assert not player.clock.times and player.estimates.samples("f") == 1
 
 
+@pytest.mark.parametrize("how", ["nothing used", "set back", "exception"])
+def test_what_came_to_nothing_is_measured_again(how: str) -> None:
+    """A pass is known once two were read; what was dropped unread is none of them."""
+    player = Player()
+    pass_timer = player.pass_timer
+    for _ in range(2):
+        if how == "nothing used":
+            pass_timer.begin("f")
+        else:
+            player.sweep()
+            (pass_timer.reset if how == "set back" else pass_timer.cut_short)()
+    for _ in range(2):
+        player.sweep()
+        player.read_all()
+    assert player.estimates.sure("f")
+
+
 def test_fetches_of_a_pass_that_is_not_measured_further_are_let_go() -> None:
     player = Player()
     for number in range(40):

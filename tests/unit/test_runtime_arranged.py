@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
 from support_loop import PAGE, Loop, loop
 
-from tiermem.core.block import Block
+from tiermem.core.block import Block, Role
+from tiermem.core.layout import TensorShape
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.metrics.pass_timer import PassTimer
@@ -77,7 +79,10 @@ def test_plans_are_made_as_passes_end_once_they_can_be_foreseen(
         made.check()
 
 
-def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass() -> None:
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass(
+    decided: bool,
+) -> None:
     with loop(12, 6, depth="auto") as made:
         manager = made.manager
         for _ in range(5):
@@ -85,8 +90,11 @@ def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass()
             manager.end_pass()
         before = manager.prefetcher.outlook.made_of
         manager.parts.pass_timer.estimates.version += 1
+        if decided:
+            manager.replay.repair()
+            manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
         made.go_round()
-        assert arranged(made)
+        assert arranged(made) is not decided and manager.replay.repeating is not decided
         assert manager.prefetcher.outlook.made_of == before
         manager.end_pass()
         assert manager.prefetcher.outlook.made_of != before
@@ -432,6 +440,52 @@ def test_a_plan_that_cannot_be_laid_out_is_not_kept_for_a_loop_that_can() -> Non
         for _ in range(4):
             turn(usual, 8)
         assert made.manager.stats().misses == before
+        made.check()
+
+
+@pytest.mark.parametrize("slots", [7, 8, 10])
+def test_modules_that_hold_their_own_while_inner_ones_run_break_off_no_more(slots: int) -> None:
+    """An outermost one does to the end of forward, a layer while what is in it runs."""
+    with loop(13, slots, depth="auto") as made:
+        manager, broken = made.manager, []
+        broke_off = manager.replay._arranger.broke_off
+
+        def noted(*late: Any) -> None:
+            broken.append(late)
+            broke_off(*late)
+
+        manager.replay._arranger.broke_off = noted  # type: ignore[method-assign]
+        for number in range(40):
+            if number == 12:
+                broken.clear()
+            manager.begin_pass(FORWARD)
+            manager.acquire(made.blocks[0])
+            for outer in range(1, 13, 2):
+                manager.acquire(made.blocks[outer])
+                made.use(outer + 1)
+                manager.release(made.blocks[outer])
+            manager.release(made.blocks[0])
+            made.sweep({BACKWARD: [*range(13)][::-1]})
+        assert not broken
+        assert manager.replay.repeating
+        made.check()
+
+
+@pytest.mark.parametrize("slots", [6, 7, 8, 9])
+def test_what_comes_to_stay_for_good_is_not_laid_over(slots: int) -> None:
+    """Another model's weights, at home in HBM, lie where the loop streamed through."""
+    with loop(12, slots, depth="auto") as made:
+        manager = made.manager
+        for _ in range(2):
+            for _ in range(6):
+                made.go_round()
+            assert arranged(made)
+            shape = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
+            fixed = manager.add_blocks([("fixed", Role.BUFFER, [shape])], home="hbm")
+            for _ in range(6):
+                made.go_round()
+            assert arranged(made)
+            manager.remove_blocks(fixed)
         made.check()
 
 

@@ -126,7 +126,7 @@ class Estimates:
         return True
 
     def asked(self, key: Hashable) -> None:
-        """Notes that a pass is measured, which :meth:`observe` may be told of some passes later."""
+        """Notes that a pass was measured; :meth:`observe` may be told of it some passes later."""
         known = self._passes.get(key)
         if known is not None:
             known.asked += 1
@@ -156,9 +156,12 @@ class Estimates:
         known.whole.add(seconds)
 
     def ask_again(self) -> None:
-        """Makes :meth:`wants` ask for a measurement of the next pass of every name."""
+        """Makes :meth:`wants` ask for a measurement of the next pass of every name.
+
+        What has been measured and not been read yet is not told any more.
+        """
         for known in self._passes.values():
-            known.since = _EVERY
+            known.since, known.asked = _EVERY, known.samples
 
     def observe(
         self,

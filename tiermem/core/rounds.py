@@ -77,7 +77,11 @@ class Round:
     """
 
     def __init__(
-        self, lengths: Sequence[int], lags: Sequence[int] = (), counted: Sequence[bool] = ()
+        self,
+        lengths: Sequence[int],
+        lags: Sequence[int] = (),
+        counted: Sequence[bool] = (),
+        held: Sequence[bool] = (),
     ) -> None:
         """Counts the events.
 
@@ -86,6 +90,8 @@ class Round:
             lags: Of each pass, how many further uses have begun before a block is let go; none
                 where that is left out.
             counted: Of each use, whether it counts for that; all do where it is left out.
+            held: Of each use, whether the block is held to the end of the pass; none is where it
+                is left out.
         """
         self.lengths = lengths
         self._firsts = [0, *accumulate(lengths)]
@@ -100,6 +106,7 @@ class Round:
             for use in range(first, end):
                 at = bisect_right(later, use) + lag - 1
                 last = use if not lag else later[at] if at < len(later) else end - 1
+                last = end - 1 if held and held[use] else last
                 self.freed.append(number + last + 2)
 
     def find(self, event: int) -> tuple[int, int, int]:

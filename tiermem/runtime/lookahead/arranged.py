@@ -35,7 +35,10 @@ _MOST_PAUSE = 64
 _MOST_LAG = 8
 """Further uses, at the most, before a block is expected to be let go."""
 
-_Name = tuple[Schedule, frozenset[int], int]
+_Room = tuple[int, int]
+"""Bytes of HBM, and how often what is there for good has changed."""
+
+_Name = tuple[Schedule, frozenset[int], _Room]
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +49,7 @@ class _Loop:
         names: Of the passes of a round that use what streams, from the next one on.
         orders: The blocks that each of them uses.
         residents: The blocks that stay.
-        capacity: Bytes of HBM.
+        room: What HBM there is for them and for what streams.
         compute: Seconds of each use of a round.
         idle: The steps of the pass at which it is seen, where that uses only what stays.
         between: How many passes of that kind are foreseen.
@@ -55,7 +58,7 @@ class _Loop:
     names: tuple[Hashable, ...]
     orders: tuple[tuple[int, ...], ...]
     residents: frozenset[int]
-    capacity: int
+    room: _Room
     compute: Sequence[float]
     idle: list[Step] | None
     between: int
@@ -71,11 +74,11 @@ class _Loop:
         if len(self.names) != count:
             return False
         at = number % count
-        return (self.names, self.orders, self.residents, self.capacity) == (
+        return (self.names, self.orders, self.residents, self.room) == (
             other.names[at:] + other.names[:at],
             other.orders[at:] + other.orders[:at],
             other.residents,
-            other.capacity,
+            other.room,
         )
 
 
@@ -126,6 +129,19 @@ class _Pause:
     passes: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Late:
+    """When a pass lets go of blocks, where that was seen to be later than expected.
+
+    Attributes:
+        lag: How many further blocks are used before.
+        blocks: Those that are held to its end.
+    """
+
+    lag: int
+    blocks: set[int] = field(default_factory=set)
+
+
 class Arranger:
     """Lays HBM out for loops that only read; under the manager's lock."""
 
@@ -138,7 +154,7 @@ class Arranger:
         self._layouts: dict[_Loop, tuple[Round, LaidOut] | None] = {}
         self._force: _Force | None = None
         self._pauses: dict[frozenset[Hashable], _Pause] = {}
-        self._lags: dict[Hashable, int] = {}  # of passes of which more is known than their names
+        self._lates: dict[Hashable, _Late] = {}  # of passes that did not let go as expected
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
         """Returns what is done at each place of the pass that begins, HBM being laid out for it.
@@ -175,16 +191,16 @@ class Arranger:
             if force.done >= len(force.loop.names):
                 self._pauses.pop(frozenset(force.loop.names), None)
 
-    def broke_off(self, *, late: bool = False) -> None:
+    def broke_off(self, late: Sequence[int] = ()) -> None:
         """Notes that the pass under way did not go as it was laid out.
 
         Args:
-            late: Whether a block was let go later than expected.
+            late: Blocks that are let go later than expected.
         """
         force = self._force
         if force is not None:
             if late and not force.idle:
-                self._let_go_later(force.loop.names[force.at % len(force.loop.names)])
+                self._let_go_later(force.loop.names[force.at % len(force.loop.names)], late)
             self._pause(force.loop)
         self._force = None
 
@@ -206,18 +222,25 @@ class Arranger:
             return False
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
 
-    def _let_go_later(self, name: Hashable) -> None:
+    def _let_go_later(self, name: Hashable, blocks: Sequence[int]) -> None:
         """Expects the next time that a pass which broke off lets blocks go later.
 
         Backward lets go of a block when it has come to the output of two further modules. What is
-        used in between, as saved weights are unpacked, counts as a use all the same.
+        used in between, as saved weights are unpacked, counts as a use all the same. Elsewhere a
+        module lets go of its own when it is left, and inner ones are used before: one as a rule,
+        all the rest of the pass where it is the outermost.
         """
-        lag = self._lags.pop(name, lag_of(name))
-        if lag:
-            self._lags[name] = min(_MOST_LAG, lag + lag_of(name))
-            self._layouts.clear()
-            if len(self._lags) > _MOST_LOOPS:
-                del self._lags[next(iter(self._lags))]
+        late = self._lates.pop(name, None) or _Late(lag_of(name))
+        self._lates[name] = late
+        self._layouts.clear()
+        if lag_of(name):
+            late.lag = min(_MOST_LAG, late.lag + lag_of(name))
+        elif late.lag:
+            late.blocks.update(blocks)
+        else:
+            late.lag = 1
+        if len(self._lates) > _MOST_LOOPS:
+            del self._lates[next(iter(self._lates))]
 
     def _pause(self, loop: _Loop) -> None:
         """Has a loop be decided for some rounds.
@@ -244,7 +267,8 @@ class Arranger:
     def _loop(self, plan: StreamPlan) -> _Loop | None:
         """Returns the loop of the present schedule, if there is one, with what stays by a plan."""
         schedule, residents = self._parts.planner.schedule, plan.plan.residents
-        name = schedule, residents, self._parts.table.hbm.capacity
+        room = self._parts.table.hbm.capacity, self._parts.evictor.regions.changes
+        name = schedule, residents, room
         if name not in self._loops:
             self._loops[name] = self._look(*name, plan.compute)
             if len(self._loops) > _MOST_LOOPS:
@@ -257,7 +281,7 @@ class Arranger:
         self,
         schedule: Schedule,
         residents: frozenset[int],
-        capacity: int,
+        room: _Room,
         compute: Sequence[float | None],
     ) -> _Loop | None:
         """Looks for a loop in a schedule; None where what is foreseen does not come again."""
@@ -276,7 +300,7 @@ class Arranger:
             tuple(key for _, _, key in spans),
             tuple(tuple(order[begin:end]) for begin, end, _ in spans),
             residents,
-            capacity,
+            room,
             [compute[place] or 0.0 for place in places],
             idle,
             between,
@@ -304,9 +328,12 @@ class Arranger:
         streams = [b for b in set(loop.order) - loop.residents if not table[b].fixed]
         sizes = {block: table[block].block.nbytes for block in streams}
         transfer = {block: self._arrival(table[block]) for block in sizes}
-        lags = [self._lags.get(name, lag_of(name)) for name in loop.names]
+        lates = [self._lates.get(name) or _Late(lag_of(name)) for name in loop.names]
         moves = [not table[block].fixed for block in loop.order]
-        one = Round([len(order) for order in loop.orders], lags, moves)
+        both = zip(loop.orders, lates, strict=True)
+        held = [block in late.blocks for order, late in both for block in order]
+        lengths = [len(order) for order in loop.orders]
+        one = Round(lengths, [late.lag for late in lates], moves, held)
         ways = Ways(loop.order, one, sizes, runs)
         found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
         return None if found is None else (one, found)

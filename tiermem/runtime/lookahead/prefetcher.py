@@ -77,6 +77,7 @@ class Prefetcher:
         """
         self._load = load or self._load
         self._maker.begin(self._load)
+        self.overdue = False
         outlook, _ = self._plan(self._planner.schedule)
         self.ended = False
         return outlook, self.fetcher.number
@@ -180,7 +181,7 @@ class Prefetcher:
         maker = self._maker
         return (
             outlook.foreseen
-            and self.ended
+            and (self.ended or self.overdue)  # asked once more at the begin of a decided pass
             and self._repeats(schedule)
             and maker.only_times_differ(outlook, maker.made_of(self._held))
         )

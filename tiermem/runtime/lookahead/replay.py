@@ -201,12 +201,12 @@ class Replay:
             leaves, comes = swap.leaves, swap.comes
             if leaves is comes and swap.fit is not None:
                 if not self._fill(run, swap, swap.fit):
-                    return self._stop(late=True)
+                    return self._stop(swap.fit.leaves)
                 continue
             extent = leaves.extent
             as_was = extent is not None and (extent.nbytes == swap.nbytes or swap.fit is not None)
             if not (as_was and rules.may_leave(leaves, _AHEAD)):
-                return self._stop(late=as_was)
+                return self._stop([leaves] if as_was else ())
             if self._current[leaves.block.id].pointed:
                 rules.unpoint(leaves)
             if not self._transfers.exchange(leaves, comes, swap.nbytes):
@@ -278,16 +278,19 @@ class Replay:
             self._prefetcher.look_back(planner.last)
         return run.steps[cursor]
 
-    def _stop(self, *, late: bool = False) -> bool:
+    def _stop(self, leaving: Sequence[Record] = ()) -> bool:
         """Ends the replay: the rest of the pass is decided, and passes are recorded anew.
 
         Args:
-            late: Whether a block that was to leave is not let go yet.
+            leaving: Blocks that were to leave, of which some may not be let go yet.
         """
         run = self._run
         if run is not None:
             if run.arranged:
-                self._arranger.broke_off(late=late)
+                may_leave = self._evictor.rules.may_leave
+                inside = [record for record in leaving if record.extent is not None]
+                late = [r.block.id for r in inside if not may_leave(r, _AHEAD)]
+                self._arranger.broke_off(late)
             self.recordings.drop(run.schedule)
             self._prefetcher.start_over()
         self._run = None

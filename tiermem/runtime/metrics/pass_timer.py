@@ -157,7 +157,6 @@ class PassTimer:
         if self.estimates.wants(key) and len(self._waiting) < _MOST_WAITING:
             self.sampling = self._clock.usable()
             if self.sampling:
-                self.estimates.asked(key)
                 self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
 
@@ -309,6 +308,7 @@ class PassTimer:
         now = self._counters.bytes_by_link()
         sample.moved = {link: n - sample.moved.get(link, 0) for link, n in now.items()}
         if sample.uses:
+            self.estimates.asked(sample.key)
             self._waiting.append(sample)
             self.pending = True
         else:

@@ -432,6 +432,8 @@ class Evictor:
         if keep and slot is not None:
             self._orphans.append(slot)  # first: cut short, the bytes must stay all the same
         if gone:
+            if record.fixed:
+                self.regions.divide_anew()
             self.table.remove(block_id, keep=keep)
         else:
             self.table.discard(block_id, keep=keep)

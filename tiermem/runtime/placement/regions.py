@@ -17,12 +17,14 @@ class Regions:
     Attributes:
         residents: Blocks that shall stay while the present loop goes on.
         border: Offset where the part of what stays begins.
+        changes: How often what is in HBM for good has changed.
     """
 
     def __init__(self, table: ResidencyTable) -> None:
         """Starts with all of the HBM of ``table`` for streaming."""
         self.residents: frozenset[int] = frozenset()
         self.border = table.hbm.capacity
+        self.changes = 0
         self._table = table
         self._capacity = self.border
         self._slot = 0
@@ -62,8 +64,9 @@ class Regions:
         return True
 
     def divide_anew(self) -> None:
-        """Notes that more is in HBM for good: :meth:`keep` divides the rest, whatever it was."""
+        """Notes that more or less is in HBM for good: :meth:`keep` divides the rest anew."""
         self._capacity = -1
+        self.changes += 1
 
     def parts_for(self, block: Block) -> list[Part]:
         """Returns the bounds of the runs of HBM that a block belongs in."""
