@@ -498,8 +498,8 @@ _ELSEWHERE = (
     Mutation(
         "hooks of users do not see the gradient that is added to",
         _GRADS,
-        "            if hooks and len(hooks) > 1:\n",
-        "            if not hooks:\n",
+        "    if hooks and len(hooks) > 1:\n",
+        "    if not hooks:\n",
         _NEW_GRADS,
     ),
     Mutation(
