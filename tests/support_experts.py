@@ -107,6 +107,20 @@ def freeze(model: Any, trained: str) -> None:
         param.requires_grad_(any(word in name for word in trained.split()))
 
 
+def freeze_experts(model: Any, recomputed: bool | None) -> None:
+    """Leaves gradients to the router and to a part of attention.
+
+    Args:
+        model: A mixture of experts.
+        recomputed: Whether its layers are recomputed by reentrant checkpoints; None for not at all.
+    """
+    freeze(model, "q_proj router mlp.gate.weight")
+    if recomputed is not None:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": recomputed})
+        model.enable_input_require_grads()
+
+
 def check_step(model: Any, plain: Any, ids: torch.Tensor) -> None:
     """Checks that the loss and every gradient have the same bits, and clears them."""
     losses = [one(input_ids=ids, labels=ids).loss for one in (model, plain)]

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from support_experts import CONFIGS, build, check_step, expert_bytes, freeze, tokens
+from support_experts import CONFIGS, build, check_step, expert_bytes, freeze_experts, tokens
 
 import tiermem
 
@@ -51,11 +51,7 @@ def test_frozen_experts_beside_trained_attention(
     plain = build(wide(name), how, torch.bfloat16).cuda()
     model = build(wide(name), how, torch.bfloat16)
     for one in (model, plain):
-        freeze(one, "q_proj router mlp.gate.weight")
-        if recomputed is not None:
-            one.train()
-            one.gradient_checkpointing_enable({"use_reentrant": recomputed})
-            one.enable_input_require_grads()
+        freeze_experts(one, recomputed)
     hbm = expert_bytes(model) // 2 + (8 << 20)
     with tiermem.TierManager("cuda", hbm=hbm, dram="1GiB") as tier:
         tier.wrap(model)

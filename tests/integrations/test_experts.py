@@ -15,6 +15,7 @@ from support_experts import (
     check_step,
     expert_bytes,
     freeze,
+    freeze_experts,
     tokens,
     twins,
 )
@@ -93,11 +94,7 @@ def test_frozen_experts_beside_trained_attention(
     dtype = torch.bfloat16 if name == "qwen3" else torch.float32
     with twins(CONFIGS[name](), how, 0.25, dtype) as (model, plain, tier):
         for one in (model, plain):
-            freeze(one, "q_proj router mlp.gate.weight")
-            if recomputed is not None:
-                one.train()
-                one.gradient_checkpointing_enable({"use_reentrant": recomputed})
-                one.enable_input_require_grads()
+            freeze_experts(one, recomputed)
         for count, seed in ((5, 0), (1, 1), (9, 2)):
             before = tier.stats().experts_chosen
             check_step(model, plain, tokens(count, seed))

@@ -19,12 +19,11 @@ from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play
 from tiermem.core.residency import Record, State
 from tiermem.core.rounds import Fetch, Round, Rounds, postponed
 from tiermem.core.schedule import Schedule, lag_of
-from tiermem.runtime.lookahead.loop_times import SLOT_LATENCY
+from tiermem.runtime.lookahead.loop_times import SLOT_LATENCY, seconds_from_dram
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.swaps import Fit, Step, Swap, steps_over
 from tiermem.runtime.lookahead.walks import Fetcher
-from tiermem.runtime.metrics.pass_timer import LINK_UP
 from tiermem.runtime.parts import Parts
 
 _MOST_LOOPS = 32
@@ -327,7 +326,7 @@ class Arranger:
             return None
         streams = [b for b in set(loop.order) - loop.residents if not table[b].fixed]
         sizes = {block: table[block].block.nbytes for block in streams}
-        transfer = {block: self._arrival(table[block]) for block in sizes}
+        transfer = {block: seconds_from_dram(self._parts, table[block]) for block in sizes}
         lates = [self._lates.get(name) or _Late(lag_of(name)) for name in loop.names]
         moves = [not table[block].fixed for block in loop.order]
         both = zip(loop.orders, lates, strict=True)
@@ -337,11 +336,6 @@ class Arranger:
         ways = Ways(loop.order, one, sizes, runs)
         found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
         return None if found is None else (one, found)
-
-    def _arrival(self, record: Record) -> float:
-        """Returns the seconds that a block takes from DRAM."""
-        link, block = LINK_UP[Tier.DRAM], record.block
-        return self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def _is_simple(self, loop: _Loop) -> bool:
         """Whether all that a loop uses is defined and, where it may move, in DRAM to stay."""

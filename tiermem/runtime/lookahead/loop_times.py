@@ -30,8 +30,7 @@ class LoopTimes:
 
     def rate_up(self) -> float:
         """Returns the bytes a second that come up from DRAM, by the best that was measured."""
-        link, estimates = LINK_UP[Tier.DRAM], self._parts.pass_timer.estimates
-        return max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+        return self._best_rate(LINK_UP[Tier.DRAM])
 
     def loop(
         self,
@@ -68,14 +67,12 @@ class LoopTimes:
         on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
         files = None
         if on_disk:
-            estimates = self._parts.pass_timer.estimates
-            # a disk that was held up is no slower for it
-            rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+            rate = self._best_rate(link)  # a disk that was held up is no slower for it
             disk = {block: sizes[block] / rate for block in on_disk}
             staging = self._parts.homes.staging
             files = Files(disk, spare, 0 if staging is None else staging.numel())
         for block in on_disk:
-            transfer[block] = self.from_dram(self._parts.table[block])[1]
+            transfer[block] = seconds_from_dram(self._parts, self._parts.table[block])
         return Loop(
             blocks,
             sizes,
@@ -135,5 +132,15 @@ class LoopTimes:
 
     def from_dram(self, record: Record) -> tuple[str, float]:
         """Returns link and seconds of a fetch of a block whose copy is in DRAM by then."""
-        link, block = LINK_UP[Tier.DRAM], record.block
-        return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
+        return LINK_UP[Tier.DRAM], seconds_from_dram(self._parts, record)
+
+    def _best_rate(self, link: str) -> float:
+        """Returns the bytes a second of a link, by the best that was measured."""
+        estimates = self._parts.pass_timer.estimates
+        return max(estimates.rate(link), estimates.best_rate(link) or 0.0)
+
+
+def seconds_from_dram(parts: Parts, record: Record) -> float:
+    """Returns the seconds that a block takes to come up from DRAM."""
+    block = record.block
+    return parts.pass_timer.estimates.transfer(LINK_UP[Tier.DRAM], block.id, block.nbytes)
