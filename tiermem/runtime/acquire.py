@@ -122,8 +122,17 @@ class Acquirer:
             raise
 
     def _use(self, record: Record) -> None:
-        """Makes a block usable, leases it, and moves the look-ahead on."""
+        """Makes a block usable, leases it, and moves the look-ahead on.
+
+        One that is in HBM for good has no place in the order of use: nothing is fetched for it or
+        leaves for it, and whether a pass uses it as well is no reason to plan anew.
+        """
         block_id = record.block.id
+        if record.fixed:
+            self._counters.hits += 1
+            record.leases += 1
+            self._copy.use(self._ready.get(block_id))
+            return
         moved_on = self._make_usable(record)
         record.leases += 1  # that it can be has just been looked at
         self._copy.use(self._ready.get(block_id))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class AwayUses:
-    """Brings blocks up for such uses, and leaves tensors pointed at them until the next forward.
+    """Brings blocks up for such uses, and leaves tensors pointed at them until the next pass.
 
     Attributes:
         manager: Where the blocks are.
@@ -46,8 +46,7 @@ class AwayUses:
         # there for code that torch does not see, which may write if it runs outside every pass
         inside = self.here.inside or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
-        if group not in self._soft:
-            self._soft.append(group)
+        self._keep_soft(group)
 
     @inside
     def lend(self, group: Group) -> int:
@@ -66,7 +65,14 @@ class AwayUses:
         if token == 2:
             self.saved.pop()
         group.let_go(dirty=dirty, soft=True)
-        if group not in self._soft:
+        self._keep_soft(group)
+
+    def _keep_soft(self, group: Group) -> None:
+        """Leaves a group pointed at its block: to the next pass, or as backward goes on."""
+        backward = self._runtime.backward
+        if backward.under_way and torch._C._current_graph_task_id() != -1:
+            backward.keep_soft(group)
+        elif group not in self._soft:
             self._soft.append(group)
 
     def thawed(self, tensor: torch.Tensor) -> None:

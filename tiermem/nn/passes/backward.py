@@ -118,6 +118,7 @@ class BackwardPass:
         stepping = [steps for steps, revocable in asked if steps or not revocable]
         manager.begin_pass(runtime.names.backward(stepping), order[::-1], load=runtime.names.load)
         with manager.lock:
+            runtime.away.end()
             runtime.experts.prepare(runtime.experts.whole)
         runtime.activations.begin_backward()
         self.incoming.begin_backward()
@@ -132,13 +133,31 @@ class BackwardPass:
             if group.holds or group.freed or group.block.role is not Role.PARAM:
                 continue
             group.point_softly(dirty=False)
-            if group in self._soft:
-                self._soft.remove(group)
-            self._soft.append(group)
+            self.keep_soft(group)
+
+    def keep_soft(self, group: Group) -> None:
+        """Leaves a group pointed at its block until backward has come to two others.
+
+        Args:
+            group: One that is pointed softly.
+        """
+        if group in self._soft:
+            self._soft.remove(group)
+        self._soft.append(group)
         if len(self._soft) > SOFT:
             with self.manager.lock:
-                while len(self._soft) > SOFT:
-                    self._soft.popleft().rest()
+                self._soft.popleft().rest()
+
+    def recomputes(self) -> None:
+        """Called as a part of the forward is about to be computed again.
+
+        What comes after that part in forward has been through its backward: its blocks are let go.
+        Else two of them would be held until that of the part has come to two others.
+        """
+        self.enter()
+        if self._soft:
+            with self.manager.lock:
+                self._let_go_soft()
 
     def keep(self, groups: Iterable[Group]) -> None:
         """Holds groups until backward is over: each layer that is computed again would hold them.
@@ -184,12 +203,15 @@ class BackwardPass:
             watcher.ends()
         self.incoming.end_backward()
         with self.manager.lock:
-            for group in self._soft:
-                group.rest()
+            self._let_go_soft()
             runtime.saved.rows.calls.end_backward()
-        self._soft.clear()
         runtime.activations.end_backward()
         runtime.busy("backward", self._began)
+
+    def _let_go_soft(self) -> None:
+        """Lets go of the groups that backward came to last; the caller has the manager's lock."""
+        while self._soft:
+            self._soft.popleft().rest()
 
     def reset(self) -> None:
         """Ends a backward after an exception anywhere, however far its end had come.

@@ -128,7 +128,7 @@ class ModuleRuntime:
             kwargs: Of the call.
         """
         if torch._C._current_graph_task_id() != -1:
-            self.backward.enter()  # recomputation
+            self.backward.recomputes()
             self.backward.keep(scope.wrapped.kept)
             return
         if torch._C._get_tracing_state() is not None:

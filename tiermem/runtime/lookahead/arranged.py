@@ -398,7 +398,7 @@ class Arranger:
         evictor = self._parts.evictor
         if record.block.id in residents and not evictor.regions.misplaced(record):
             return record.usable  # it does not leave, be it written home or not
-        if record.in_hbm is State.DIRTY and not self._write(record):
+        if record.in_hbm is State.DIRTY and not write_home(self._parts, record):
             return False
         if record.in_hbm is not State.VALID or record.block.id in inside:
             return record.in_hbm is State.VALID
@@ -406,14 +406,6 @@ class Arranger:
             return False
         evictor.evict(record)
         return True
-
-    def _write(self, record: Record) -> bool:
-        """Writes a block home, if that takes no disk; returns whether that could be."""
-        if record.home is not Tier.DRAM or not self._parts.evictor.rules.let_loose(record):
-            return False
-        transfers = self._parts.transfers
-        transfers.drain(record)
-        return transfers.settle(record.block.id) is None
 
     def _missing(self, loop: _Loop) -> list[Missing] | None:
         """Returns what stays and is not in HBM, with places; None where it has no room."""
@@ -465,3 +457,15 @@ class Arranger:
         went = tuple(table[block] for block in fetch.leaves)
         fit = Fit(went, None, behind=False, delta=fetch.offset)
         return Swap(comes, comes, fetch.nbytes, fetch.use, later, key, fit)
+
+
+def write_home(parts: Parts, record: Record) -> bool:
+    """Writes a dirty block home, if that takes no disk; copies up are ordered behind it.
+
+    Returns:
+        Whether that could be: the block may then leave at once.
+    """
+    if record.home is not Tier.DRAM or not parts.evictor.rules.let_loose(record):
+        return False
+    parts.transfers.drain(record)
+    return parts.transfers.settle(record.block.id) is None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
-from tiermem.runtime.lookahead.arranged import Arranger
+from tiermem.runtime.lookahead.arranged import Arranger, write_home
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.recordings import Recordings
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
@@ -209,6 +209,8 @@ class Replay:
                 return self._stop([leaves] if as_was else ())
             if self._current[leaves.block.id].pointed:
                 rules.unpoint(leaves)
+            if leaves.in_hbm is _DIRTY and not write_home(self._parts, leaves):
+                return self._stop()
             if not self._transfers.exchange(leaves, comes, swap.nbytes):
                 return self._stop()
             run.departures += 1
@@ -245,8 +247,14 @@ class Replay:
         return True
 
     def _send_away(self, record: Record) -> bool:
-        """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
-        if record.in_hbm is not _VALID or not self._evictor.rules.may_leave(record, _AHEAD):
+        """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later.
+
+        A block that was written since is written home first, as an output layer's weight that a
+        program uses by itself between forward and backward.
+        """
+        if not self._evictor.rules.may_leave(record, _AHEAD):
+            return False
+        if record.in_hbm is _DIRTY and not write_home(self._parts, record):
             return False
         block_id = record.block.id
         slot = self._current[block_id]
