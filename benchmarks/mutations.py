@@ -23,6 +23,7 @@ NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
 STREAMS = ("tests/property/test_streams.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
+_ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 CRASHES = ("tests/faults/test_saving_faults.py",)
 
 
@@ -1056,6 +1057,35 @@ MUTATIONS = (
         "                    self._remove(temporary)\n            raise",
         "                    pass\n            raise",
         CRASHES,
+    ),
+    # steps of adapters are laid out
+    Mutation(
+        "what backward has come through is held while a part is computed again",
+        "tiermem/nn/passes/backward.py",
+        "                self._let_go_soft()\n\n    def keep(",
+        "                pass\n\n    def keep(",
+        _ADAPTERS,
+    ),
+    Mutation(
+        "a weight that is used by itself in backward is held to its end",
+        "tiermem/nn/passes/awayuses.py",
+        "            backward.keep_soft(group)\n",
+        "            self._soft.append(group)\n",
+        _ADAPTERS,
+    ),
+    Mutation(
+        "what is in HBM for good has a place in the order of use",
+        _RUNTIME + "acquire.py",
+        "        if record.fixed:\n            self._counters.hits",
+        "        if record.fixed and record.extent is None:\n            self._counters.hits",
+        _ADAPTERS,
+    ),
+    Mutation(
+        "a block that was written ends the round that it is to leave in",
+        _RUNTIME + "lookahead/replay.py",
+        "            if leaves.in_hbm is _DIRTY and not write_home(self._parts, leaves):",
+        "            if leaves.in_hbm is _DIRTY:",
+        _ADAPTERS,
     ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)

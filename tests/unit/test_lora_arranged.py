@@ -13,10 +13,14 @@ import pytest
 import torch
 from support_runtime import EvenClock
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
+from tiermem.nn.groups.away import group_of
 
 WIDTH, LAYERS = 32, 12
+_PARTS = ("q_proj", "v_proj", "up_proj", "down_proj")
 LR = 1e-2
 
 
@@ -40,9 +44,34 @@ class Normed(Layer):
         return x + self.v_proj(self.after(torch.tanh(self.q_proj(self.norm(x)))))
 
 
+class Recomputed(Layer):
+    """A layer whose forward is computed again in backward, several parts one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down_proj(torch.tanh(self.up_proj(super().forward(x))))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().__call__, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Headed(nn.Sequential):
+    """A model the weight of whose last layer a program uses by itself, outside of every call."""
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self[0](tokens)
+        made = checkpoint(functional.linear, hidden, self[1].weight, use_reentrant=False)
+        return made.square().mean()  # type: ignore[no-any-return]
+
+
 def build(kind: type[Layer] = Layer) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, WIDTH), *(kind() for _ in range(LAYERS)))
+    if kind is Recomputed:
+        model = Headed(model, nn.Linear(WIDTH, 256, bias=False))
     tiermem.add_adapters(model, tiermem.Lora(r=2))
     return model
 
@@ -58,7 +87,10 @@ class Steps:
         losses: Of each step.
         arranged: Of each pass of the last step, whether it went as it was laid out.
         repeated: The same, or as recorded.
+        backwards: How many of them add up their gradients before a step.
     """
+
+    backwards = 1
 
     def __init__(self, model: nn.Module, optimizer: Any, tier: tiermem.TierManager | None) -> None:
         self.model, self.optimizer, self.tier = model, optimizer, tier
@@ -84,14 +116,20 @@ class Steps:
         """Makes one; returns the bytes that came up."""
         torch.manual_seed(len(self.losses))
         before = self.came_up()
-        loss = self.model(torch.randint(0, 256, (4, 16))).square().mean()
-        loss.backward()
+        for _ in range(self.backwards):
+            loss = self.loss(torch.randint(0, 256, (4, 16)))
+            loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
         if self.tier is not None:
             self.tier._manager.flush()
         return self.came_up() - before
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.model, Headed):
+            return self.model.loss(tokens)
+        return self.model(tokens).square().mean()  # type: ignore[no-any-return]
 
     def came_up(self) -> int:
         links = {} if self.tier is None else self.tier.stats().links
@@ -100,7 +138,12 @@ class Steps:
 
 @contextmanager
 def streamed(
-    home: str, folder: Path, flops: float = 0.0, kind: type[Layer] = Layer, blocks: Any = "auto"
+    home: str,
+    folder: Path,
+    flops: float = 0.0,
+    kind: type[Layer] = Layer,
+    blocks: Any = "auto",
+    share: float = 0.5,
 ) -> Iterator[Steps]:
     """Opens a model whose frozen weights stream, with a device that copies beside its compute.
 
@@ -111,12 +154,13 @@ def streamed(
             measured.
         kind: Of the layers.
         blocks: As for ``tier.wrap``.
+        share: Of the frozen weights, how much HBM there is beside 220 KiB.
     """
     model = build(kind)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     with tiermem.TierManager(
         "cpu",
-        hbm=frozen // 2 + (220 << 10),
+        hbm=int(share * frozen) + (220 << 10),
         dram="32MiB",
         nvme=folder if home == "nvme" else None,
         policy={"params": home},
@@ -173,6 +217,55 @@ def test_a_backward_that_lets_go_later_is_laid_out_for_that(tmp_path: Path) -> N
             plain.step()
         assert steps.arranged == [True] * 3
         assert steps.losses == plain.losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "home", "share", "parts"),
+    # what a program uses by itself may have been written: there it would be written to the disk
+    [
+        (Layer, "dram", 0.5, ()),
+        (Layer, "nvme", 0.5, ()),
+        (Recomputed, "dram", 0.4, ()),
+        (Recomputed, "dram", 0.4, _PARTS),
+        (Recomputed, "dram", 0.2, _PARTS),
+    ],
+)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_no_step_breaks_off(
+    kind: type[Layer],
+    home: str,
+    share: float,
+    parts: tuple[str, ...],
+    backwards: int,
+    tmp_path: Path,
+) -> None:
+    resident = build(kind)
+    plain = Steps(resident, torch.optim.AdamW(trained(resident), lr=LR), None)
+    blocks = [f"0.{number}.{part}" for number in range(1, LAYERS + 1) for part in parts]
+    with streamed(home, tmp_path, 1e12, kind, blocks or "auto", share) as steps:
+        steps.backwards = plain.backwards = backwards
+        breaks: list[object] = []
+        arranger = steps.tier._manager.replay._arranger  # type: ignore[union-attr]
+        arranger.broke_off = breaks.append  # type: ignore[method-assign]
+        for number in range(7):
+            steps.arranged.clear()
+            steps.step()
+            plain.step()
+            assert number < 3 or all(steps.arranged), number
+        assert steps.losses == plain.losses
+        assert not breaks
+
+
+def test_a_weight_used_by_itself_is_let_go_as_backward_goes_on(tmp_path: Path) -> None:
+    blocks = [f"0.{number}.{part}" for number in range(1, LAYERS + 1) for part in _PARTS]
+    with streamed("dram", tmp_path, kind=Recomputed, blocks=blocks) as steps:
+        model: Any = steps.model
+        head = group_of[id(model[1]._parameters["weight"])]
+        held: list[bool] = []
+        model[0][2].register_full_backward_hook(lambda *_: held.append(head.soft))
+        for _ in range(3):
+            steps.step()
+        assert held == [False] * 3
 
 
 def test_an_evaluation_in_between_does_no_harm(tmp_path: Path) -> None:

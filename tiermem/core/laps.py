@@ -29,6 +29,9 @@ _FEWER = 1.001
 _POSTPONED = 1
 """Fetches left to the begin of the next round, where the link is busier than the device."""
 _MOST_TRIED = 3
+_MOST_VISITS = 600
+"""Visits in the layouts that are tried of a round of several passes, each of which takes as long
+again. With more than that the first that can be was never 1% slower than the best of six."""
 _LEAD = 4
 """Rounds in which a loop has to come to repeat itself."""
 _MOST_PLAYED = 1 << 15
@@ -175,7 +178,9 @@ def lay_out(
     fewest = most
     if ways.several:
         fewest = _fewest(order, one.lengths, ways.streams, transfer, ways.room)
-    tries = _MOST_TRIED * (1 + ways.several)  # there are more kinds
+    tries = _MOST_TRIED
+    if ways.several:  # there are more kinds
+        tries = max(1, min(2 * _MOST_TRIED, _MOST_VISITS // len(visits)))
     for tried, (layout, rounds) in enumerate(ways, 1):
         passes = busy_in(rounds, one.lengths, compute, transfer)
         moved, least = sum(copies for copies, _ in passes), sum(map(max, passes))

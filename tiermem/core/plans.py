@@ -25,6 +25,8 @@ _FORGIVING = 4
 _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
 _MOST_TRIED = 5
+_MOST_TRIED_SEVERAL = 2
+"""The same in rounds of several passes, in which as much moves however much stays."""
 _WORTH_TRYING = 1.005
 """Factor over the least that a plan may come to, where the others are not tried."""
 _WORTH_TRYING_SEVERAL = 1.03
@@ -100,9 +102,10 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     enough = _WORTH_TRYING_SEVERAL if several else _WORTH_TRYING
     best: Plan | None = None
     fastest, tried = math.inf, 0
+    most = _MOST_TRIED_SEVERAL if several else _MOST_TRIED
     for plan in plans:
         least = loop.at_least(plan)
-        if least > fastest / _AS_GOOD or tried == _MOST_TRIED:
+        if least > fastest / _AS_GOOD or tried == most:
             break
         if loop.by_laps(plan) is None:
             continue
