@@ -566,13 +566,6 @@ _ELSEWHERE = (
         ("tests/unit/test_nn_partition.py",),
     ),
     Mutation(
-        "rounds of several forwards are tried with many slots first",
-        "tiermem/core/plans.py",
-        "few = several and not any(loop.lags)",
-        "few = False",
-        ("tests/unit/test_runtime_half.py",),
-    ),
-    Mutation(
         "a pass that uses only what stays counts as one of the round",
         "tiermem/runtime/lookahead/arranged.py",
         "if not force.idle:",

@@ -95,12 +95,11 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     several = len(loop.begins) > 1  # as much moves however much stays
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
     plans += _large_one_by_one(loop)
-    few = several and not any(loop.lags)  # none is held longer than it is used, in any of them
     roomy = _FORGIVING + max(loop.lags)
 
     def rank(plan: Plan) -> tuple[float, int]:
         slots = plan.reserve // plan.slot
-        return float(f"{loop.at_least(plan):.9g}"), slots if few else -min(slots, roomy)
+        return float(f"{loop.at_least(plan):.9g}"), -min(slots, roomy)  # sums differ in last digits
 
     plans.sort(key=rank)
     enough = _WORTH_TRYING_SEVERAL if several else _WORTH_TRYING
