@@ -553,6 +553,20 @@ _ELSEWHERE = (
         ("tests/property/test_laps.py",),
     ),
     Mutation(
+        "no more than one fetch is left to the begin of a pass",
+        "tiermem/core/laps.py",
+        "in range(out.postponed + 1, most + 1):",
+        "in range(0):",
+        ("tests/property/test_laps.py",),
+    ),
+    Mutation(
+        "little blocks stay where HBM has no room for two others beside them",
+        "tiermem/nn/groups/blocks.py",
+        "sorted(map(known.packed, kept.values()))[-2:]",
+        "sorted(map(known.packed, kept.values()))[-1:]",
+        ("tests/unit/test_nn_partition.py",),
+    ),
+    Mutation(
         "a pass that uses only what stays counts as one of the round",
         "tiermem/runtime/lookahead/arranged.py",
         "if not force.idle:",

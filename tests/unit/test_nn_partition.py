@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.nn.groups import partition
 from tiermem.nn.groups.partition import largest_block, parameter_bytes, runs, territories
 
 MIB = 1 << 20
@@ -41,8 +42,9 @@ def stack(width: int, layers: int) -> nn.Module:
     [
         (GIB, 2 * GIB, GIB // 2),  # all of it stays: no need to divide
         (GIB, GIB, GIB // 4),
-        (13 * GIB, GIB, GIB // 24),
-        (13 * GIB, 2 * GIB, 2 * GIB // 24),
+        (13 * GIB, GIB, GIB // 21),
+        (13 * GIB, 1600 * MIB, 1600 * MIB // 21),
+        (13 * GIB, 2 * GIB, 96 * MIB),
         (140 * GIB, 80 * GIB, 96 * MIB),
         (GIB, 100 * MIB, 16 * MIB),  # a small budget has to hold several blocks
         (5, 1, 1),
@@ -157,10 +159,13 @@ def test_layers_that_are_trained_share_larger_blocks() -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_what_is_trained_is_seen_by_the_models_mode(trained: bool) -> None:
-    """Two of these layers are more than a 24th of HBM and less than a 21st."""
+def test_what_is_trained_is_seen_by_the_models_mode(
+    trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of these layers are more than share a block where they are not trained."""
     model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(48)]).train(trained)
     size = parameter_bytes(model[0])
+    monkeypatch.setattr(partition, "_RUN", size)
     with tiermem.TierManager(device="cpu", hbm=44 * size, dram=400 * size) as tier:
         tier.wrap(model)
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
@@ -224,3 +229,15 @@ def test_little_blocks_stay_in_hbm_and_a_pass_holds_them_once() -> None:
     with tiermem.TierManager(device="cpu", hbm=size // 3, dram=4 * size) as tier:
         tier.wrap(model, resident=None)
         assert not any("small" in row.block for row in tier.residency())
+
+
+def test_little_blocks_stay_beside_an_embedding_of_more_than_half_of_hbm() -> None:
+    layers = stack(256, 8)
+    layer, largest = parameter_bytes(layers[0]), parameter_bytes(layers[0].mlp[0])
+    model = nn.Sequential(nn.Embedding(3 * layer // 2048, 256), layers)
+    embedding, dram = parameter_bytes(model[0]), 4 * parameter_bytes(model)
+    for hbm, stay in ((embedding + layer, True), (embedding + largest // 2, False)):
+        assert 2 * embedding > hbm
+        with tiermem.TierManager(device="cpu", hbm=hbm, dram=dram) as tier:
+            tier.wrap(model)
+            assert ("Sequential.small" in {row.block for row in tier.residency()}) == stay

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tiermem.core.layouts import Run, layouts
@@ -27,7 +27,10 @@ _AS_FEW = 1.01
 _FEWER = 1.001
 """Factor from which on one moves fewer bytes than another."""
 _POSTPONED = 1
-"""Fetches left to the begin of the next round, where the link is busier than the device."""
+"""Fetches left to the begin of the next pass, where the link is busier than the device; for more
+see :func:`postpone_more`."""
+_LESS = 1.0005
+"""Factor by which a pass has to be longer without one more of those."""
 _MOST_TRIED = 3
 _MOST_VISITS = 600
 """Visits in the layouts that are tried of a round of several passes, each of which takes as long
@@ -193,6 +196,40 @@ def lay_out(
         if tried == tries or good:
             break
     return best
+
+
+def postpone_more(
+    out: LaidOut,
+    ways: Ways,
+    compute: Sequence[float],
+    transfer: Mapping[int, float],
+    latency: float,
+) -> LaidOut:
+    """Leaves more fetches to the begin of the next pass, as long as a pass takes less with each.
+
+    Until the host has entered the first uses of a pass no place comes free: all that the link has
+    to do meanwhile is what was left to it. As a pass ends the link lacks that only while the last
+    uses compute. Plans are compared without this, which takes less time.
+
+    Args:
+        out: As :func:`lay_out` returns it for the others; as it is in rounds of several passes.
+        ways: The ways to lay the loop out.
+        compute: Seconds of each use of a round.
+        transfer: Seconds that each block which streams takes to arrive, by id.
+        latency: Seconds between a place coming free and the copy to it.
+    """
+    lengths, length = ways.one.lengths, ways.one.lengths[0]
+    if len(lengths) > 1:
+        return out
+    rounds = next(rounds for layout, rounds in ways if layout is out.layout)
+    most = max(sum(fetch.use >= length for fetch in fetches) for fetches in rounds.fetches)
+    for count in range(out.postponed + 1, most + 1):
+        late = postponed(rounds, count, lengths)
+        seconds = seconds_of(late, ways.order, lengths, compute, transfer, latency)
+        if _LESS * seconds > out.seconds:
+            break
+        out = replace(out, postponed=count, seconds=seconds)
+    return out
 
 
 def _fewest(

@@ -98,7 +98,12 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
     plans += _large_one_by_one(loop)
     roomy = _FORGIVING + max(loop.lags)
-    plans.sort(key=lambda plan: (loop.at_least(plan), -min(plan.reserve // plan.slot, roomy)))
+
+    def rank(plan: Plan) -> tuple[float, int]:
+        slots = plan.reserve // plan.slot
+        return float(f"{loop.at_least(plan):.9g}"), -min(slots, roomy)  # sums differ in last digits
+
+    plans.sort(key=rank)
     enough = _WORTH_TRYING_SEVERAL if several else _WORTH_TRYING
     best: Plan | None = None
     fastest, tried = math.inf, 0

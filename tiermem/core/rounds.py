@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 _HOST = 200e-6
 """Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
-_PRELUDE = 500e-6
+_PRELUDE = 1e-3
 """Seconds of the host between the begin of a round and its first use."""
 
 

@@ -149,7 +149,7 @@ class BlockPlan:
         members = [f for root, found in self.params.items() if root in names for f in found]
         kept = {root: found for root, found in self.params.items() if root not in names}
         nbytes = align_up(known.packed(members))
-        if nbytes + 2 * max(map(known.packed, kept.values()), default=0) > self.hbm:
+        if nbytes + sum(sorted(map(known.packed, kept.values()))[-2:]) > self.hbm:
             return {}
         self.params = kept
         return together(members)

@@ -27,7 +27,9 @@ _COARSEST = 96 << 20
 TRAINED = 16
 """Bytes of a parameter that is trained by Adam: weight, gradient, master and two states, the weight
 of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
-_AT_ONCE = 24  # in so many pieces HBM is divided, between the finest and the coarsest
+_AT_ONCE = 21
+"""In so many pieces HBM is divided, between the finest and the coarsest: a block is not more than
+gradients of one unit may be (:mod:`tiermem.core.need`)."""
 _RUN = 20 << 20
 """Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
 _PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
@@ -35,8 +37,6 @@ _RUN_TRAINED = 64 << 20
 """Bytes of layers, and of parts of one, that are fetched and stepped together. A step of bf16
 weights by Adam moves four times as much each way (4.7 ms at 57 GB/s), and is one to three
 milliseconds of work for the host, however few bytes it steps."""
-_TRAINED_AT_ONCE = 21
-"""That part of HBM they may be: not more than gradients of one unit (:mod:`tiermem.core.need`)."""
 
 
 def largest_block(model_nbytes: int, hbm: int) -> int:
@@ -145,7 +145,7 @@ def runs(
     """
     divided = {above for name in sizes for above in names_above(name)}
     found: dict[str, str] = {}
-    room = hbm // (_TRAINED_AT_ONCE if trained else _AT_ONCE)
+    room = hbm // _AT_ONCE
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
     layers = [(name, container, of_layers) for name, container in _lists("", model)]
     inner = {name for name in divided if name} - {name for name, _, _ in layers}

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.core.block import Tier
-from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play
+from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play, postpone_more
 from tiermem.core.residency import Record, State
 from tiermem.core.rounds import Fetch, Round, Rounds, postponed
 from tiermem.core.schedule import Schedule, lag_of
@@ -335,7 +335,9 @@ class Arranger:
         one = Round(lengths, [late.lag for late in lates], moves, held)
         ways = Ways(loop.order, one, sizes, runs)
         found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
-        return None if found is None else (one, found)
+        if found is None:
+            return None
+        return one, postpone_more(found, ways, loop.compute, transfer, SLOT_LATENCY)
 
     def _is_simple(self, loop: _Loop) -> bool:
         """Whether all that a loop uses is defined and, where it may move, in DRAM to stay."""
