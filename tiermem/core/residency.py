@@ -17,7 +17,7 @@ from tiermem.errors import InvariantError
 
 __all__ = ["Move", "Record", "ResidencyTable", "State"]
 
-_ABSENT, _FILLING, _VALID, _DIRTY = State.ABSENT, State.FILLING, State.VALID, State.DIRTY
+_ABSENT, _VALID, _DIRTY = State.ABSENT, State.VALID, State.DIRTY
 
 
 class ResidencyTable:
@@ -30,6 +30,7 @@ class ResidencyTable:
             one has no room.
         get: Returns a block's record by id, or None where there is no such block (any more).
         at: Returns the record of the block in HBM at an offset; None for an orphan.
+        put: Enters a block's record at an offset; its extent is its own already.
     """
 
     def __init__(self, hbm_nbytes: int, backing: Backing | None = None) -> None:
@@ -47,6 +48,7 @@ class ResidencyTable:
         self._orphans: dict[int, Extent] = {}
         self.get: Callable[[int], Record | None] = self._records.get
         self.at: Callable[[int], Record | None] = self._at.get
+        self.put: Callable[[int, Record], None] = self._at.__setitem__
 
     def __getitem__(self, block_id: int) -> Record:
         return self._records[block_id]
@@ -137,42 +139,6 @@ class ResidencyTable:
         if record.defined or record.in_hbm is not State.ABSENT:
             raise self._wrong(record, "placed blank")
         self._enter(record, extent, State.VALID)
-
-    def exchange(self, leaves: Record, comes: Record, nbytes: int) -> Extent | None:
-        """Begins to bring a block up in the place of a clean copy, which is dropped.
-
-        Args:
-            leaves: Whose copy is dropped.
-            comes: What is brought up where that began.
-            nbytes: Bytes of its place, which may end sooner or later than the other.
-
-        Returns:
-            The place; None, and nothing is changed, where one cannot leave or the other cannot
-            come there.
-        """
-        extent = leaves.extent
-        if (
-            extent is None
-            or leaves.in_hbm is not _VALID
-            or (leaves.at_home is not _VALID and leaves.defined)
-            or leaves.leases
-            or leaves.fixed
-            or comes.in_hbm is not _ABSENT
-            or comes.at_home is not _VALID
-            or nbytes < comes.block.nbytes
-        ):
-            return None
-        if nbytes != extent.nbytes:
-            found = self.hbm.retake(extent, nbytes)
-            if found is None:
-                return None
-            extent = found
-        leaves.in_hbm = _ABSENT
-        leaves.extent = None
-        comes.in_hbm = _FILLING
-        comes.extent = extent
-        self._at[extent.offset] = comes
-        return extent
 
     # -- HBM: use --------------------------------------------------------
 
