@@ -78,7 +78,7 @@ class Replay:
         self._copy = parts.copy
         self._pass_timer = parts.pass_timer
         self._table = parts.table
-        self._put = parts.table.put
+        self._at = parts.table.by_offset
         self._slots = parts.slots
         self._current, self._kept = parts.slots.current, parts.slots.kept
         self._by_address, self._sources = parts.slots.by_address, parts.homes.bytes
@@ -305,23 +305,23 @@ class Replay:
         if slot.pointed:
             pointer = slot.pointer
             pointer.away() if pointer is not None else self._evictor.rules.unpoint(leaves)
+        offset, at, again = before.offset, self._at, self._ready.get(went)
+        place = self._kept.get(came, _NO_SLOTS).get(offset)
+        if place is None:
+            place = self._slots.slot(block, Extent(offset, nbytes))
+        extent = place.extent
+        if extent.nbytes != nbytes:
+            extent = Extent(offset, nbytes)
         try:
-            place = self._kept.get(came, _NO_SLOTS).get(before.offset)
-            if place is None:
-                place = self._slots.slot(block, Extent(before.offset, nbytes))
-            extent, again = place.extent, self._ready.get(went)
-            if extent.nbytes != nbytes:
-                extent = Extent(before.offset, nbytes)
             if before.nbytes != nbytes:
-                if not self._table.hbm.retake(before, extent):
-                    return self._stop()
                 if nbytes > before.nbytes:
                     again = None  # it stands for copies to the bytes behind the other as well
-            leaves.in_hbm = _ABSENT
-            leaves.extent = None
-            comes.in_hbm = _FILLING
-            comes.extent = extent
-            self._put(extent.offset, comes)
+                if not self._table.hbm.retake(before, extent):
+                    return self._stop()
+            # in one line, in which Python calls nothing: nothing can cut it short
+            leaves.in_hbm, leaves.extent, comes.in_hbm, comes.extent, at[offset] = (
+                _ABSENT, None, _FILLING, extent, comes
+            )  # fmt: skip
             run.departures = self._departures.count = run.departures + 1  # they are the same
             if self._transfers.poisons or went in self._pending:
                 self._transfers.left_unused(went, slot, before)
@@ -349,6 +349,8 @@ class Replay:
             if leaves.extent is None and comes.in_hbm is _FILLING:
                 self._slots.leave(went)
                 self._transfers.unfill(came)
+            elif leaves.extent is before and not self._table.hbm.holds(before):
+                self._table.hbm.retake(extent, before)
             raise
 
     def _swap_otherwise(self, run: _Run, swap: Swap) -> bool:
