@@ -1,4 +1,7 @@
-"""The residency table: the state of every block in every tier, and the only place it is changed.
+"""The residency table: the state of every block in every tier, and the place where it is changed.
+
+What is done at every use is in line where it is used: leases, and the swaps of passes that repeat
+others (:mod:`tiermem.runtime.lookahead.replay`).
 
 Rules that every transition keeps (:meth:`ResidencyTable.check` states them):
 a block that holds data has a valid copy somewhere at all times; at most one

@@ -43,7 +43,6 @@ class Acquirer:
         self._current = parts.slots.current
         self._prefetcher = prefetcher
         self._replay = replay
-        self._replayed = replay.use
 
     def acquire(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`.
@@ -52,7 +51,7 @@ class Acquirer:
         look-ahead moves on. In a pass that repeats others, what has been checked for those is not
         checked again, and the look-ahead does what it did then.
         """
-        slot = self._replayed(block.id) if self._replay.run is not None else None
+        slot = self._replay.use(block.id) if self._replay.run is not None else None
         return slot or self.decide(block)
 
     def again(self, block: Block) -> Slot | None:
