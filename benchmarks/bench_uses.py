@@ -113,7 +113,7 @@ def stand_in() -> Iterator[StandInCalls]:
 def as_on_cuda(tier: Any, by: int) -> None:
     """Has a manager of the CPU fetch ahead, and not look after memory as on the CPU."""
     manager = tier._manager
-    manager.parts.transfers._poison = False
+    manager.parts.transfers.poisons = False
     manager._heap = None
     manager.prefetcher.fetcher.beside = True
     least = min((64 << 20) // by, manager.parts.table.hbm.capacity // 4)
@@ -314,7 +314,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         for _ in range(options.repeats):
             whole.append(timed(theirs))
             pairs.append(timed(mine))
-            if replay.swift:
+            if replay.repeating:
                 swift.append(pairs[-1])
         stats = tier.stats()
         gc.enable()
@@ -339,7 +339,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
                 flush=True,
             )
         looked = options.calls or options.profile
-        while looked and not options.train and not (mine(), replay.swift)[1]:
+        while looked and not options.train and not (mine(), replay.repeating)[1]:
             pass
         if options.calls:
             found = python_calls(mine)

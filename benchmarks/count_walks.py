@@ -149,7 +149,7 @@ def replayed_use() -> list[Walk]:
         for number in range(40, 80):
             model.walked, model.walk = number, Walk()
             model(x)
-            if any(name.endswith(":_copy_up") for name in model.walk.functions):
+            if any(name.endswith(":copy_behind") for name in model.walk.functions):
                 found.append(model.walk)
     return found
 

@@ -50,7 +50,7 @@ class Mutation:
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _FOLDER = "tiermem/saving/folder.py"
-_RULES = _RUNTIME + "placement/leaving.py"
+_RULES, _REPLAY = _RUNTIME + "placement/leaving.py", _RUNTIME + "lookahead/replay.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
@@ -67,7 +67,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a use that is repeated takes no lease",
-        _RUNTIME + "acquire.py",
+        _REPLAY,
         "            record.leases = leases + 1  # that it can be has just been looked at\n",
         "",
         STEADY,
@@ -109,10 +109,52 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a block that somebody looks at leaves in a loop that repeats",
-        _RULES,
-        "use_count(slot.storage) > slot.baseline + slot.pointed\n            or ",
+        _REPLAY,
+        "use_count(slot.storage) > slot.baseline",
+        "False and slot.baseline",
+        STEADY,
+    ),
+    Mutation(
+        "a block that backward is to read leaves in a loop that repeats",
+        _REPLAY,
+        "use_count(slot.reading) > ",
+        "False and ",
+        STEADY,
+    ),
+    Mutation(
+        "a block that a parameter without a lease expects leaves in a loop that repeats",
+        _REPLAY,
+        "            or (slot.pointed and not slot.idle)\n",
         "",
         STEADY,
+    ),
+    Mutation(
+        "a block that was written leaves in a loop that repeats",
+        _REPLAY,
+        "            or leaves.in_hbm is not _VALID\n            or (leaves.at_home",
+        "            or (leaves.at_home",
+        STEADY,
+    ),
+    Mutation(
+        "a block comes up in a loop that repeats though its home copy is stale",
+        _REPLAY,
+        "            or comes.at_home is not _VALID\n",
+        "",
+        STEADY,
+    ),
+    Mutation(
+        "a stream that is seen first in a loop that repeats is not known to copies",
+        _REPLAY,
+        "            if stream != self._stream:\n                copy.use(ready)\n",
+        "            if stream != self._stream:\n                copy.hold_up(stream, ready)\n",
+        STREAMS,
+    ),
+    Mutation(
+        "what a pass that repeats has used since is not remembered",
+        _CORE + "schedule.py",
+        "        self.last = block\n        self.exact = False\n",
+        "        self.last = block\n",
+        PLANNER + STEADY,
     ),
     Mutation(
         "a loop that repeats is repeated although another plan was made",
@@ -130,10 +172,10 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a leased block changes places",
-        _CORE + "residency.py",
+        _REPLAY,
         "            or leaves.leases\n",
         "",
-        TABLE,
+        STEADY,
     ),
     Mutation(
         "a stream that waited for an event does not wait for it again",
@@ -179,37 +221,51 @@ _ELSEWHERE = (
     ),
     Mutation(
         "weights whose block has left a loop that repeats look at what came there",
-        _RUNTIME + "lookahead/replay.py",
-        "                rules.unpoint(leaves)\n",
-        "                pass\n",
+        _REPLAY,
+        "pointer.away() if pointer is not None else",
+        "None if pointer is not None else",
         ("tests/unit/test_replay_loop.py",),
+    ),
+    Mutation(
+        "a swap that is cut short leaves another size of place than the block has",
+        _REPLAY,
+        "            elif leaves.extent is before and",
+        "            elif False and",
+        ("tests/faults/test_manager_ctrl_c.py",),
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
         _RUNTIME + "transfers/departures.py",
-        "        self.count += 1\n        self._unread.add(block_id)\n",
-        "        self._unread.add(block_id)\n",
+        "        self.count += 1\n        self.unread.add(block_id)\n",
+        "        self.unread.add(block_id)\n",
         STEADY,
     ),
     Mutation(
         "a use goes on as foreseen though another block is used",
-        _RUNTIME + "lookahead/replay.py",
-        "            step.block != block_id\n            or record is None",
-        "            record is None",
+        _REPLAY,
+        "        if step.block != block_id:\n            return self._use_again(run, block_id)\n",
+        "",
         STEADY,
     ),
     Mutation(
         "a use goes on as foreseen though work is owed to the block",
-        _RUNTIME + "lookahead/replay.py",
+        _REPLAY,
         "            or self._deferred.owed\n",
         "",
         STEADY,
     ),
     Mutation(
         "a use goes on as foreseen while a graph is captured",
-        _RUNTIME + "lookahead/replay.py",
-        "            or self._copy.capturing()\n",
+        _REPLAY,
+        "            or copy.capturing()\n",
         "",
+        STEADY,
+    ),
+    Mutation(
+        "a pass that repeats is measured as if nothing came up in it",
+        _REPLAY,
+        "        plain = comes.home is _DRAM and not self._pass_timer.sampling\n",
+        "        plain = comes.home is _DRAM\n",
         STEADY,
     ),
     Mutation(
@@ -286,8 +342,8 @@ _ELSEWHERE = (
     Mutation(
         "bytes that leave are not poisoned",
         _RUNTIME + "transfers/transfers.py",
-        "if slot is not None and self._poison and not seen:",
-        "if slot is not None and self._poison and seen and not seen:",
+        "if slot is not None and self.poisons and not seen:",
+        "if slot is not None and self.poisons and seen and not seen:",
         FAULTS,
     ),
     # space and order
@@ -658,6 +714,16 @@ _WAITS = (
         "a copy up waits for one compute stream and not for all",
         "            stream, self._compute, target",
         "            stream, (calls.current(),), target",
+    ),
+    (
+        "a copy down does not wait for the compute before it",
+        "            down, self._compute, target",
+        "            down, (), target",
+    ),
+    (
+        "a copy down waits for one compute stream and not for all",
+        "            down, self._compute, target",
+        "            down, (calls.current(),), target",
     ),
     (
         "a copy up does not wait for what came there from a file",
@@ -1097,8 +1163,8 @@ MUTATIONS = (
     Mutation(
         "a block that was written ends the round that it is to leave in",
         _RUNTIME + "lookahead/replay.py",
-        "            if leaves.in_hbm is _DIRTY and not write_home(self._parts, leaves):",
-        "            if leaves.in_hbm is _DIRTY:",
+        "            and write_home(self._parts, leaves)\n",
+        "            and not leaves.in_hbm\n",
         _ADAPTERS,
     ),
     *(

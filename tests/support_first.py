@@ -170,7 +170,7 @@ def played(
         bus = HostBus(world, (host or Host()).copy)
         manager.parts.copy = manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
         manager.replay._copy = bus  # type: ignore[assignment]
-        manager.parts.transfers._poison = False
+        manager.parts.transfers.poisons = False
         manager.prefetcher.fetcher.beside = True
         if depth == "auto":
             scale_guesses(manager)

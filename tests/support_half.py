@@ -129,8 +129,9 @@ def forward(hbm: int, host: Host | None = None) -> Iterator[Forward]:
     try:
         bus = HostBus(world, (host or Host()).copy)
         manager.parts.transfers.copy = manager.acquirer._copy = bus  # type: ignore[assignment]
+        manager.replay._copy = bus  # type: ignore[assignment]
         object.__setattr__(manager.parts, "copy", bus)  # a frozen bundle
-        manager.parts.transfers._poison = False
+        manager.parts.transfers.poisons = False
         manager.prefetcher.fetcher.beside = True
         manager.parts.pass_timer.estimates = Estimates(lambda link, _: {"dram->hbm": BUS}.get(link))
         manager.parts.pass_timer._clock = Clock(world)  # type: ignore[assignment]

@@ -23,6 +23,8 @@ from tiermem.transfer.file.mover import Fence, FileMover
 class LateCopy:
     """One copy that was submitted; also the event that it leaves behind."""
 
+    waiter = -1
+
     def __init__(
         self, engine: LateCopyEngine, lane: deque[LateCopy], target: torch.Tensor,
         source: torch.Tensor, after: Any, device: torch.Tensor,

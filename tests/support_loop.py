@@ -14,7 +14,7 @@ from support_runtime import EvenClock
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
-from tiermem.core.residency import Record
+from tiermem.runtime.lookahead.swaps import Swap
 from tiermem.runtime.manager import BlockManager
 
 PAGE = 4096
@@ -102,11 +102,7 @@ def loop(
     for number, (block, p) in enumerate(zip(made, pages, strict=True)):
         manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
     found = Loop(manager, made, list(range(blocks)))
-    up, left, exchange = (
-        manager.parts.copy.up,
-        manager.parts.transfers.left,
-        manager.parts.transfers.exchange,
-    )
+    up, left, swap = manager.parts.copy.up, manager.parts.transfers.left, manager.replay._swap
 
     def rising(target: torch.Tensor, *args: Any) -> Any:
         found.events.append(("up", target.data_ptr() - manager.parts.slots.arena.address))
@@ -116,16 +112,16 @@ def loop(
         found.events.append(("left", block_id))
         left(block_id)
 
-    def exchanging(leaves: Record, comes: Record, nbytes: int) -> bool:
+    def swapping(run: Any, made: Swap) -> bool:
         before = len(found.events)
-        done = exchange(leaves, comes, nbytes)
-        if done:
-            found.events.insert(before, ("left", leaves.block.id))
+        done = swap(run, made)
+        if done and made.leaves is not made.comes:
+            found.events.insert(before, ("left", made.leaves.block.id))
         return done
 
     manager.parts.copy.up = rising  # type: ignore[method-assign]
     manager.parts.transfers.left = leaving  # type: ignore[method-assign]
-    manager.parts.transfers.exchange = exchanging  # type: ignore[method-assign]
+    manager.replay._swap = swapping  # type: ignore[method-assign]
     try:
         yield found
     finally:

@@ -263,6 +263,9 @@ class Copies:
         if event is not None:
             self.world.compute = max(self.world.compute, event.at)
 
+    def hold_up(self, stream: int, event: Event) -> None:
+        self.use(event)
+
     def wait(self, event: Event | None) -> None:
         if event is not None:
             event.synchronize()
@@ -272,6 +275,9 @@ class Copies:
 
     def capturing(self) -> bool:
         return False
+
+    def stream(self) -> int:
+        return 0
 
 
 class HostBus(Copies):
@@ -485,9 +491,9 @@ def streamed(
         manager.parts.mover.close()
         transfers = manager.parts.transfers
         transfers.mover = Mover(world)  # type: ignore[assignment]
-        transfers.copy = manager.acquirer._copy = Copies(world)  # type: ignore[assignment]
+        transfers.copy = manager.acquirer._copy = manager.replay._copy = Copies(world)  # type: ignore[assignment]
         object.__setattr__(manager.parts, "copy", transfers.copy)  # a frozen bundle
-        transfers._poison = False
+        transfers.poisons = False
         manager.prefetcher.fetcher.beside = True
         rates = {"dram->hbm": machine.bus, "nvme->hbm": machine.in_place}
         manager.parts.pass_timer.estimates = Estimates(lambda link, _: rates.get(link))

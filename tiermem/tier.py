@@ -415,6 +415,7 @@ class TierManager:
     def reset_stats(self) -> None:
         """Sets the counters, the timeline and what was measured to zero; what was learned stays."""
         with self._manager.lock:
+            self._manager.replay.add_up()
             self._manager.parts.counters.reset()
             self._manager.parts.timeline.clear()
             self._manager.parts.pass_timer.reset()

@@ -189,7 +189,7 @@ PLACES = {
     ),
     "a block about to have a place in HBM": (
         ("backward", "restore"),
-        (ResidencyTable._enter, "self._at[extent.offset]", 1),
+        (ResidencyTable._enter, "self.by_offset[extent.offset]", 1),
     ),
 }
 

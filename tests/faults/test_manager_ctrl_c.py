@@ -157,12 +157,13 @@ def test_ctrl_c_at_every_line_leaves_a_state_to_go_on_from(tmp_path, name, pace)
     assert leaked <= 2 and lost <= 3
 
 
-def test_ctrl_c_at_every_line_of_a_use_in_a_loop_that_repeats() -> None:
+@pytest.mark.parametrize(("hbm", "pages"), [(3, [1] * 7), (7, [2, 1, 2, 1, 3, 3, 3])])
+def test_ctrl_c_at_every_line_of_a_use_in_a_loop_that_repeats(hbm: int, pages: list[int]) -> None:
     """A block comes into the place of another, cut short before any line: both can be had."""
     number = 0
     while True:
         number += 1
-        with rig(3, [(1, "dram")] * 7, depth=1) as made:
+        with rig(hbm, [(n, "dram") for n in pages], depth=1) as made:
             manager = made.manager
             manager.prefetcher.fetcher.beside = True
             while not manager.replay.repeating:

@@ -327,7 +327,7 @@ def test_host_time(tmp_path) -> None:
     assert math.isfinite(streamed["us per block"]) and math.isfinite(resident["us per block"])
     assert streamed["copies per forward"] > 0 and resident["copies per forward"] == 0
     parts = {row["what"].strip() for row in rows if row["what"].startswith(" ")}
-    assert {"Acquirer.acquire", "Transfers.fill", "HostCopyEngine.up"} <= parts
+    assert {"Acquirer.decide", "Transfers.fill", "HostCopyEngine.up"} <= parts
 
 
 def test_calls(tmp_path) -> None:

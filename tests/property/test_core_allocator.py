@@ -114,12 +114,17 @@ def test_it_agrees_with_a_map_of_bytes(capacity, script) -> None:
             before = oracle.drop(number)
             first, pages = before.offset // ALIGNMENT, align_up(nbytes) // ALIGNMENT
             inside = oracle.cells[first : first + pages]
-            extent = allocator.retake(before, nbytes)
+            made = Extent(before.offset, pages * ALIGNMENT)
             fits = len(inside) == pages and not any(inside)
-            assert extent == (Extent(before.offset, pages * ALIGNMENT) if fits else None)
-            oracle.put(extent or before)
-            with pytest.raises(InvariantError):
-                allocator.retake(Extent(before.offset + 1, before.nbytes), nbytes)
+            assert allocator.retake(before, made) == fits
+            oracle.put(made if fits else before)
+            for wrong in (
+                (Extent(before.offset + 1, before.nbytes), made),
+                (made if fits else before, Extent(before.offset + ALIGNMENT, ALIGNMENT)),
+                (made if fits else before, Extent(before.offset, ALIGNMENT + 1)),
+            ):
+                with pytest.raises(InvariantError):
+                    allocator.retake(*wrong)
         check(allocator, oracle)
 
 

@@ -104,7 +104,7 @@ class Streamed:
                 ),
                 ScriptedEngine,
             )
-        self.manager.parts.transfers._poison = poison
+        self.manager.parts.transfers.poisons = poison
         self.manager.prefetcher.fetcher.beside = True
         self.glances = 0
         self.blocks = self.manager.add_blocks(

@@ -120,35 +120,6 @@ class Residency(RuleBasedStateMachine):
         else:
             self.table.hbm.free(extent)
 
-    @rule(leaves=numbers, comes=numbers)
-    def exchange(self, leaves: int, comes: int) -> None:
-        """One comes where another was, in one step."""
-        gone, old = self.pick(leaves) or (None, None)
-        here, new = self.pick(comes) or (None, None)
-        if old is None or new is None or gone == here:
-            return
-        allowed = (
-            old.here == "clean"
-            and (old.home is True or not old.data)
-            and not old.holds
-            and not old.fixed
-            and new.here == "no"
-            and new.home is True
-        )
-        table = self.table
-        if allowed and new.pages > old.pages:  # then what lies behind the other must be free
-            behind = range(old.at + old.pages, old.at + new.pages)
-            gaps = table.hbm.gaps_in(0, CAPACITY * PAGE)
-            free = {p for g in gaps for p in range(g.offset // PAGE, g.end // PAGE)}
-            allowed = all(page in free for page in behind)
-        nbytes = new.pages * PAGE
-        extent = table.exchange(table[gone], table[here], nbytes)
-        assert (extent is not None) == allowed
-        if allowed:
-            assert extent == Extent(old.at * PAGE, nbytes)
-            new.here, new.at = "coming", old.at
-            old.here, old.at = "no", None
-
     @rule(number=numbers, offset=st.integers(0, 8))
     def fill_where_nothing_was_given(self, number: int, offset: int) -> None:
         block, fact = self.pick(number) or (None, None)
@@ -231,7 +202,6 @@ class Residency(RuleBasedStateMachine):
             self.drain(number)  # refused: it is held
         else:
             self.drop(number)  # likewise
-            self.exchange(number, number + 1)
         if not hold:
             self.release(number, dirty=False)
 

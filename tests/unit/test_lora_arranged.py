@@ -105,7 +105,7 @@ class Steps:
         end = replay.end
 
         def ending() -> None:
-            run = replay._run  # as it ends: it may have broken off
+            run = replay.run  # as it ends: it may have broken off
             self.arranged.append(run is not None and run.arranged)
             self.repeated.append(run is not None)
             end()

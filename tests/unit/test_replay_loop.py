@@ -257,7 +257,7 @@ def test_bytes_are_right_in_a_loop_of_modules_that_repeats(hbm: int) -> None:
         manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
         for _ in range(4):
             assert torch.equal(model(x), expected)
-        assert manager.replay.swift
+        assert manager.replay.repeating
         with torch._C.DisableTorchFunctionSubclass():  # a use that is not intercepted
             seen = [_cannot_be_read(weight) for weight in model.parameters()]
         gone = [r.in_hbm is State.ABSENT for r in manager.parts.table for _ in ("weight", "bias")]

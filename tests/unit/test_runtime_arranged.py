@@ -25,7 +25,7 @@ from tiermem.runtime.metrics.pass_timer import PassTimer
 
 def arranged(made: Loop) -> bool:
     """Whether the pass under way goes as it was laid out."""
-    run = made.manager.replay._run
+    run = made.manager.replay.run
     return run is not None and run.arranged
 
 

@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from support_examples import examples
 from support_loop import PAGE, Loop, loop
 
+from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Planner
 from tiermem.errors import ClosedError, ConfigError
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
+from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.placement.evictor import Evictor
 from tiermem.runtime.transfers.deferred import Deferred
 
@@ -231,7 +233,7 @@ def swift(made: Loop, uses: int) -> None:
     made.manager.begin_pass("loop")
     for number in range(uses):
         made.use(number)
-    assert made.manager.replay.swift
+    assert made.manager.replay.repeating
 
 
 def test_what_is_owed_to_a_block_is_done_before_its_use() -> None:
@@ -285,6 +287,76 @@ def test_a_copy_that_cannot_be_asked_for_leaves_no_lease() -> None:
         made.manager.parts.table.check()
         until_it_repeats(made)
         made.check()
+
+
+SWAPS: dict[str, Callable[[Record, Record, Slot], Any]] = {
+    "as they were": lambda leaves, comes, slot: None,
+    "leased": lambda leaves, comes, slot: setattr(leaves, "leases", 1),
+    "there for good": lambda leaves, comes, slot: setattr(leaves, "fixed", True),
+    "written": lambda leaves, comes, slot: setattr(leaves, "in_hbm", State.DIRTY),
+    "on its way": lambda leaves, comes, slot: setattr(leaves, "in_hbm", State.FILLING),
+    "going home": lambda leaves, comes, slot: setattr(leaves, "in_hbm", State.DRAINING),
+    "nowhere else": lambda leaves, comes, slot: setattr(leaves, "at_home", State.ABSENT),
+    "looked at": lambda leaves, comes, slot: slot.views[0].view(-1),
+    "read": lambda leaves, comes, slot: slot.sight.read_view((torch.uint8, 0, (4,), (1,))),
+    "wanted": lambda leaves, comes, slot: setattr(slot, "pointed", 1),
+    "there": lambda leaves, comes, slot: setattr(comes, "in_hbm", State.VALID),
+    "coming": lambda leaves, comes, slot: setattr(comes, "in_hbm", State.FILLING),
+    "stale at home": lambda leaves, comes, slot: setattr(comes, "at_home", State.ABSENT),
+    "lent at home": lambda leaves, comes, slot: setattr(comes, "at_home", State.FILLING),
+}
+"""What makes of a block that is to leave, or to come up, one that must not."""
+
+
+@pytest.mark.parametrize("what", SWAPS)
+def test_a_swap_is_made_if_both_blocks_are_as_they_were(what: str) -> None:
+    with loop(7, 3) as made:
+        swift(made, 1)
+        replay = made.manager.replay
+        run = replay.run
+        assert run is not None
+        swap = next(s for s in run.steps[2].swaps if s.leaves is not s.comes)
+        leaves, comes = swap.leaves, swap.comes
+        slot = made.manager.parts.slots.current[leaves.block.id]
+        names = ("in_hbm", "at_home", "extent", "leases", "fixed")
+        before = [
+            (record, name, getattr(record, name)) for record in (leaves, comes) for name in names
+        ]
+        extent = leaves.extent
+        alias = SWAPS[what](leaves, comes, slot)
+        changed = [getattr(record, name) for record, name, _ in before]
+        assert replay._swap(run, swap) == (what == "as they were")
+        if what == "as they were":
+            assert leaves.in_hbm is State.ABSENT and leaves.extent is None
+            assert comes.in_hbm is State.VALID and comes.extent == extent
+            assert made.manager.parts.table.at(extent.offset) is comes  # type: ignore[union-attr]
+        else:
+            assert [getattr(record, name) for record, name, _ in before] == changed
+            assert not replay.repeating
+            del alias
+            slot.pointed = 0
+            for record, name, value in before:
+                setattr(record, name, value)
+        made.check()
+
+
+def test_stats_show_what_a_pass_that_repeats_has_done_so_far() -> None:
+    with loop(7, 3) as made:
+        swift(made, 0)
+        before = made.manager.stats()
+        made.events.clear()
+        for number in range(7):
+            made.use(number)
+            now = made.manager.stats()
+            assert now.hits == before.hits + number + 1
+            ups = sum(kind == "up" for kind, _ in made.events)
+            assert now.prefetches - before.prefetches == ups
+            assert now.evictions - before.evictions == ups
+            assert now.links["dram->hbm"].moves - before.links["dram->hbm"].moves == ups
+        assert ups > 0 and made.manager.replay.repeating
+        made.manager.parts.counters.reset()
+        made.manager.replay.add_up()
+        assert made.manager.stats().hits == 0
 
 
 def test_a_manager_that_is_closed_in_between_is_not_used() -> None:

@@ -12,6 +12,8 @@ from tiermem.errors import InvariantError
 
 __all__ = ["Allocator", "Backing", "Window"]
 
+_NO_GAP = (-1, 0)
+
 
 class Backing(Protocol):
     """The memory behind a store, of which there may be less than the store has addresses."""
@@ -182,37 +184,40 @@ class Allocator(WindowSearch):
         gaps[index : index + 1] = [(start, offset - start), *rest] if start < offset else rest
         return self._take(extent)
 
-    def retake(self, extent: Extent, nbytes: int) -> Extent | None:
+    def retake(self, extent: Extent, made: Extent) -> bool:
         """Takes bytes where an extent begins that is given back: both in one.
 
         Args:
             extent: One that was handed out.
-            nbytes: Bytes asked for instead, above zero; rounded up to the alignment.
+            made: What is taken instead; it begins there, and ends sooner or later.
 
         Returns:
-            The new extent; None, and ``extent`` is as it was, where any byte behind it that is
+            Whether it could be; not, and ``extent`` is as it was, where any byte behind it that is
             needed is taken, or has no memory.
 
         Raises:
-            InvariantError: If ``extent`` was not handed out.
+            InvariantError: If ``extent`` was not handed out, or the other cannot be.
         """
-        start, size, gaps = extent.offset, self._size(nbytes), self._gaps
-        if self._taken.get(start) != extent.nbytes or start in self._walls:
+        start, before, size, gaps = extent.offset, extent.nbytes, made.nbytes, self._gaps
+        if self._taken.get(start) != before or start in self._walls:
             raise InvariantError(f"{extent} was not allocated")
-        made = Extent(start, size)
-        if size > extent.nbytes and self._backing is not None and not self._backed(made):
-            return None
-        end = start + extent.nbytes
+        if made.offset != start or size <= 0 or size % self.alignment:
+            raise InvariantError(f"{made} cannot be handed out where {extent} was")
+        if size > before and self._backing is not None and not self._backed(made):
+            return False
+        end = start + before
         index = bisect_left(gaps, (end,))
-        behind = gaps[index][1] if index < len(gaps) and gaps[index][0] == end else 0
-        left = extent.nbytes + behind - size
+        gap = gaps[index] if index < len(gaps) else _NO_GAP
+        behind = gap[1] if gap[0] == end else 0
+        left = before + behind - size
         if left < 0:
-            return None
-        gaps[index : index + (behind > 0)] = [(start + size, left)] if left else []
+            return False
+        gaps[index : index + (behind > 0)] = [(start + size, left)] if left else ()
         self._taken[start] = size
-        self.used += size - extent.nbytes
-        self.peak = max(self.peak, self.used)
-        return made
+        self.used += size - before
+        if self.used > self.peak:
+            self.peak = self.used
+        return True
 
     def free(self, extent: Extent) -> None:
         """Gives an extent back.

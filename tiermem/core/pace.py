@@ -323,6 +323,8 @@ class Waste:
         pending: Pass of each fetch of which nothing is known yet, by block.
         outcomes: Whether the last fetches of blocks were wasted, where any was, by pass and block;
             while there are none, a use only takes its block out of ``pending``.
+        stopped: Blocks that are not fetched ahead, by pass, and for how many such passes in a row
+            they have been used since.
         changes: Grows whenever what is fetched ahead changes.
     """
 
@@ -331,7 +333,7 @@ class Waste:
         self.pending: dict[int, tuple[int, Hashable]] = {}
         self.changes = 0
         self.outcomes: dict[tuple[Hashable, int], list[bool]] = {}
-        self._stopped: dict[Hashable, dict[int, int]] = {}
+        self.stopped: dict[Hashable, dict[int, int]] = {}
 
     def fetched(self, block: int, number: int, key: Hashable) -> None:
         """Notes that a block is fetched ahead, for a pass of that number and name."""
@@ -341,13 +343,13 @@ class Waste:
         """Notes that a block is used."""
         entry = self.pending.pop(block, None)
         if entry is not None and self.outcomes:
-            self._judge(entry[1], block, wasted=False)
+            self.judge(entry[1], block, wasted=False)
 
     def left(self, block: int) -> bool:
         """Notes that a block leaves HBM; returns whether fetching it was a waste."""
         entry = self.pending.pop(block, None)
         if entry is not None:
-            self._judge(entry[1], block, wasted=True)
+            self.judge(entry[1], block, wasted=True)
         return entry is not None
 
     def end(self, number: int, key: Hashable, used: Collection[int]) -> int:
@@ -360,8 +362,8 @@ class Waste:
         """
         wasted = [block for block, entry in self.pending.items() if entry[0] <= number]
         for block in wasted:
-            self._judge(self.pending.pop(block)[1], block, wasted=True)
-        stopped = self._stopped.get(key)
+            self.judge(self.pending.pop(block)[1], block, wasted=True)
+        stopped = self.stopped.get(key)
         if stopped:
             seen = set(used)
             for block, streak in list(stopped.items()):
@@ -371,21 +373,21 @@ class Waste:
                     del stopped[block]
                     self.outcomes.pop((key, block), None)
             if not stopped:
-                del self._stopped[key]
+                del self.stopped[key]
         return len(wasted)
 
     def stops(self, key: Hashable, block: int) -> bool:
         """Whether a block is not worth fetching ahead for a pass."""
-        return bool(self._stopped) and block in self._stopped.get(key, ())
+        return bool(self.stopped) and block in self.stopped.get(key, ())
 
     def unsteady(self) -> set[int]:
         """Returns the blocks that some pass foresees and does not use."""
-        return {block for stopped in self._stopped.values() for block in stopped}
+        return {block for stopped in self.stopped.values() for block in stopped}
 
     @property
     def stopping(self) -> bool:
         """Whether any block is not fetched ahead."""
-        return bool(self._stopped)
+        return bool(self.stopped)
 
     def forget(self, blocks: Collection[int]) -> None:
         """Takes blocks out that no longer exist."""
@@ -394,12 +396,13 @@ class Waste:
             self.pending.pop(block, None)
         if self.outcomes:
             self.outcomes = {n: o for n, o in self.outcomes.items() if n[1] not in gone}
-        for stopped in self._stopped.values():
+        for stopped in self.stopped.values():
             for block in gone & stopped.keys():
                 del stopped[block]
-        self._stopped = {key: stopped for key, stopped in self._stopped.items() if stopped}
+        self.stopped = {key: stopped for key, stopped in self.stopped.items() if stopped}
 
-    def _judge(self, key: Hashable, block: int, *, wasted: bool) -> None:
+    def judge(self, key: Hashable, block: int, *, wasted: bool) -> None:
+        """Notes what came of a fetch that is no longer pending."""
         name = (key, block)
         outcomes = self.outcomes.pop(name, None)
         if outcomes is None:
@@ -413,5 +416,5 @@ class Waste:
             if len(self.outcomes) > _MOST_FILLS:
                 del self.outcomes[next(iter(self.outcomes))]
         if wasted and len(outcomes) > 1 and 2 * sum(outcomes) > len(outcomes):
-            self._stopped.setdefault(key, {}).setdefault(block, 0)
+            self.stopped.setdefault(key, {}).setdefault(block, 0)
             self.changes += 1

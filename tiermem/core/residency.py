@@ -1,4 +1,7 @@
-"""The residency table: the state of every block in every tier, and the only place it is changed.
+"""The residency table: the state of every block in every tier, and the place where it is changed.
+
+What is done at every use is in line where it is used: leases, and the swaps of passes that repeat
+others (:mod:`tiermem.runtime.lookahead.replay`).
 
 Rules that every transition keeps (:meth:`ResidencyTable.check` states them):
 a block that holds data has a valid copy somewhere at all times; at most one
@@ -17,7 +20,7 @@ from tiermem.errors import InvariantError
 
 __all__ = ["Move", "Record", "ResidencyTable", "State"]
 
-_ABSENT, _FILLING, _VALID, _DIRTY = State.ABSENT, State.FILLING, State.VALID, State.DIRTY
+_ABSENT, _VALID, _DIRTY = State.ABSENT, State.VALID, State.DIRTY
 
 
 class ResidencyTable:
@@ -30,6 +33,7 @@ class ResidencyTable:
             one has no room.
         get: Returns a block's record by id, or None where there is no such block (any more).
         at: Returns the record of the block in HBM at an offset; None for an orphan.
+        by_offset: The same records by offset.
     """
 
     def __init__(self, hbm_nbytes: int, backing: Backing | None = None) -> None:
@@ -43,10 +47,10 @@ class ResidencyTable:
         self.nbytes = 0
         self.give_way: set[int] = set()
         self._records: dict[int, Record] = {}
-        self._at: dict[int, Record] = {}
+        self.by_offset: dict[int, Record] = {}
         self._orphans: dict[int, Extent] = {}
         self.get: Callable[[int], Record | None] = self._records.get
-        self.at: Callable[[int], Record | None] = self._at.get
+        self.at: Callable[[int], Record | None] = self.by_offset.get
 
     def __getitem__(self, block_id: int) -> Record:
         return self._records[block_id]
@@ -138,42 +142,6 @@ class ResidencyTable:
             raise self._wrong(record, "placed blank")
         self._enter(record, extent, State.VALID)
 
-    def exchange(self, leaves: Record, comes: Record, nbytes: int) -> Extent | None:
-        """Begins to bring a block up in the place of a clean copy, which is dropped.
-
-        Args:
-            leaves: Whose copy is dropped.
-            comes: What is brought up where that began.
-            nbytes: Bytes of its place, which may end sooner or later than the other.
-
-        Returns:
-            The place; None, and nothing is changed, where one cannot leave or the other cannot
-            come there.
-        """
-        extent = leaves.extent
-        if (
-            extent is None
-            or leaves.in_hbm is not _VALID
-            or (leaves.at_home is not _VALID and leaves.defined)
-            or leaves.leases
-            or leaves.fixed
-            or comes.in_hbm is not _ABSENT
-            or comes.at_home is not _VALID
-            or nbytes < comes.block.nbytes
-        ):
-            return None
-        if nbytes != extent.nbytes:
-            found = self.hbm.retake(extent, nbytes)
-            if found is None:
-                return None
-            extent = found
-        leaves.in_hbm = _ABSENT
-        leaves.extent = None
-        comes.in_hbm = _FILLING
-        comes.extent = extent
-        self._at[extent.offset] = comes
-        return extent
-
     # -- HBM: use --------------------------------------------------------
 
     def lease(self, block_id: int) -> Record:
@@ -244,7 +212,7 @@ class ResidencyTable:
         if free:
             self._leave(record)
         else:
-            del self._at[extent.offset]
+            del self.by_offset[extent.offset]
             record.extent = None
             record.in_hbm = State.ABSENT
         return extent
@@ -270,9 +238,9 @@ class ResidencyTable:
         except InvariantError:
             self.hbm.take(old)
             raise
-        del self._at[old.offset]
+        del self.by_offset[old.offset]
         record.extent = new
-        self._at[offset] = record
+        self.by_offset[offset] = record
         return new
 
     def discard(self, block_id: int, *, keep: bool = False) -> None:
@@ -299,16 +267,16 @@ class ResidencyTable:
     @property
     def present(self) -> int:
         """How many blocks are in HBM, or on their way there or from there."""
-        return len(self._at)
+        return len(self.by_offset)
 
     def strays(self) -> list[Extent]:
         """Returns extents that were taken for a block that never got them (Ctrl-C in between)."""
-        if self.hbm.count == len(self._at) + len(self._orphans):
+        if self.hbm.count == len(self.by_offset) + len(self._orphans):
             return []
         return [
             extent
             for extent in self.hbm.extents()
-            if extent.offset not in self._at
+            if extent.offset not in self.by_offset
             and extent.offset not in self._orphans
             and not self.hbm.is_wall(extent.offset)
         ]
@@ -415,15 +383,15 @@ class ResidencyTable:
         Args:
             orphans: Extents that still have aliases, although their block has gone.
         """
-        self._at.clear()
+        self.by_offset.clear()
         for record in self._records.values():
             self._repair(record)
             if record.extent is not None:
-                self._at[record.extent.offset] = record
+                self.by_offset[record.extent.offset] = record
         self._orphans.update((extent.offset, extent) for extent in orphans)
-        for offset in [offset for offset in self._orphans if offset in self._at]:
+        for offset in [offset for offset in self._orphans if offset in self.by_offset]:
             del self._orphans[offset]  # was about to become one
-        held = [record.extent for record in self._at.values() if record.extent is not None]
+        held = [record.extent for record in self.by_offset.values() if record.extent is not None]
         self.hbm.rebuild([*held, *self._orphans.values()])
         self.nbytes = sum(record.block.nbytes for record in self._records.values())
 
@@ -464,7 +432,7 @@ class ResidencyTable:
                 raise self._wrong(record, "leased and not usable")
             if present != (record.extent is not None):
                 raise self._wrong(record, "in HBM without an extent, or the other way round")
-            if record.extent is not None and self._at.get(record.extent.offset) is not record:
+            if record.extent is not None and self.by_offset.get(record.extent.offset) is not record:
                 raise self._wrong(record, "at an address that is another's")
         held = [r.extent for r in self._records.values() if r.extent is not None]
         used = sum(extent.nbytes for extent in [*held, *self._orphans.values()])
@@ -472,17 +440,19 @@ class ResidencyTable:
             raise InvariantError(f"HBM: {used} bytes in the table, {self.hbm.used} allocated")
 
     def _enter(self, record: Record, extent: Extent, state: State) -> None:
-        taken = extent.offset in self._at or extent.offset in self._orphans
+        taken = extent.offset in self.by_offset or extent.offset in self._orphans
         if taken or not self.hbm.holds(extent) or extent.nbytes < record.block.nbytes:
             raise self._wrong(record, f"placed at {extent}")
         record.in_hbm = state
         record.extent = extent
-        self._at[extent.offset] = record
+        self.by_offset[extent.offset] = record
 
     def _leave(self, record: Record, *, keep: bool = False) -> None:
         if record.extent is not None:
-            if self._at.get(record.extent.offset) is record:  # else its entering was cut short
-                del self._at[record.extent.offset]
+            if (
+                self.by_offset.get(record.extent.offset) is record
+            ):  # else its entering was cut short
+                del self.by_offset[record.extent.offset]
             if keep:
                 self._orphans[record.extent.offset] = record.extent
             else:

@@ -168,6 +168,8 @@ class Planner:
         last: The block used last in it; -1 before the first.
         learned: How many passes turned out otherwise than foreseen.
         doubt: By how many the uses that were not foreseen outnumber those that were, lately.
+        exact: Whether there is no doubt, and nothing else was used in the pass than what was
+            foreseen: then :meth:`follow` moves ``cursor`` and ``last`` on, and does nothing else.
     """
 
     def __init__(self) -> None:
@@ -183,6 +185,7 @@ class Planner:
         self.last = -1
         self.learned = 0
         self.doubt = 0
+        self.exact = False
         self._again: Hashable = None
         self._far = NEVER
 
@@ -228,6 +231,7 @@ class Planner:
         self.last = -1
         self.cursor = 0
         self.schedule = self._foresee()
+        self.exact = not self.doubt
 
     def touch(self, block: int) -> bool:
         """Records that ``block`` is used now, and moves on in the schedule.
@@ -242,6 +246,7 @@ class Planner:
             self.follow(block)
             return True
         self.last = block
+        self.exact = False
         if schedule.order:
             self.doubt = min(self.doubt + 1, _MOST_DOUBT)
         if trace is not None:
@@ -289,6 +294,7 @@ class Planner:
             self._known[key] = [block for block in order if block not in blocks]
         self._cache.clear()
         if self._trace is not None:
+            self.exact = False
             used = self._observed(self._trace)
             self._trace.blocks = [block for block in used if block not in blocks]
         foreseen = self.schedule.order

@@ -47,30 +47,12 @@ class Acquirer:
     def acquire(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`.
 
-        Every use goes this way: the block is made usable, leased, and the look-ahead moves on. In
-        a pass that repeats others, what has been checked for those is not checked again, and the
-        look-ahead does what it did then.
+        Every use goes this way, or does both in line: the block is made usable, leased, and the
+        look-ahead moves on. In a pass that repeats others, what has been checked for those is not
+        checked again, and the look-ahead does what it did then.
         """
-        block_id = block.id
-        found = self._replay.foreseen(block_id) if self._replay.swift else None
-        if found is None:
-            return self._acquire(block)
-        record, swaps = found
-        leases = record.leases
-        try:
-            self._counters.hits += 1
-            record.leases = leases + 1  # that it can be has just been looked at
-            ready = self._ready.get(block_id)
-            self._copy.use(ready)
-            if swaps and not self._replay.perform(swaps):
-                self._go_on(block_id)
-            if self._pass_timer.sampling and swaps is not None:
-                self._pass_timer.started(record, ready)
-            return self._current[block_id]
-        except BaseException:
-            if record.leases > leases:
-                self._table.release(block_id)
-            raise
+        slot = self._replay.use(block.id) if self._replay.run is not None else None
+        return slot or self.decide(block)
 
     def again(self, block: Block) -> Slot | None:
         """Leases a block that was used a moment ago, as a part of that use.
@@ -103,11 +85,11 @@ class Acquirer:
         self._copy.use(self._ready.get(block_id))
         return record
 
-    def _acquire(self, block: Block) -> Slot:
+    def decide(self, block: Block) -> Slot:
         """Does what :meth:`acquire` does in a pass that is measured, or that repeats no other."""
         if modes():
             with without_modes():
-                return self._acquire(block)
+                return self.decide(block)
         block_id = block.id
         record = self._let_in(block_id)
         if self._copy.capturing():
@@ -138,14 +120,10 @@ class Acquirer:
         self._copy.use(self._ready.get(block_id))
         if moved_on:
             if not self._replay.advance():
-                self._go_on(block_id)
+                self._evictor.order.note_use(block_id)
+                self._prefetcher.run()
             if self._pass_timer.sampling:
                 self._pass_timer.started(record, self._ready.get(block_id))
-
-    def _go_on(self, block_id: int) -> None:
-        """Begins the fetches that come next, after a use that repeats nothing."""
-        self._evictor.order.note_use(block_id)
-        self._prefetcher.run()
 
     def place_blank(self, record: Record) -> None:
         """Allocates HBM for a block without data, which the caller is about to write."""

@@ -267,7 +267,8 @@ class BlockManager:
             ConfigError: If a CUDA graph is being captured and the block may move.
             ClosedError: After ``close()``, or in a forked child.
         """
-        self.gate.guard()  # before the lock as well: a forked child may find it taken for ever
+        if self.gate.closed or self.gate.torn:
+            self.gate.guard()  # before the lock as well: a forked child may find it taken for ever
         with self.lock:
             return self.acquirer.acquire(block)
 
@@ -276,7 +277,8 @@ class BlockManager:
 
         Where it is not as it was then, it is acquired.
         """
-        self.gate.guard()
+        if self.gate.closed or self.gate.torn:
+            self.gate.guard()
         with self.lock:
             return self.acquirer.again(block) or self.acquirer.acquire(block)
 
@@ -459,6 +461,7 @@ class BlockManager:
             homes, settings = self.parts.homes, self.parts.settings
             on_disk = homes.swap.capacity if homes.swap is not None else 0
             files = homes.swap or homes.sources
+            self.replay.add_up()
             return stats_of(
                 self.parts.counters,
                 used=(self.parts.table.hbm.used, homes.dram.used, homes.nvme_used),

@@ -29,7 +29,7 @@ class Parts:
     Attributes:
         settings: Budgets, paths and policy.
         device: Where blocks are used.
-        table: Where every block is; written by transfers, evictor and leases alone.
+        table: Where every block is; written by transfers, evictor, replay and leases alone.
         slots: Views of blocks in HBM.
         homes: Space below HBM.
         copy: Copies between HBM and host memory.

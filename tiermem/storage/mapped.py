@@ -60,7 +60,7 @@ class MappedDeviceArena(Arena):
 
     def back(self, extent: Extent) -> bool:
         """Maps memory behind an extent where there is none; returns whether it has memory now."""
-        return self._of().back(extent)
+        return (self._pieces or self._of()).back(extent)
 
     def missing(self) -> list[Extent]:
         """Returns the runs that have no memory behind them, by offset."""
@@ -135,7 +135,7 @@ class MappedHostArena(HostArena):
 
     def back(self, extent: Extent) -> bool:
         """Maps memory behind an extent where there is none; returns whether it has memory now."""
-        return self._of().back(extent)
+        return (self._pieces or self._of()).back(extent)
 
     def missing(self) -> list[Extent]:
         """Returns the runs that have no memory behind them, by offset."""

@@ -146,7 +146,8 @@ class Pieces:
         Returns:
             False where there is not enough; what could be mapped of it stays.
         """
-        first, behind = extent.offset // self.chunk, -(-extent.end // self.chunk)
+        offset, chunk = extent.offset, self.chunk
+        first, behind = offset // chunk, -(-(offset + extent.nbytes) // chunk)
         if self._there.find(0, first, behind) < 0:
             return True
         self._whole(lambda: self._map(first, behind))

@@ -118,6 +118,10 @@ class CopyEngine(Protocol):
         """Makes the current compute stream wait for ``event``; the host does not wait."""
         ...
 
+    def hold_up(self, stream: int, event: Event) -> None:
+        """Makes a compute stream wait for ``event``, for which :meth:`use` was called before."""
+        ...
+
     def wait(self, event: Event | None) -> None:
         """Makes the host wait for ``event``."""
         ...
@@ -146,15 +150,21 @@ class CopyEngine(Protocol):
         """Whether what is submitted now is recorded into a CUDA graph instead of run."""
         ...
 
+    def stream(self) -> int:
+        """Returns a number of the calling thread's compute stream."""
+        ...
+
 
 class HostCopyEngine:
     """The engine of ``device="cpu"``: plain copies, over when they return.
 
     Attributes:
         capturing: Nothing is ever recorded.
+        stream: There is one.
     """
 
     capturing: Callable[[], bool] = bool
+    stream: Callable[[], int] = int
 
     def up(
         self,
@@ -202,6 +212,10 @@ class HostCopyEngine:
     def use(self, event: Event | None) -> None:
         """Nothing to wait for."""
 
+    def hold_up(self, stream: int, event: Event) -> None:
+        """Does what :meth:`use` does."""
+        self.use(event)
+
     def wait(self, event: Event | None) -> None:
         """Nothing to wait for."""
 
@@ -235,6 +249,8 @@ class StreamCopyEngine:
     Attributes:
         calls: The device.
         capturing: Whether the current compute stream is recorded into a CUDA graph.
+        stream: Returns the handle of the current compute stream.
+        hold_up: Makes a compute stream that is known wait for an event.
     """
 
     def __init__(self, calls: StreamCalls, up: int, down: int, files: int) -> None:
@@ -255,6 +271,8 @@ class StreamCopyEngine:
         self._landed = Fences()
         self._falling = Fences()
         self.capturing: Callable[[], bool] = calls.capturing
+        self.stream: Callable[[], int] = calls.current
+        self.hold_up: Callable[[int, Event], None] = calls.wait
 
     def up(
         self,
@@ -297,10 +315,13 @@ class StreamCopyEngine:
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
     ) -> Event | None:
         """Submits a copy down; see :class:`CopyEngine`."""
-        self.prepare_down()
+        calls, down = self.calls, self._down
         if after is not None:
-            self.calls.wait(self._down, after)
-        event = self.copy_down(target, source)
+            calls.wait(down, after)
+        self._compute[calls.current()] = None
+        event = calls.copy_behind(
+            down, self._compute, target.data_ptr(), source.data_ptr(), target.numel()
+        )
         self._falling.add(extent, event)
         return event
 

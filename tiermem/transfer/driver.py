@@ -232,8 +232,7 @@ class DriverCalls:
         """Makes ``stream`` wait for ``event`` from now on; the host does not wait."""
         if event.waiter == stream:
             return
-        local = self._local.bound and (stream or _current_device() == self.index)
-        foreign = not local and self._enter(stream)
+        foreign = not (stream and self._local.bound) and self._enter(stream)
         code = self._wait(stream, event.handle, 0)
         if foreign:
             self._leave()

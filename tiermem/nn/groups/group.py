@@ -56,6 +56,7 @@ class Group(Holder):
         """
         self.manager = manager
         self._acquirer = manager.acquirer
+        self._replay = manager.replay
         self._record = manager.record(block)
         self.block = block
         self.pointing = Pointing(block)
@@ -111,10 +112,13 @@ class Group(Holder):
             return
         if self.writes.merging:
             self.writes.look_for_adapters()
-        slot = self._acquirer.again(self.block) if again and self.soft else None
+        slot, pointing = None, self.pointing
+        if again and self.soft:
+            slot = self._acquirer.again(self.block)
         if slot is None:
-            slot = self._acquirer.acquire(self.block)
-        pointing = self.pointing
+            slot = self._replay.use(self.block.id)  # Acquirer.acquire, in line
+            if slot is None:
+                slot = self._acquirer.decide(self.block)
         for thing, kind in pointing.shown:  # ordinary ones, since their block is held
             thing.__class__ = kind
         if slot is not pointing.slot:
@@ -139,14 +143,16 @@ class Group(Holder):
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
-        pointing, writes = self.pointing, self.writes
+        pointing, writes, record = self.pointing, self.writes, self._record
         slot, versions = pointing.slot, 0
         for param in writes.counted:  # Writes.count, in line
             versions += param._version
         written, refused = dirty or writes.always, None
-        if versions != writes.versions or (
-            slot is not None and use_count(slot.storage) != slot.baseline + slot.pointed
-        ):  # Slot.others, in line
+        if (
+            slot is None
+            or versions != writes.versions
+            or use_count(slot.storage) != slot.baseline + slot.pointed  # Slot.others, in line
+        ):
             written, refused = self._look_for_writes(slot, versions, written)
         if writes.suspect and not written:
             written = differs_from_home(self.manager, self.block)
@@ -154,10 +160,9 @@ class Group(Holder):
         for thing, kind in pointing.hidden:  # every operation on them is to bring the block first
             thing.__class__ = kind
         if slot is not None:
-            self.soft = soft
             slot.idle = not soft
-        record = self._record
-        if written or record.leases <= 0:
+            self.soft = soft
+        if written or not record.leases:
             self.manager.parts.table.release(self.block.id, dirty=written)
         else:
             record.leases -= 1  # the same in line
@@ -202,15 +207,21 @@ class Group(Holder):
             dirty: Whether to assume that they will be written.
         """
         manager, pointing = self.manager, self.pointing
-        manager.gate.guard()  # before the lock, as in :meth:`hold`
+        if manager.gate.closed or manager.gate.torn:
+            manager.gate.guard()  # before the lock, as in :meth:`hold`
         with manager.lock:
             if self.holds:
                 return
-            slot = self._acquirer.acquire(self.block)
+            slot = self._replay.use(self.block.id)  # Acquirer.acquire, in line
+            if slot is None:
+                slot = self._acquirer.decide(self.block)
             if slot is not pointing.slot:
                 pointing.point(slot)
             slot.idle, self.soft = False, True
-            manager.parts.table.release(self.block.id, dirty=dirty or self.writes.always)
+            if dirty or self.writes.always:
+                manager.parts.table.release(self.block.id, dirty=True)
+            else:
+                self._record.leases -= 1  # the same in line
 
     def unpoint(self) -> None:
         """Points tensors without a lease elsewhere; the caller has the manager's lock.

@@ -103,14 +103,13 @@ class TieredDict(HeldDict):
 
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
-        if (
-            group is not None
-            and not group.holds
-            and sys._getframe(1).f_globals.get("__name__") != _SWAPS  # _is_swap, in line
-        ):
-            rows = group.pointing.rows
-            if rows and name in (mine := rows.get(get_ident(), {})):
-                return mine[name]
-            if not (group.soft and self.lender.here.inside):  # else it points at its block
-                self.lender.demand(group)
+        if group is not None and not group.holds:
+            rows, lender = group.pointing.rows, self.lender
+            if not rows and group.soft and lender.here.inside:  # it points at its block
+                return _item(self, name)
+            if sys._getframe(1).f_globals.get("__name__") != _SWAPS:  # _is_swap, in line
+                if rows and name in (mine := rows.get(get_ident(), {})):
+                    return mine[name]
+                if not (group.soft and lender.here.inside):
+                    lender.demand(group)
         return _item(self, name)

@@ -119,6 +119,7 @@ class Pointing:
         if before is not None:
             before.pointed = 0
         slot.pointed = len(self.tensors)
+        slot.pointer = self
         self.slot = slot
 
     def away(self) -> None:

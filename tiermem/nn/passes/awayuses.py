@@ -32,7 +32,7 @@ class AwayUses:
         self.manager = runtime.manager
         self.here: Here = runtime.here
         self.addresses = Addresses()
-        self._soft: list[Group] = []
+        self._soft: dict[int, Group] = {}
 
     @property
     def saved(self) -> SavedHooks:
@@ -72,8 +72,8 @@ class AwayUses:
         backward = self._runtime.backward
         if backward.under_way and torch._C._current_graph_task_id() != -1:
             backward.keep_soft(group)
-        elif group not in self._soft:
-            self._soft.append(group)
+        else:
+            self._soft[id(group)] = group
 
     def thawed(self, tensor: torch.Tensor) -> None:
         """Takes a parameter's gradients from now on, since its ``requires_grad`` was set."""
@@ -82,14 +82,14 @@ class AwayUses:
 
     def end(self) -> None:
         """Ends what was left pointed; the caller has the manager's lock."""
-        for group in self._soft:
+        for group in self._soft.values():
             group.rest()
-        self._soft = []
+        self._soft = {}
 
     def forget(self, gone: set[int]) -> None:
         """Forgets groups, given by their ids, that are taken out."""
-        self._soft = [group for group in self._soft if id(group) not in gone]
+        self._soft = {key: group for key, group in self._soft.items() if key not in gone}
 
     def reset(self) -> None:
         """Forgets all, after an exception anywhere: no group is soft."""
-        self._soft = []
+        self._soft = {}

@@ -168,8 +168,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_activations", "_enters", "_groups", "_here", "_inside", "_manager", "_push", "_quick",
-        "_saved", "_unwritten", "compiled",
+        "_activations", "_enters", "_gate", "_groups", "_here", "_inside", "_lock", "_manager",
+        "_push", "_quick", "_saved", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -182,6 +182,7 @@ class CallInterceptor(Interceptor):
             self.inner = self.compiled
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
+        self._gate, self._lock = self._manager.gate, self._manager.lock
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._push, self._unwritten = self._saved.push, self.runtime.unwritten
         self._groups, self._inside = scope.groups, scope.inside
@@ -199,8 +200,7 @@ class CallInterceptor(Interceptor):
         thread = get_ident()
         if self._quick.thread == thread and (not is_grad_enabled() or self._saved.on_top()):
             return self.inner(*args, **kwargs)
-        manager = self._manager
-        if manager.gate.unsure:
+        if self._gate.unsure:
             self.runtime.repair()
         if not self._here.inside:
             return self._begin(args, kwargs)
@@ -211,19 +211,20 @@ class CallInterceptor(Interceptor):
                 self._unwritten.got_further(self.scope)
             try:
                 entered = self._enters and self._activations.enter(self.scope)
-                with manager.lock:
+                with self._lock:
                     try:
                         for group in groups:
                             group.hold_locked()
                     except REFUSALS:
                         _let_go(groups[: groups.index(group)])
                         raise
-                    count = inside.depth
-                    inside.depth = count + 1
-                    if not count:
+                    if not inside.depth:
+                        inside.depth = 1
                         inside.thread = thread
-                    elif inside.thread != thread:
-                        inside.thread = 0  # until all are out again
+                    else:
+                        inside.depth += 1
+                        if inside.thread != thread:
+                            inside.thread = 0  # until all are out again
                     held = True
                 pushed = is_grad_enabled() and self._push()
                 theirs = True
@@ -238,7 +239,7 @@ class CallInterceptor(Interceptor):
                 if entered:
                     self._activations.leave()
                 if held:
-                    with manager.lock:
+                    with self._lock:
                         count = inside.depth - 1
                         inside.depth = count
                         if not count:
@@ -255,7 +256,7 @@ class CallInterceptor(Interceptor):
         except BaseException as error:
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
                 # it came at a line of tiermem's; no call: see entrance
-                manager.gate.torn = manager.gate.unsure = True
+                self._gate.torn = self._gate.unsure = True
             elif was_refused(error):
                 there = [group.block for group in groups]
                 raise read_elsewhere(self.module, self.scope.name, there) from error

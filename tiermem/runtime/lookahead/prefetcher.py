@@ -60,7 +60,7 @@ class Prefetcher:
     def end_pass(self) -> None:
         """Notes that the pass under way has ended, before the next is entered in the planner."""
         waste = self._waste
-        if waste.pending or waste.stopping:
+        if waste.pending or waste.stopped:
             planner = self._planner
             wasted = waste.end(self.fetcher.number, planner.key, planner.used)
             self._parts.counters.prefetch_wasted += wasted
@@ -114,10 +114,10 @@ class Prefetcher:
             return
         if planner.doubt >= _DOUBTFUL:
             return  # what is foreseen does not come: a fetch for it would hold up what does
-        if walk.catch_up(cursor):
+        if walk.catch_up(cursor) and mover is not None:
             self.disk.restart(cursor)
         end = min(len(schedule.order), cursor + _MOST_STEPS)
-        if walk.go_on(end):
+        if walk.go_on(end) and mover is not None:
             self.disk.restart(cursor)  # what left for it is to be read again
         if mover is not None:
             self.disk.go_on(schedule, walk.position, end, cursor)

@@ -6,15 +6,17 @@ of the blocks alone. So they are looked up. The places are still checked, since 
 cost time and nothing else: a block that is dirty, leased, aliased or no longer there stays as it
 is, and the rest of the pass is decided as the first one was.
 
-Most passes are not disturbed. :meth:`Replay.foreseen` finds what a use does in one of those with
-nothing asked that cannot have changed since the pass began.
+Most passes are not disturbed. :meth:`Replay.use` makes a whole use of one of those, with nothing
+asked that cannot have changed since the pass began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 
+from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.arranged import Arranger, write_home
@@ -22,11 +24,14 @@ from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.recordings import Recordings
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.swaps import Fit, Step, Swap
+from tiermem.runtime.memory.slots import Slot, use_count
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.placement.leaving import Why
 
-_VALID, _DIRTY = State.VALID, State.DIRTY
-_AHEAD = Why.AHEAD
+_ABSENT, _FILLING, _VALID, _DIRTY = State.ABSENT, State.FILLING, State.VALID, State.DIRTY
+_AHEAD, _DRAM = Why.AHEAD, Tier.DRAM
+_END = Step(None, -1)
+_NO_SLOTS: Mapping[int, Slot] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +39,14 @@ class _Run:
     """A pass under way that repeats others.
 
     Attributes:
-        steps: What is done at each place of the schedule.
+        steps: What is done at each place of the schedule; behind the last is one of no block.
         schedule: What it goes by.
         number: Of the pass.
         departures: How many departures from HBM it has seen, its own among them; -1 where it is
             not to go on.
         arranged: Whether HBM was laid out for it, so that nothing was recorded.
         cursor: The step done last.
+        counted: How many of them are in the counters.
     """
 
     steps: list[Step]
@@ -49,6 +55,7 @@ class _Run:
     departures: int
     arranged: bool
     cursor: int = -1
+    counted: int = -1
 
 
 class Replay:
@@ -56,8 +63,7 @@ class Replay:
 
     Attributes:
         recordings: What passes did.
-        swift: Whether the pass under way repeats others, so that :meth:`foreseen` may be asked
-            first.
+        run: The pass under way, if it repeats others.
     """
 
     def __init__(self, parts: Parts, prefetcher: Prefetcher) -> None:
@@ -71,17 +77,24 @@ class Replay:
         self._deferred = parts.deferred
         self._copy = parts.copy
         self._pass_timer = parts.pass_timer
-        self._current = parts.slots.current
-        self._waste = parts.transfers.waste
+        self._table = parts.table
+        self._at = parts.table.by_offset
+        self._slots = parts.slots
+        self._current, self._kept = parts.slots.current, parts.slots.kept
+        self._by_address, self._sources = parts.slots.by_address, parts.homes.bytes
+        self._ready, self._home_ready = parts.transfers.ready, parts.transfers.home_ready
+        self._waste, self._pending = parts.transfers.waste, parts.transfers.waste.pending
+        self._counters, self._count = parts.counters, parts.counters.count_swap
+        self._enter = parts.timeline.enter
+        self._stream = -1  # of the last use that waited for its block
         self._arranger = Arranger(parts, prefetcher.fetcher)
         self.recordings = Recordings(parts)
-        self._run: _Run | None = None
-        self.swift = False
+        self.run: _Run | None = None
 
     @property
     def repeating(self) -> bool:
         """Whether the pass under way does what those before it did."""
-        return self._run is not None
+        return self.run is not None
 
     def begin(self, outlook: StreamPlan, number: int) -> bool:
         """Notes that a pass begins, the planner and the plan being ready for it.
@@ -101,130 +114,262 @@ class Replay:
         steps = arranged or self.recordings.begin(outlook)
         if steps is None:
             return False
-        self._run = _Run(steps, schedule, number, self._departures.count, arranged is not None)
+        both = [*steps, _END], schedule
+        self.run = _Run(*both, number, self._departures.count, arranged is not None)
         self._evictor.order.lose_track()
         self._transfers.ahead.lose_track()
-        self.swift = True
         return self.advance()
 
     def end(self) -> None:
         """Notes that the pass under way is over: what happens from now on belongs to the next."""
-        run = self._run
+        self.add_up()
+        run = self.run
         disturbed = run is not None and run.departures != self._departures.count
         if run is not None and run.arranged:
-            if disturbed or run.cursor + 1 < len(run.steps):
+            if disturbed or run.cursor + 2 < len(run.steps):
                 self._arranger.broke_off()
             else:
                 self._arranger.ended()
-        self._run = None
-        self.swift = False
+        self.run = None
         self.recordings.end(disturbed=disturbed)
+
+    def add_up(self) -> None:
+        """Brings the counters up to date: as a pass ends, and before anybody looks at them."""
+        run, counters = self.run, self._counters
+        if run is not None:
+            counters.hits += run.cursor - run.counted
+            run.counted = run.cursor
+        counters.add_up()
 
     def interrupt(self) -> None:
         """Ends the replay of the pass under way at its next use; any thread may call it."""
-        run = self._run
+        run = self.run
         if run is not None:
             run.departures = -1
 
-    def foreseen(self, block_id: int) -> tuple[Record, Sequence[Swap] | None] | None:
-        """Enters the use of a block that is in HBM and was foreseen, or is used once more in a row.
+    def use(self, block_id: int) -> Slot | None:
+        """Makes the use of a block that is in HBM and was foreseen, or is used once more in a row.
+
+        It does what :meth:`Acquirer.acquire` does, and asks nothing that cannot have changed since
+        the pass began. Most uses of most passes go this way, and come upon caches that kernels
+        have emptied: so all of it is in this file, and in as few calls as can be.
+
+        Args:
+            block_id: The block.
 
         Returns:
-            Its record, and what :meth:`perform` is to do once the block is leased (None where
-            it is used once more). None, with nothing entered, where anything is out of the
-            ordinary.
+            Its slot, the block being leased; None, with nothing entered, where anything is out of
+            the ordinary.
         """
-        run, planner = self._run, self._planner
+        run, planner, copy = self.run, self._planner, self._copy
         if (
             run is None
             or run.departures != self._departures.count
             or planner.cursor != run.cursor
             or self._deferred.owed
-            or self._copy.capturing()
+            or copy.capturing()
         ):
             return None
-        steps, cursor = run.steps, run.cursor + 1
-        again = block_id == planner.last
-        if again:
-            cursor -= 1
-        elif cursor >= len(steps):
-            return None
-        step = steps[cursor]
+        cursor = run.cursor + 1
+        step = run.steps[cursor]
         record = step.used
+        if step.block != block_id:
+            return self._use_again(run, block_id)
         if (
-            step.block != block_id
-            or record is None
+            record is None
             or (record.in_hbm is not _VALID and record.in_hbm is not _DIRTY)
-            or (extent := record.extent) is None
-            or (extent.offset < self._evictor.largest_later and not record.leases)
+            or (self._evictor.largest_later and not self._is_in_place(record))
         ):
             return None
-        if again:
-            return record, None
-        if self._pass_timer.sampling:
+        sampling = self._pass_timer.sampling
+        if sampling:
             self._prefetcher.look_back(block_id)
             self._pass_timer.arrived()
-        planner.follow(block_id)
+        if planner.exact:  # Planner.follow, in line
+            planner.last = block_id
+            planner.cursor = cursor
+        else:
+            planner.follow(block_id)
         run.cursor = cursor
-        if block_id in self._waste.pending:
-            self._waste.used(block_id)
-        return record, step.swaps
+        fetch = self._pending.pop(block_id, None)  # Waste.used, in line
+        if fetch is not None and (fetch[1], block_id) in self._waste.outcomes:
+            self._waste.judge(fetch[1], block_id, wasted=False)
+        leases = record.leases
+        try:
+            record.leases = leases + 1  # that it can be has just been looked at
+            ready, stream = self._ready.get(block_id), copy.stream()
+            if stream != self._stream:
+                copy.use(ready)
+                self._stream = stream  # known from now on
+            elif ready is not None and ready.waiter != stream:
+                copy.hold_up(stream, ready)
+            for swap in step.swaps:
+                if not self._swap(run, swap):
+                    self.go_on(block_id)
+                    break
+            if sampling:
+                self._pass_timer.started(record, ready)
+            return self._current[block_id]
+        except BaseException:
+            if record.leases > leases:
+                self._table.release(block_id)
+            raise
+
+    def go_on(self, block_id: int) -> None:
+        """Begins the fetches that come next, after a use that repeats nothing."""
+        self._evictor.order.note_use(block_id)
+        self._prefetcher.run()
 
     def advance(self) -> bool:
-        """Repeats what the passes before did at this use, which :meth:`foreseen` has not entered.
+        """Repeats what the passes before did at this use, which :meth:`use` has not made.
 
         Returns:
             False where it is to be decided, and so is the rest of the pass.
         """
-        run = self._run
+        run = self.run
         if run is None:
             return False
         step = self._step_now(run)
         if step is None:
             return self._stop()
         run.cursor += 1
+        run.counted += 1  # by who has asked
         if step.block in self._waste.pending:
             self._waste.used(step.block)
-        return self.perform(step.swaps)
-
-    def perform(self, swaps: Sequence[Swap]) -> bool:
-        """Performs the swaps recorded for one place of the schedule.
-
-        Returns:
-            False where that is no longer possible: it is to be decided, and so is the rest.
-        """
-        run = self._run
-        if run is None:
-            return False
-        rules = self._evictor.rules
-        for swap in swaps:
-            leaves, comes = swap.leaves, swap.comes
-            if leaves is comes and swap.fit is not None:
-                if not self._fill(run, swap, swap.fit):
-                    return self._stop(swap.fit.leaves)
-                continue
-            extent = leaves.extent
-            as_was = extent is not None and (extent.nbytes == swap.nbytes or swap.fit is not None)
-            if not (as_was and rules.may_leave(leaves, _AHEAD)):
-                return self._stop([leaves] if as_was else ())
-            if self._current[leaves.block.id].pointed:
-                rules.unpoint(leaves)
-            if leaves.in_hbm is _DIRTY and not write_home(self._parts, leaves):
-                return self._stop()
-            if not self._transfers.exchange(leaves, comes, swap.nbytes):
-                return self._stop()
-            run.departures += 1
-            self._waste.pending[comes.block.id] = (run.number + swap.passes, swap.key)
-        return True
+        return all(self._swap(run, swap) for swap in step.swaps)
 
     def repair(self) -> None:
         """Forgets what passes did, after an exception anywhere."""
         self.recordings.repair()
         self._arranger.repair()
-        self._run = None
-        self.swift = False
+        self.run = None
 
     # -- inside ----------------------------------------------------------
+
+    def _use_again(self, run: _Run, block_id: int) -> Slot | None:
+        """Makes another use of the block that was used last; None where it is not that one."""
+        step = run.steps[run.cursor]
+        record = step.used
+        again = block_id == self._planner.last and step.block == block_id
+        if not again or record is None or not self._is_in_place(record):
+            return None
+        self._counters.hits += 1
+        ready, stream = self._ready.get(block_id), self._copy.stream()
+        if stream != self._stream or (ready is not None and ready.waiter != stream):
+            self._copy.use(ready)
+            self._stream = stream
+        record.leases += 1
+        return self._current[block_id]
+
+    def _is_in_place(self, record: Record) -> bool:
+        """Whether a block is in HBM, and need not be moved before it is held."""
+        state, extent = record.in_hbm, record.extent
+        if (state is not _VALID and state is not _DIRTY) or extent is None:
+            return False
+        return extent.offset >= self._evictor.largest_later or record.leases > 0
+
+    def _swap(self, run: _Run, swap: Swap) -> bool:
+        """Performs one of the swaps of a place of the schedule.
+
+        A block comes up from DRAM to where another one begins, which leaves for it, in one go: the
+        place is not given back in between. Done at every streamed use, it is in line what
+        :class:`LeaveRules`, :class:`ResidencyTable`, :class:`Transfers` and the counters do one by
+        one for a block that is evicted and one that is filled.
+
+        Returns:
+            False where that is no longer possible: it is to be decided, and so is the rest.
+        """
+        leaves, comes, nbytes = swap.leaves, swap.comes, swap.nbytes
+        went, came, before = swap.went, swap.came, leaves.extent
+        slot = self._current.get(went)
+        if (
+            before is None
+            or slot is None
+            or (before.nbytes != nbytes and swap.fit is None)
+            or leaves.in_hbm is not _VALID
+            or (leaves.at_home is not _VALID and leaves.defined)
+            or leaves.leases
+            or leaves.fixed
+            or (slot.pointed and not slot.idle)
+            or use_count(slot.storage) > slot.baseline + slot.pointed  # Slot.aliased, in line
+            or use_count(slot.reading) > slot.sight.reading_baseline + len(slot.sight.read)
+            or comes.in_hbm is not _ABSENT
+            or comes.at_home is not _VALID
+        ):
+            return self._swap_otherwise(run, swap)
+        block, home = comes.block, comes.home_extent
+        plain = comes.home is _DRAM and not self._pass_timer.sampling
+        source = self._sources.get(home.offset) if plain and home is not None else None
+        if source is None and (source := self._transfers.in_dram(comes)) is None:
+            return self._stop()
+        if slot.pointed:
+            pointer = slot.pointer
+            pointer.away() if pointer is not None else self._evictor.rules.unpoint(leaves)
+        offset, at, again = before.offset, self._at, self._ready.get(went)
+        place = self._kept.get(came, _NO_SLOTS).get(offset)
+        if place is None:
+            place = self._slots.slot(block, Extent(offset, nbytes))
+        extent = place.extent
+        if extent.nbytes != nbytes:
+            extent = Extent(offset, nbytes)
+        try:
+            if before.nbytes != nbytes:
+                if nbytes > before.nbytes:
+                    again = None  # it stands for copies to the bytes behind the other as well
+                if not self._table.hbm.retake(before, extent):
+                    return self._stop()
+            # in one line, in which Python calls nothing: nothing can cut it short
+            leaves.in_hbm, leaves.extent, comes.in_hbm, comes.extent, at[offset] = (
+                _ABSENT, None, _FILLING, extent, comes
+            )  # fmt: skip
+            run.departures = self._departures.count = run.departures + 1  # they are the same
+            if self._transfers.poisons or went in self._pending:
+                self._transfers.left_unused(went, slot, before)
+            self._ready.pop(went, None)  # nothing waits for it any longer
+            self._current[came] = self._by_address[place.address] = place
+            del self._current[went]  # last: a slot in both is taken out of both by the handler
+            if plain:  # Transfers.copy_up, in line
+                started = perf_counter_ns()
+                after = self._home_ready.get(came)
+                event = self._copy.up(place.bytes, source, place.extent, after, again)
+                if event is not None:
+                    self._ready[came] = event
+                row = "dram->hbm", block.name, started, perf_counter_ns(), block.nbytes
+                self._enter(row)
+                self._count(row)
+                comes.in_hbm = _VALID
+            else:
+                staged = comes.home is not _DRAM
+                self._transfers.copy_up(comes, place, source, again, staged=staged)
+                self._counters.evictions += 1
+                self._counters.prefetches += 1
+            self._pending[came] = (run.number + swap.passes, swap.key)
+            return True
+        except BaseException:
+            if leaves.extent is None and comes.in_hbm is _FILLING:
+                self._slots.leave(went)
+                self._transfers.unfill(came)
+            elif leaves.extent is before and not self._table.hbm.holds(before):
+                self._table.hbm.retake(extent, before)
+            raise
+
+    def _swap_otherwise(self, run: _Run, swap: Swap) -> bool:
+        """Performs a swap for which no other block leaves, or several do, or one that was written.
+
+        One that may not leave ends the replay.
+        """
+        leaves, fit, extent = swap.leaves, swap.fit, swap.leaves.extent
+        if leaves is swap.comes and fit is not None:
+            return self._fill(run, swap, fit) or self._stop(fit.leaves)
+        as_was = extent is not None and (extent.nbytes == swap.nbytes or fit is not None)
+        written = leaves.in_hbm is _DIRTY and as_was
+        if (
+            written
+            and self._evictor.rules.may_leave(leaves, _AHEAD)
+            and write_home(self._parts, leaves)
+        ):
+            return self._swap(run, swap)
+        return self._stop([leaves] if as_was else ())
 
     def _fill(self, run: _Run, swap: Swap, fit: Fit) -> bool:
         """Brings a block to a place that is not just another's; returns whether that could be."""
@@ -270,14 +415,14 @@ class Replay:
     def _step_now(self, run: _Run) -> Step | None:
         """Returns what to do at the use that the planner has come to; None if it was not foreseen.
 
-        For uses that :meth:`foreseen` was not asked about: the begin of a pass, and whatever is
+        For uses that :meth:`use` does not make: the begin of a pass, and whatever is
         out of the ordinary.
         """
         planner = self._planner
         cursor = run.cursor + 1
         if (
             planner.cursor != cursor
-            or cursor >= len(run.steps)
+            or cursor + 1 >= len(run.steps)
             or planner.schedule is not run.schedule
             or run.departures != self._departures.count
         ):
@@ -292,7 +437,8 @@ class Replay:
         Args:
             leaving: Blocks that were to leave, of which some may not be let go yet.
         """
-        run = self._run
+        run = self.run
+        self.add_up()
         if run is not None:
             if run.arranged:
                 may_leave = self._evictor.rules.may_leave
@@ -301,6 +447,5 @@ class Replay:
                 self._arranger.broke_off(late)
             self.recordings.drop(run.schedule)
             self._prefetcher.start_over()
-        self._run = None
-        self.swift = False
+        self.run = None
         return False

@@ -58,6 +58,8 @@ class Swap:
         key: Name of that pass.
         fit: Its place, where it is not that of one other of the same size; that one may be smaller
             or larger, if the place begins with it.
+        came: Id of the block that is fetched.
+        went: Id of the block of ``leaves``.
     """
 
     comes: Record
@@ -67,6 +69,11 @@ class Swap:
     passes: int = 0
     key: Hashable = None
     fit: Fit | None = None
+    came: int = field(init=False)
+    went: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.came, self.went = self.comes.block.id, self.leaves.block.id
 
     @property
     def departures(self) -> int:

@@ -57,7 +57,7 @@ class Fetcher:
         """Whether a block is to be fetched for its use at a position, as far as it goes."""
         if not record.defined or record.in_hbm is not State.ABSENT:
             return False
-        if self._waste.stopping:
+        if self._waste.stopped:
             key = self._pass_at(schedule, position)[1]
             if self._waste.stops(key, record.block.id):
                 return False
@@ -306,7 +306,7 @@ class RingWalk(SequenceWalk):
     def _is_behind(self, cursor: int) -> bool:
         if self._transfers.mover is not None:
             return super()._is_behind(cursor)
-        if self._departures:
+        if self._departures.unread:
             self._step_back(cursor)
         return False
 

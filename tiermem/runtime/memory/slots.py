@@ -101,6 +101,14 @@ class Sight:
         return found.data
 
 
+class Pointer(Protocol):
+    """Something that has pointed parameters at a block."""
+
+    def away(self) -> None:
+        """Points them elsewhere; nothing holds them, and the block is about to leave."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A block at one address of HBM.
@@ -118,6 +126,7 @@ class Slot:
         idle: Whether those parameters are merely left pointing here: they cannot be used before
             the block is leased again, so the block may leave.
         sight: What the rest is from.
+        pointer: What has pointed parameters here last, and can point them elsewhere.
     """
 
     block: Block
@@ -131,6 +140,7 @@ class Slot:
     sight: Sight
     pointed: int = 0
     idle: bool = False
+    pointer: Pointer | None = None
 
     @property
     def wanted(self) -> bool:

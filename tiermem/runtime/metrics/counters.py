@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from tiermem.core.block import Tier
 from tiermem.core.residency import Record
 
 _TIERS = ("hbm", "dram", "nvme")
+_STARTED, _ENDED, _NBYTES = itemgetter(2), itemgetter(3), itemgetter(4)
+
+Row = tuple[str, str, int, int, int]
+"""A span of time: lane, name, begin and end in nanoseconds, bytes moved."""
 
 
 @dataclass(frozen=True)
@@ -230,10 +236,18 @@ class ResidencyRow:
 
 
 class Counters:
-    """The mutable side of :class:`Stats`."""
+    """The mutable side of :class:`Stats`.
+
+    Attributes:
+        moved_by: Bytes, blocks and nanoseconds of what moved, by link.
+        count_swap: Enters a block that came up from DRAM, ahead of its use, to the place of one
+            that left for it: its row of the timeline.
+    """
 
     def __init__(self) -> None:
         """Starts at zero."""
+        self._swaps: list[Row] = []
+        self.count_swap: Callable[[Row], None] = self._swaps.append
         self.reset()
 
     def reset(self) -> None:
@@ -258,22 +272,37 @@ class Counters:
         self.prefetch_wasted = 0
         self.activations = ActivationCounters()
         self.moved_by: dict[str, list[int]] = {}
+        self._swaps.clear()
 
-    def moved(self, link: str, nbytes: int, elapsed_ns: int) -> None:
-        """Counts one block that moved."""
+    def moved(self, link: str, nbytes: int, elapsed_ns: int, blocks: int = 1) -> None:
+        """Counts blocks that moved."""
         entry = self.moved_by.get(link)
         if entry is None:
             entry = self.moved_by[link] = [0, 0, 0]
         entry[0] += nbytes
-        entry[1] += 1
+        entry[1] += blocks
         entry[2] += elapsed_ns
+
+    def add_up(self) -> None:
+        """Adds up the swaps that were counted: as a pass ends, and before anybody looks."""
+        rows, count = self._swaps, len(self._swaps)
+        if not count:
+            return
+        elapsed = sum(map(_ENDED, rows)) - sum(map(_STARTED, rows))
+        self.moved("dram->hbm", sum(map(_NBYTES, rows)), elapsed, count)
+        self.copy_ns += elapsed
+        self.evictions += count
+        self.prefetches += count
+        del rows[:count]
 
     def bytes_by_link(self) -> dict[str, int]:
         """Returns the bytes that moved, by link."""
+        self.add_up()
         return {name: entry[0] for name, entry in self.moved_by.items()}
 
     def links(self) -> dict[str, LinkStats]:
         """Returns what moved, by link."""
+        self.add_up()
         return {
             name: LinkStats(nbytes, moves, nanoseconds / 1e9)
             for name, (nbytes, moves, nanoseconds) in sorted(self.moved_by.items())
@@ -307,6 +336,7 @@ def stats_of(
         kept: Bytes of what is in HBM to stay.
         mapped: Bytes that HBM has of the device.
     """
+    counters.add_up()
     busy = counters.busy_ns
     lost = min(busy, counters.stall_ns + counters.copy_ns)
     return Stats(

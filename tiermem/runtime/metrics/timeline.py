@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tiermem.config import format_size
+from tiermem.runtime.metrics.counters import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,8 +46,6 @@ _COLORS = {
 _OTHER_COLOR = "#9d9da1"
 _BINS = 2400
 
-_Row = tuple[str, str, int, int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -78,8 +77,8 @@ class Timeline:
     """
 
     def __init__(self, limit: int = 200_000) -> None:
-        self._rows: deque[_Row] = deque(maxlen=limit)
-        self.enter: Callable[[_Row], None] = self._rows.append
+        self._rows: deque[Row] = deque(maxlen=limit)
+        self.enter: Callable[[Row], None] = self._rows.append
 
     def __len__(self) -> int:
         return len(self._rows)

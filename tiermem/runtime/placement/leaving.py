@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 from tiermem.core.cost import eviction_cost
 from tiermem.core.residency import Record, ResidencyTable, State
@@ -157,6 +158,7 @@ class LeavingOrder:
 
     Attributes:
         left: The blocks evicted for the room asked for last, and their offsets.
+        note_use: Notes that a block was used or has come into HBM: its next use is another.
     """
 
     def __init__(
@@ -178,10 +180,7 @@ class LeavingOrder:
         self._reached = 0
         self._stale: set[int] = set()
         self.left: list[tuple[Record, int]] = []
-
-    def note_use(self, block_id: int) -> None:
-        """Notes that a block was used or has come into HBM: its next use is another."""
-        self._stale.add(block_id)
+        self.note_use: Callable[[int], None] = self._stale.add
 
     def note_departure(self, block_id: int) -> None:
         """Notes that a block has left HBM."""

@@ -11,22 +11,20 @@ class Departures:
     Attributes:
         count: Grows whenever a block leaves HBM or changes its place there; compare it with an
             earlier value to know whether any has since.
+        unread: The blocks that were added since :meth:`read` was called last.
     """
 
-    __slots__ = ("_unread", "count")
+    __slots__ = ("count", "unread")
 
     def __init__(self) -> None:
         """Starts empty."""
         self.count = 0
-        self._unread: set[int] = set()
-
-    def __bool__(self) -> bool:
-        return bool(self._unread)
+        self.unread: set[int] = set()
 
     def add(self, block_id: int) -> None:
         """Enters that a block has left HBM."""
         self.count += 1
-        self._unread.add(block_id)
+        self.unread.add(block_id)
 
     def add_move(self) -> None:
         """Enters that a block has changed its place in HBM, or another has come into its place."""
@@ -34,17 +32,17 @@ class Departures:
 
     def add_home(self, block_id: int) -> None:
         """Enters that a block's home copy is to be fetched (again): it was lent or written."""
-        self._unread.add(block_id)
+        self.unread.add(block_id)
 
     def read(self) -> set[int]:
         """Returns the blocks added since this was called last."""
-        unread, self._unread = self._unread, set()
+        unread, self.unread = self.unread, set()
         return unread
 
     def skip(self) -> None:
         """Drops what was added and not read: the reader looks at everything anyway."""
-        self._unread.clear()
+        self.unread.clear()
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Takes out blocks that do not exist any more."""
-        self._unread.difference_update(block_ids)
+        self.unread.difference_update(block_ids)

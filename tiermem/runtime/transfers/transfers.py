@@ -52,6 +52,7 @@ class Transfers:
         log: Where what was done is entered.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
+        poisons: Whether the bytes of what has left HBM are overwritten.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Transfers:
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
         self._patient = False
-        self._poison = poison
+        self.poisons = poison
 
     # -- beginning -------------------------------------------------------
 
@@ -102,9 +103,9 @@ class Transfers:
             self.ready.pop(block_id, None)
             staged = self._staged(record, meanwhile) if self.ahead.staged else None
             if staged is not None:
-                self._copy_up(record, slot, self.homes.arena.bytes_of(staged), staged=True)
+                self.copy_up(record, slot, self.homes.arena.bytes_of(staged), staged=True)
             elif record.home is Tier.DRAM:
-                self._copy_up(record, slot, self._home_bytes(move.source_extent))
+                self.copy_up(record, slot, self._home_bytes(move.source_extent))
             else:
                 guards = self.copy.guards(extent)
                 parked = self.ahead.parking(record) if self.ahead.parked else None
@@ -118,55 +119,7 @@ class Transfers:
             if record.extent is None:
                 self._give_back(extent)
             elif record.in_hbm is State.FILLING and block_id not in self.flights:
-                self._unfill(block_id, lost=asked and not isinstance(error, Exception))
-            raise
-
-    def exchange(self, leaves: Record, comes: Record, nbytes: int) -> bool:
-        """Brings a block up from DRAM to where another one begins, which leaves for it.
-
-        What :meth:`leave` and :meth:`fill` do one after the other, without giving the place back
-        in between.
-
-        Args:
-            leaves: A block without leases and aliases.
-            comes: At home in DRAM, or read into it from a file.
-            nbytes: Bytes of its place.
-
-        Returns:
-            Whether that could be; otherwise nothing is changed.
-        """
-        went, before = leaves.block.id, leaves.extent
-        source = self.in_dram(comes)
-        if source is None:
-            return False
-        try:
-            extent = self.table.exchange(leaves, comes, nbytes)
-            if extent is None or before is None:
-                return False
-            self.departures.count += 1
-            if self._poison:
-                self.copy.poison(self.slots.current[went].bytes, before)
-            again = self.ready.pop(went, None)  # nothing waits for it any longer
-            if extent.nbytes > before.nbytes:
-                again = None  # it stands for copies to the bytes that are behind the other as well
-            if went in self.waste.pending:
-                self.log.counters.prefetch_wasted += self.waste.left(went)
-            slots, block = self.slots, comes.block
-            kept = slots.kept.get(block.id)
-            slot = None if kept is None else kept.get(extent.offset)
-            if slot is None:
-                slot = slots.slot(block, extent)
-            slots.current[block.id] = slots.by_address[slot.address] = slot
-            del slots.current[went]  # last: a slot in both is taken out of both by the handler
-            self._copy_up(comes, slot, source, again, staged=comes.home is not Tier.DRAM)
-            counters = self.log.counters
-            counters.evictions += 1
-            counters.prefetches += 1
-            return True
-        except BaseException:
-            if leaves.extent is None and comes.in_hbm is State.FILLING:
-                self.slots.leave(went)
-                self._unfill(comes.block.id)
+                self.unfill(block_id, lost=asked and not isinstance(error, Exception))
             raise
 
     def in_dram(self, record: Record) -> torch.Tensor | None:
@@ -185,7 +138,7 @@ class Transfers:
         source = self.homes.bytes.get(extent.offset)
         return self.homes.bytes_of(extent) if source is None else source
 
-    def _copy_up(
+    def copy_up(
         self,
         record: Record,
         slot: Slot,
@@ -423,11 +376,24 @@ class Transfers:
             seen: Whether there may be aliases of the bytes, so that they must stay.
         """
         slot = self.slots.current.get(block_id)
-        if slot is not None and self._poison and not seen:
+        if slot is not None and self.poisons and not seen:
             self.copy.poison(slot.bytes, slot.extent)
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
         self.left(block_id)
+
+    def left_unused(self, block_id: int, slot: Slot, extent: Extent) -> None:
+        """Overwrites the bytes of a block that has left, and counts it if nothing has used it.
+
+        Args:
+            block_id: The block.
+            slot: Its slot.
+            extent: Its place.
+        """
+        if self.poisons:
+            self.copy.poison(slot.bytes, extent)
+        if block_id in self.waste.pending:
+            self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def left(self, block_id: int) -> None:
         """Notifies the observers that a block has left HBM."""
@@ -468,7 +434,7 @@ class Transfers:
                     self.ready[block_id] = transfer.event
                 self.table.end_fill(block_id, ok=True)
             else:
-                self._unfill(block_id)
+                self.unfill(block_id)
         elif state is State.DRAINING and move.source is Tier.HBM:
             link = "hbm->nvme"
             self.table.end_drain(block_id, ok=ok)
@@ -492,7 +458,7 @@ class Transfers:
             return None  # the read has failed: made again, it says why
         return Extent(entry.extent.offset, record.block.nbytes)
 
-    def _unfill(self, block_id: int, *, lost: bool = False) -> None:
+    def unfill(self, block_id: int, *, lost: bool = False) -> None:
         """Undoes a fill that failed.
 
         Args:
@@ -511,7 +477,7 @@ class Transfers:
         """
         state = self.table[block_id].in_hbm
         if state is State.FILLING:
-            self._unfill(block_id, lost=True)
+            self.unfill(block_id, lost=True)
         elif state is State.DRAINING:
             self.table.end_drain(block_id, ok=False)
 
