@@ -45,7 +45,7 @@ class Watch:
 
     def how(self) -> str:
         """Returns how the pass under way goes."""
-        run = self.manager.replay._run
+        run = self.manager.replay.run
         how = "decided" if run is None else "laid out" if run.arranged else "recorded"
         return f"{how}, measured" if self.manager.parts.pass_timer.pending else how
 

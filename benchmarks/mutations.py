@@ -646,7 +646,7 @@ _ELSEWHERE = (
     Mutation(
         "what was written keeps HBM from being arranged",
         "tiermem/runtime/lookahead/arranged.py",
-        "if record.in_hbm is State.DIRTY and not self._write(record):",
+        "if record.in_hbm is State.DIRTY and not write_home(self._parts, record):",
         "if record.in_hbm is State.DIRTY:",
         ("tests/unit/test_runtime_arranged.py",),
     ),
@@ -1163,8 +1163,8 @@ MUTATIONS = (
     Mutation(
         "a block that was written ends the round that it is to leave in",
         _RUNTIME + "lookahead/replay.py",
-        "            and write_home(self._parts, leaves)\n",
-        "            and not leaves.in_hbm\n",
+        "        if as_was and leaves.in_hbm is _DIRTY and self",
+        "        if not as_was and leaves.in_hbm is _DIRTY and self",
         _ADAPTERS,
     ),
     *(

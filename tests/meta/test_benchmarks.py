@@ -336,6 +336,13 @@ def test_calls(tmp_path) -> None:
     assert "measured" in row["call 1"] and "measured" not in row["call 3"]
 
 
+def test_bound(tmp_path) -> None:
+    (row,) = check_rows(
+        run("bench_bound.py", tmp_path, "layers", "--out", "out.json"), "ms", "uses"
+    )
+    assert 0.8 < row["raw ms"] / row["ms"] < 1
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
 def test_uses(tmp_path) -> None:
     """The copies go through CUDA's engine; the bits are those of the plain model."""

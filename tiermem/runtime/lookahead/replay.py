@@ -362,14 +362,19 @@ class Replay:
         if leaves is swap.comes and fit is not None:
             return self._fill(run, swap, fit) or self._stop(fit.leaves)
         as_was = extent is not None and (extent.nbytes == swap.nbytes or fit is not None)
-        written = leaves.in_hbm is _DIRTY and as_was
-        if (
-            written
-            and self._evictor.rules.may_leave(leaves, _AHEAD)
-            and write_home(self._parts, leaves)
-        ):
+        if as_was and leaves.in_hbm is _DIRTY and self._written_home(run, leaves):
             return self._swap(run, swap)
         return self._stop([leaves] if as_was else ())
+
+    def _written_home(self, run: _Run, record: Record) -> bool:
+        """Writes a block home that was written since and may leave; returns whether that could be.
+
+        In rounds that are laid out, which only read: a program looked at an output layer's weight
+        outside of every call, say, and could have written it. Loops that write begin to do so
+        earlier, and are decided.
+        """
+        rules = self._evictor.rules
+        return run.arranged and rules.may_leave(record, _AHEAD) and write_home(self._parts, record)
 
     def _fill(self, run: _Run, swap: Swap, fit: Fit) -> bool:
         """Brings a block to a place that is not just another's; returns whether that could be."""
@@ -378,7 +383,7 @@ class Replay:
         if offset < 0 or not there or self._transfers.in_dram(comes) is None:
             return False
         for record in fit.leaves:
-            if not self._send_away(record):
+            if not self._send_away(run, record):
                 return False
             run.departures += 1
         if comes.in_hbm is not State.ABSENT:
@@ -391,15 +396,11 @@ class Replay:
         self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
         return True
 
-    def _send_away(self, record: Record) -> bool:
-        """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later.
-
-        A block that was written since is written home first, as an output layer's weight that a
-        program uses by itself between forward and backward.
-        """
-        if not self._evictor.rules.may_leave(record, _AHEAD):
+    def _send_away(self, run: _Run, record: Record) -> bool:
+        """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
+        if record.in_hbm is _DIRTY and not self._written_home(run, record):
             return False
-        if record.in_hbm is _DIRTY and not write_home(self._parts, record):
+        if record.in_hbm is not _VALID or not self._evictor.rules.may_leave(record, _AHEAD):
             return False
         block_id = record.block.id
         slot = self._current[block_id]
