@@ -232,7 +232,8 @@ class DriverCalls:
         """Makes ``stream`` wait for ``event`` from now on; the host does not wait."""
         if event.waiter == stream:
             return
-        foreign = not (stream and self._local.bound) and self._enter(stream)
+        local = self._local.bound and (stream or _current_device() == self.index)
+        foreign = not local and self._enter(stream)  # torch's default stream has the handle 0
         code = self._wait(stream, event.handle, 0)
         if foreign:
             self._leave()

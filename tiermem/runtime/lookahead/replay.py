@@ -4,7 +4,8 @@ Where two passes in a row, with one plan, brought the same blocks into the place
 others, the next one will as well: the decisions depend on the schedule, the plan and the places
 of the blocks alone. So they are looked up. The places are still checked, since a wrong guess must
 cost time and nothing else: a block that is dirty, leased, aliased or no longer there stays as it
-is, and the rest of the pass is decided as the first one was.
+is, and the rest of the pass is decided as the first one was. (A dirty one is written home first in
+rounds that are laid out, which only read.)
 
 Most passes are not disturbed. :meth:`Replay.use` makes a whole use of one of those, with nothing
 asked that cannot have changed since the pass began.
