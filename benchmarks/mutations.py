@@ -147,7 +147,7 @@ _ELSEWHERE = (
         _REPLAY,
         "            if stream != self._stream:\n                copy.use(ready)\n",
         "            if stream != self._stream:\n                copy.hold_up(stream, ready)\n",
-        STREAMS,
+        STREAMS + STEADY,
     ),
     Mutation(
         "what a pass that repeats has used since is not remembered",
@@ -588,7 +588,7 @@ _ELSEWHERE = (
         ("tests/unit/test_lora_arranged.py",),
     ),
     Mutation(
-        "what the first backward makes keeps a round from being laid out",
+        "a round of several passes is decided after its first break",
         "tiermem/runtime/lookahead/arranged.py",
         "_Pause(int(len(loop.names) == 1))",
         "_Pause(1)",

@@ -244,3 +244,20 @@ def test_residents_fit_and_leave_no_room_for_another(order, sizes, room) -> None
     assert kept <= set(order)
     assert used <= max(room, 0)
     assert all(used + by_id[block] > room for block in set(order) - kept)
+
+
+def test_a_pass_is_exact_until_something_else_is_used() -> None:
+    planner = Planner()
+    for _ in range(3):
+        planner.begin("loop")
+        for block in range(4):
+            planner.touch(block)
+    planner.begin("loop")
+    assert planner.exact
+    planner.touch(0)
+    assert planner.exact
+    planner.touch(2)
+    assert not planner.exact
+    for block in (1, 3):
+        planner.touch(block)
+    assert planner.used == [0, 2, 1, 3]

@@ -211,11 +211,11 @@ def test_a_backward_that_lets_go_later_is_laid_out_for_that(tmp_path: Path) -> N
     ]
     layers = [str(number) for number in range(1, LAYERS + 1)]
     with streamed("dram", tmp_path, 1e12, Normed, [*layers, *linears]) as steps:
-        for _ in range(8):
+        for number in range(8):
             steps.arranged.clear()
             steps.step()
             plain.step()
-        assert steps.arranged == [True] * 3
+            assert number < 3 or steps.arranged == [True] * 3, number  # at once, after the break
         assert steps.losses == plain.losses
 
 

@@ -289,6 +289,20 @@ def test_a_copy_that_cannot_be_asked_for_leaves_no_lease() -> None:
         made.check()
 
 
+def test_copies_are_told_of_each_stream_that_uses_a_block_in_a_loop_that_repeats() -> None:
+    with loop(7, 3) as made:
+        swift(made, 1)
+        streams, told = [7], []
+        copy: Any = made.manager.replay._copy
+        copy.stream = lambda: streams[-1]
+        copy.use = lambda event: told.append(streams[-1])
+        for number, stream in enumerate((7, 7, 8, 8, 7), 1):
+            streams.append(stream)
+            made.use(number)
+            assert made.manager.replay.repeating
+        assert told == [7, 8, 7]
+
+
 SWAPS: dict[str, Callable[[Record, Record, Slot], Any]] = {
     "as they were": lambda leaves, comes, slot: None,
     "leased": lambda leaves, comes, slot: setattr(leaves, "leases", 1),

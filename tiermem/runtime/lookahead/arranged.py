@@ -244,8 +244,8 @@ class Arranger:
     def _pause(self, loop: _Loop) -> None:
         """Has a loop be decided for some rounds.
 
-        In the first round of several passes one may show the others as they are from then on: the
-        first backward makes gradients. So after the first break it is laid out again at once.
+        The first break of a round of several passes mostly shows that blocks are let go later than
+        was expected. So after that one it is laid out again at once.
         """
         name = frozenset(loop.names)
         pause = self._pauses.pop(name, None) or _Pause(int(len(loop.names) == 1))
