@@ -21,6 +21,7 @@ DISKS = ("tests/faults/test_io_faults.py",)
 ENGINES = ("tests/unit/test_io_engines.py", "tests/property/test_io_filemover.py")
 NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
 STREAMS = ("tests/property/test_streams.py",)
+_COPIES_DOWN = ("tests/unit/test_copy_down.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
@@ -1053,7 +1054,7 @@ MUTATIONS = (
         )
         for name, file, old, new in _ACTIVATIONS
     ),
-    *(Mutation(name, _COPY, old, new, STREAMS) for name, old, new in _WAITS),
+    *(Mutation(name, _COPY, old, new, STREAMS + _COPIES_DOWN) for name, old, new in _WAITS),
     Mutation(
         "compute does not wait for what comes from a file",
         _RUNTIME + "transfers/transfers.py",
