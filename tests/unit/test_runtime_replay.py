@@ -296,6 +296,7 @@ def test_copies_are_told_of_each_stream_that_uses_a_block_in_a_loop_that_repeats
         copy: Any = made.manager.replay._copy
         copy.stream = lambda: streams[-1]
         copy.use = lambda event: told.append(streams[-1])
+        copy.hold_up = lambda stream, event: None
         for number, stream in enumerate((7, 7, 8, 8, 7), 1):
             streams.append(stream)
             made.use(number)
