@@ -425,7 +425,7 @@ def test_a_fetch_that_is_used_is_none_wasted() -> None:
         waste.used(1)
         assert not waste.left(1)
         assert waste.end(number, "f", [1]) == 0
-    assert not waste.stopping and not waste.pending and not waste.outcomes
+    assert not waste.stopped and not waste.pending and not waste.outcomes
 
 
 @given(st.lists(st.booleans(), max_size=60))
@@ -472,7 +472,7 @@ def test_passes_are_told_apart_and_blocks_forgotten() -> None:
         waste.end(number, "f", [])
     assert waste.stops("f", 1) and not waste.stops("g", 1) and not waste.stops("f", 2)
     waste.forget([1])
-    assert not waste.stopping
+    assert not waste.stopped
 
 
 def test_a_pass_of_another_length_is_measured_again_at_once() -> None:

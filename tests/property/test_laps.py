@@ -68,14 +68,12 @@ class Passes:
 
     Attributes:
         orders: The blocks that each of them uses.
-        lags: How many blocks are still in use, of each, when one that counts is come to.
-        counts: The blocks that count for that.
+        lags: How many blocks are still in use, of each, when another one is come to.
         held: Blocks that are in use to the end of each pass.
     """
 
     orders: list[list[int]]
     lags: list[int]
-    counts: set[int]
     held: frozenset[int] = frozenset()
 
     @property
@@ -84,9 +82,8 @@ class Passes:
 
     @property
     def events(self) -> Round:
-        counted = [block in self.counts for block in self.order]
         held = [block in self.held for block in self.order]
-        return Round([len(order) for order in self.orders], self.lags, counted, held)
+        return Round([len(order) for order in self.orders], self.lags, held)
 
     def in_use(self, number: int, at: int) -> list[int]:
         """Returns what may not leave when so many uses of a pass have been entered."""
@@ -97,13 +94,8 @@ class Passes:
         """Returns what a pass has not let go of yet, but for what it holds to its end."""
         order, lag = self.orders[number], self.lags[number]
         used = order[:at]
-        counting = [block for block in used if block in self.counts]
-        late = counting[-lag:] if lag else []
-        if not lag:
-            return used[-1:]
-        # what came just before the first of those is let go when that one has been entered
-        before = counting[-lag - 1 : -lag] if used and used[-1] in self.counts else []
-        return [*used[-1:], *late, *before]
+        # what came just before the last ones is let go when the first of those has been entered
+        return used[-lag - 1 :]
 
     def used_later(self, number: int, use: int) -> int:
         """Returns the block used at a place counted from the begin of a pass, or far later."""
@@ -162,7 +154,6 @@ def loops(draw: st.DrawFn) -> Made:
             orders.append(draw(st.permutations(order)))
     orders = [[block for block, _ in groupby(order)] for order in orders]  # none twice in a row
     lags = [draw(st.integers(0, 2)) if len(orders) > 1 else 0 for _ in orders]
-    counts = set(order) - (stay if draw(st.booleans()) else set())
     runs, at = [], 0
     for nbytes, gap in draw(
         st.lists(st.tuples(st.integers(2, 16), st.integers(1, 2)), min_size=1, max_size=3)
@@ -170,7 +161,7 @@ def loops(draw: st.DrawFn) -> Made:
         runs.append((at, at + nbytes))
         at += nbytes + gap
     held = draw(st.frozensets(st.sampled_from(range(count)), max_size=1))
-    return Passes(orders, lags, counts, held), sizes, runs, stay
+    return Passes(orders, lags, held), sizes, runs, stay
 
 
 @settings(max_examples=examples(300))
@@ -231,7 +222,7 @@ def test_forward_and_backward_move_no_more_than_they_must(count: int, slots: int
     """What closes one pass opens the next, and does not move between them."""
     if slots < 2 + lag + (lag > 0) or slots >= count:
         return
-    passes = Passes([[*range(count)], [*range(count)][::-1]], [0, lag], {*range(count)})
+    passes = Passes([[*range(count)], [*range(count)][::-1]], [0, lag])
     transfer = dict.fromkeys(range(count), 1e-3)
     streams = dict.fromkeys(range(count), 3)
     ways = Ways(passes.order, passes.events, streams, [(0, 3 * slots + 1)])

@@ -384,11 +384,6 @@ class Waste:
         """Returns the blocks that some pass foresees and does not use."""
         return {block for stopped in self.stopped.values() for block in stopped}
 
-    @property
-    def stopping(self) -> bool:
-        """Whether any block is not fetched ahead."""
-        return bool(self.stopped)
-
     def forget(self, blocks: Collection[int]) -> None:
         """Takes blocks out that no longer exist."""
         gone = set(blocks)

@@ -449,9 +449,8 @@ class ResidencyTable:
 
     def _leave(self, record: Record, *, keep: bool = False) -> None:
         if record.extent is not None:
-            if (
-                self.by_offset.get(record.extent.offset) is record
-            ):  # else its entering was cut short
+            # else its entering was cut short
+            if self.by_offset.get(record.extent.offset) is record:
                 del self.by_offset[record.extent.offset]
             if keep:
                 self._orphans[record.extent.offset] = record.extent

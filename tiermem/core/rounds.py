@@ -80,7 +80,6 @@ class Round:
         self,
         lengths: Sequence[int],
         lags: Sequence[int] = (),
-        counted: Sequence[bool] = (),
         held: Sequence[bool] = (),
     ) -> None:
         """Counts the events.
@@ -89,7 +88,6 @@ class Round:
             lengths: Uses of each pass.
             lags: Of each pass, how many further uses have begun before a block is let go; none
                 where that is left out.
-            counted: Of each use, whether it counts for that; all do where it is left out.
             held: Of each use, whether the block is held to the end of the pass; none is where it
                 is left out.
         """
@@ -102,11 +100,8 @@ class Round:
         for number, (first, end) in enumerate(pairwise(self._firsts)):
             lag = lags[number] if lags else 0
             self.entered += [number + use + 1 for use in range(first, end)]
-            later = [use for use in range(first, end) if not counted or counted[use]]
             for use in range(first, end):
-                at = bisect_right(later, use) + lag - 1
-                last = use if not lag else later[at] if at < len(later) else end - 1
-                last = end - 1 if held and held[use] else last
+                last = end - 1 if held and held[use] else min(use + lag, end - 1)
                 self.freed.append(number + last + 2)
 
     def find(self, event: int) -> tuple[int, int, int]:

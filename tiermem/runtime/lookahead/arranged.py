@@ -217,7 +217,7 @@ class Arranger:
         planner = parts.planner
         if not self._fetcher.beside or parts.settings.prefetch_depth != "auto" or plan.turn:
             return False
-        if parts.transfers.waste.stopping or not planner.observed(planner.key):
+        if parts.transfers.waste.stopped or not planner.observed(planner.key):
             return False
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
 
@@ -328,11 +328,10 @@ class Arranger:
         sizes = {block: table[block].block.nbytes for block in streams}
         transfer = {block: seconds_from_dram(self._parts, table[block]) for block in sizes}
         lates = [self._lates.get(name) or _Late(lag_of(name)) for name in loop.names]
-        moves = [not table[block].fixed for block in loop.order]
         both = zip(loop.orders, lates, strict=True)
         held = [block in late.blocks for order, late in both for block in order]
         lengths = [len(order) for order in loop.orders]
-        one = Round(lengths, [late.lag for late in lates], moves, held)
+        one = Round(lengths, [late.lag for late in lates], held)
         ways = Ways(loop.order, one, sizes, runs)
         found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
         if found is None:

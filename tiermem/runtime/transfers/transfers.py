@@ -392,12 +392,15 @@ class Transfers:
         """
         if self.poisons:
             self.copy.poison(slot.bytes, extent)
-        if block_id in self.waste.pending:
-            self.log.counters.prefetch_wasted += self.waste.left(block_id)
+        self._count_unused(block_id)
 
     def left(self, block_id: int) -> None:
         """Notifies the observers that a block has left HBM."""
         self.departures.add(block_id)
+        self._count_unused(block_id)
+
+    def _count_unused(self, block_id: int) -> None:
+        """Counts a block that leaves HBM and was fetched ahead for nothing."""
         if block_id in self.waste.pending:
             self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
