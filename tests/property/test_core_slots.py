@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
@@ -110,6 +111,19 @@ def test_a_plan_that_is_good_is_known_to_be() -> None:
     loop = decoder(0.2)
     assert loop.is_good(share_hbm(loop))
     assert not loop.is_good(Plan(frozenset(), loop.room, LARGE * 10))
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_plan_is_as_good_where_the_first_or_the_last_use_takes_long(at: int) -> None:
+    """No plan has copies beside them, so no other one would take less."""
+    loop = decoder(0.2)
+    compute = list(loop.compute)
+    for turn in range(3):
+        compute[turn * loop.length + at % loop.length] += 0.1 * sum(loop.transfer.values())
+    longer = replace(loop, compute=compute)
+    plan = share_hbm(loop)
+    assert longer.is_good(plan)
+    assert longer.seconds(share_hbm(longer)) >= 0.99 * longer.seconds(plan)
 
 
 def test_what_fits_needs_no_slots() -> None:

@@ -289,10 +289,13 @@ def test_what_is_left_to_the_begin_takes_no_longer(
     rounds = play(out.visits, out.layout, one, {})
     assert rounds is not None
     took = [clock(postponed(rounds, n, [count]), range(count), compute, transfer) for n in range(7)]
-    assert out.seconds == pytest.approx(took[out.postponed])
+    assert out.seconds == pytest.approx(took[out.postponed], rel=5e-4)
     least = 1 if transfer > compute else 0
-    assert took[out.postponed] <= took[least] + 1e-9
-    assert out.postponed == least or took[out.postponed] < took[out.postponed - 1]
+    assert took[out.postponed] <= 1.0005 * took[least]
+    assert out.postponed == least or least or took[out.postponed] < took[out.postponed - 1]
+    most = max(sum(fetch.use >= count for fetch in fetches) for fetches in rounds.fetches)
+    if least and out.postponed < most:
+        assert took[out.postponed + 1] > took[out.postponed]  # what comes to the same is left
     assert took[out.postponed + 1] >= 0.999 * took[out.postponed]
 
 

@@ -29,8 +29,9 @@ _FEWER = 1.001
 _POSTPONED = 1
 """Fetches left to the begin of the next pass, where the link is busier than the device; for more
 see :func:`postpone_more`."""
-_LESS = 1.0005
-"""Factor by which a pass has to be longer without one more of those."""
+_AS_LONG = 1.0005
+"""Factor by which a pass may be longer with one more of those; it has to be as much shorter where
+the device is busier."""
 _MOST_TRIED = 3
 _MOST_VISITS = 600
 """Visits in the layouts that are tried of a round of several passes, each of which takes as long
@@ -179,6 +180,7 @@ def lay_out(
     enough = _AS_GOOD if len(one.lengths) == 1 else _AS_GOOD_SEVERAL
     best: LaidOut | None = None
     fewest = most
+    ends = 0.0 if len(one.lengths) > 1 or not visits else at_the_ends(visits, compute)
     if ways.several:
         fewest = _fewest(order, one.lengths, ways.streams, transfer, ways.room)
     tries = _MOST_TRIED
@@ -192,10 +194,23 @@ def lay_out(
         found = LaidOut(visits, layout, count, moved, seconds)
         if best is None or found.is_better(best):
             best = found
-        good = seconds <= enough * least and moved <= _AS_FEW * fewest
+        good = seconds <= enough * least + ends and moved <= _AS_FEW * fewest
         if tried == tries or good:
             break
     return best
+
+
+def at_the_ends(visits: Sequence[Visit], compute: Sequence[float]) -> float:
+    """Returns seconds of compute that no layout has copies beside, in a round of one pass.
+
+    Until the first block that streams has been used no place comes free, and the last use is made
+    when the last copy is there, or later.
+
+    Args:
+        visits: Of a round, by first use.
+        compute: Seconds of each use of it.
+    """
+    return sum(compute[: visits[0].first + 1]) + compute[-1]
 
 
 def postpone_more(
@@ -205,11 +220,13 @@ def postpone_more(
     transfer: Mapping[int, float],
     latency: float,
 ) -> LaidOut:
-    """Leaves more fetches to the begin of the next pass, as long as a pass takes less with each.
+    """Leaves more fetches to the begin of the next pass, as long as a pass takes no longer for it.
 
     Until the host has entered the first uses of a pass no place comes free: all that the link has
     to do meanwhile is what was left to it. As a pass ends the link lacks that only while the last
-    uses compute. Plans are compared without this, which takes less time.
+    uses compute, which takes less than was measured where the host was what they waited for. So
+    where the link is busier than the device, those that come to the same are left as well. Plans
+    are compared without this, which takes less time.
 
     Args:
         out: As :func:`lay_out` returns it for the others; as it is in rounds of several passes.
@@ -221,14 +238,15 @@ def postpone_more(
     lengths, length = ways.one.lengths, ways.one.lengths[0]
     if len(lengths) > 1:
         return out
+    as_long = _AS_LONG if out.postponed else 1 / _AS_LONG
     rounds = next(rounds for layout, rounds in ways if layout is out.layout)
     most = max(sum(fetch.use >= length for fetch in fetches) for fetches in rounds.fetches)
     for count in range(out.postponed + 1, most + 1):
         late = postponed(rounds, count, lengths)
         seconds = seconds_of(late, ways.order, lengths, compute, transfer, latency)
-        if _LESS * seconds > out.seconds:
+        if seconds > as_long * out.seconds:
             break
-        out = replace(out, postponed=count, seconds=seconds)
+        out = replace(out, postponed=count, seconds=min(seconds, out.seconds))
     return out
 
 

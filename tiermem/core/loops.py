@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from tiermem.core import fromdisk
 from tiermem.core.cost import refetched, streaming_time
-from tiermem.core.laps import LaidOut, Ways, lay_out
+from tiermem.core.laps import LaidOut, Ways, at_the_ends, lay_out
 from tiermem.core.rounds import Round, host_seconds
 from tiermem.core.slots import one_ahead_time
 
@@ -196,7 +196,7 @@ class Loop:
         """Whether no plan for rounds that are laid out would be much better than one.
 
         They wait for nothing but the busiest of link, compute and host, once the first block that
-        streams has been used, and move hardly more than with any other.
+        streams has been used and until the last use, and move hardly more than with any other.
         """
         out = self.by_laps(plan)
         if out is None:
@@ -204,9 +204,9 @@ class Loop:
         streams = [s for block, s in self.sizes.items() if block not in plan.residents]
         passes = self._busy(self.sizes, self.room - sum(sorted(streams)[-2:]))
         moves = sum(copies for copies, _ in passes)
-        begin = sum(self.compute[: out.visits[0].first + 1])
+        ends = at_the_ends(out.visits, self.compute[: self.length])
         least = max(sum(map(max, passes)), self._host)
-        enough = _WORTH_IT_LAID_OUT * least + begin
+        enough = _WORTH_IT_LAID_OUT * least + ends
         return out.seconds <= enough and out.moved <= _MORE_MOVED * moves
 
     def _busy(self, blocks: Collection[int], room: int) -> list[tuple[float, float]]:

@@ -352,6 +352,10 @@ class Waste:
             self.judge(entry[1], block, wasted=True)
         return entry is not None
 
+    def withdraw(self, block: int) -> None:
+        """Forgets a fetch of a block, which will leave HBM unused by no fault of its own."""
+        self.pending.pop(block, None)
+
     def end(self, number: int, key: Hashable, used: Collection[int]) -> int:
         """Notes that a pass has ended; returns how many fetches for it were wasted.
 

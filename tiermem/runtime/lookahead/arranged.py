@@ -405,6 +405,8 @@ class Arranger:
             return record.in_hbm is State.VALID
         if not evictor.rules.let_loose(record):
             return False
+        # what was fetched ahead for it lies elsewhere: that says nothing of whether it will be used
+        self._parts.transfers.waste.withdraw(record.block.id)
         evictor.evict(record)
         return True
 
