@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.core.experts import Popularity, Seats, share_out
+from tiermem.core.experts import Popularity, Seats, Trial, is_worth_whole, share_out
 
 Asks = st.lists(
     st.tuples(st.integers(0, 30), st.booleans(), st.booleans(), st.sets(st.integers(0, 30))),
@@ -92,3 +92,29 @@ def test_room_is_shared_and_never_passed(room: int, sizes: dict[int, tuple[int, 
         assert sum(size * count for size, count in found.items()) <= room
         for size, (count, few) in sizes.items():
             assert min(count, few) <= found[size] <= count
+
+
+@given(st.floats(1.0, 3.0), st.floats(1.0, 3.0), st.integers(0, 20))
+def test_a_trial_ends_with_the_faster_way(whole: float, single: float, others: int) -> None:
+    """Or with whole layers, where those are near what is possible; and counts its own passes."""
+    trial, took = Trial(), {True: whole, False: single}
+    tried = []
+    for number in range(40):
+        if number < others:
+            trial.note(not trial.whole, 0.0, 1.0)
+        tried.append(trial.whole)
+        slow = 10.0 if tried[-2:-1] != tried[-1:] else 1.0  # the first one of a way
+        trial.note(trial.whole, slow * took[trial.whole], 1.0)
+    assert trial.settled and len(set(tried[10:])) == 1
+    assert trial.whole == (whole <= 1.15 or whole <= single)
+    assert (False in tried) == (whole > 1.15)
+
+
+@given(st.integers(0, 4000), st.lists(st.integers(1, 200), min_size=1, max_size=30))
+def test_whole_layers_need_room_for_two_and_move_little_more(room: int, stacks: list[int]) -> None:
+    worth = is_worth_whole(room, stacks)
+    if room < 2 * max(stacks):
+        assert not worth
+    elif len(set(stacks)) == 1:
+        stay = min(len(stacks), room // stacks[0] - 2)
+        assert worth == (sum(stacks) - stay * stacks[0] <= 1.25 * (sum(stacks) - room))

@@ -113,6 +113,24 @@ def test_a_plan_that_is_good_is_known_to_be() -> None:
     assert not loop.is_good(Plan(frozenset(), loop.room, LARGE * 10))
 
 
+@pytest.mark.parametrize("layers", [12, 16, 20])
+@pytest.mark.parametrize("compute", [0.3, 0.9, 1.0, 1.1, 2.0])
+def test_layers_of_experts_stream_alone(layers: int, compute: float) -> None:
+    """What is small stays, and one of the largest, though two could if small ones streamed."""
+    sizes = {n: 700.0 if n % 2 else 25.0 for n in range(2 * layers)}
+    order = list(sizes) * 3
+    uses = [compute * 725 * (0.4 if block % 2 else 0.6) for block in order]
+    room = 25 * layers + 3 * 700 + 350  # or for four of the largest, and few of the small
+    whole = {block: int(size) for block, size in sizes.items()}
+    loop = Loop(order, whole, room, uses, sizes, 0.1, steady=True, laid_out=True)
+    plan = share_hbm(loop)
+    assert {block for block, size in whole.items() if size == 25} <= plan.residents
+    out = loop.by_laps(plan)
+    assert out is not None
+    fewest = 700 * (layers - 1)
+    assert out.seconds <= 1.01 * max(fewest, sum(uses) / 3) + uses[0] + uses[1] + uses[-1]
+
+
 @pytest.mark.parametrize("at", [0, -1])
 def test_a_plan_is_as_good_where_the_first_or_the_last_use_takes_long(at: int) -> None:
     """No plan has copies beside them, so no other one would take less."""

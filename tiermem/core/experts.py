@@ -10,7 +10,7 @@ often settle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,13 @@ _PASSING = 192 << 20
 """Bytes of seats for what passes through: they keep a bus busy over a layer's other work."""
 _LEAST_PASSING = 4
 _MOST_PASSING = 3  # of all seats: one in so many at most
+_TO_BEGIN = 2
+"""Passes of a trial that do not count: HBM is laid out in them, and they are measured."""
+_COUNTED = 2
+_NEAR = 1.15
+"""Factor over the least a pass can take at which no other way is tried."""
+_MORE_MOVED = 1.25
+"""Factor over the bytes of single experts that whole layers may come to."""
 
 
 class Popularity:
@@ -173,6 +180,68 @@ class Seats:
             settled_now = [p for p in self.seated if p not in self._passing]
             self._order = sorted(settled_now, key=self._worth, reverse=True)
         return None
+
+
+class Trial:
+    """Finds out which way passes of one kind take less time, all of whose experts are chosen.
+
+    Expert by expert less is moved, but each layer's copies wait for its router, and its product is
+    made in parts; whole layers are copied beside the compute of others. Whole layers are tried
+    first; expert by expert only where that could be much better.
+
+    Attributes:
+        whole: Whether the next pass goes by whole layers.
+        settled: Whether that is decided.
+    """
+
+    def __init__(self) -> None:
+        """Begins with whole layers."""
+        self.whole = True
+        self.settled = False
+        self._seen = 0
+        self._best: dict[bool, float] = {}
+
+    def note(self, whole: bool, seconds: float, least: float) -> None:
+        """Enters a pass; one that went another way than the trial is at does not count.
+
+        Args:
+            whole: Whether it went by whole layers.
+            seconds: How long it took.
+            least: What it takes at the least, whichever way.
+        """
+        if self.settled or whole is not self.whole:
+            return
+        self._seen += 1
+        if self._seen <= _TO_BEGIN:
+            return
+        self._best[whole] = min(seconds, self._best.get(whole, seconds))
+        if self._seen < _TO_BEGIN + _COUNTED:
+            return
+        if whole and seconds and self._best[whole] > _NEAR * least:
+            self.whole, self._seen = False, 0
+            return
+        self.whole = self._best[True] <= self._best.get(False, self._best[True])
+        self.settled = True
+
+
+def is_worth_whole(room: int, stacks: Collection[int]) -> bool:
+    """Whether whole layers may be the faster way where all experts are chosen.
+
+    They need room for two, and must not move much more than experts by themselves.
+
+    Args:
+        room: Bytes of HBM beside all other blocks.
+        stacks: Bytes of each layer's experts.
+    """
+    largest = max(stacks, default=0)
+    spare = room - 2 * largest
+    if spare < 0 or not largest:
+        return False
+    kept = 0
+    for nbytes in sorted(stacks, reverse=True):
+        kept += nbytes if kept + nbytes <= spare else 0
+    total = sum(stacks)
+    return total - kept <= _MORE_MOVED * (total - room)
 
 
 def share_out(room: int, sizes: dict[int, tuple[int, int]]) -> dict[int, int] | None:

@@ -97,6 +97,7 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     several = len(loop.begins) > 1  # as much moves however much stays
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
     plans += _large_one_by_one(loop)
+    plans += _large_alone(loop)
     roomy = _FORGIVING + max(loop.lags)
 
     def rank(plan: Plan) -> tuple[float, int]:
@@ -131,6 +132,26 @@ def _large_one_by_one(loop: Loop) -> Iterator[Plan]:
         rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
         free = loop.room - sum(loop.sizes[block] for block in pinned)
         yield from _by_classes(loop.order, rest, free, pinned)
+
+
+def _large_alone(loop: Loop) -> Iterator[Plan]:
+    """Yields plans by which none but the largest blocks stream, those that do not stay.
+
+    Small ones that stream as well use up slots of the largest, and come too late for it.
+    """
+    sizes, largest = loop.sizes, max(loop.sizes.values())
+    small = frozenset(block for block, size in sizes.items() if size < largest)
+    large = {block: largest for block in sizes if block not in small}
+    free = loop.room - sum(map(sizes.__getitem__, small))
+    if not small or len(loop.begins) > 1:
+        return
+    for slots in _SLOTS_LAID_OUT[:2]:
+        reserve = slots * largest
+        if len(large) > slots and reserve <= free:
+            kept = choose_residents(
+                [block for block in loop.order if block in large], large, free - reserve
+            )
+            yield Plan(kept | small, reserve, largest)
 
 
 def _all_in_dram(loop: Loop, files: Files, settled: Plan | None) -> Plan | None:

@@ -27,7 +27,7 @@ class PassNames:
     def forward(
         self,
         scope: PassScope,
-        modes: tuple[bool, bool, bool],
+        modes: tuple[bool, bool, bool, bool],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Hashable, ...]:
@@ -36,19 +36,31 @@ class PassNames:
         Args:
             scope: Of the module that is called.
             modes: Whether the module is in training mode, gradients are taken, and there are
-                optimizer steps in it (it uses other blocks then).
+                optimizer steps in it, or experts come up with their whole layers (it uses other
+                blocks then).
             args: Of the call.
             kwargs: Of the call.
         """
-        mode, training, stepping = modes
+        mode, training, stepping, whole = modes
         kind = self._kinds.number((scope.name, scope.number), mode, args, kwargs)
         key: tuple[Hashable, ...]
         key = ("forward", scope.name, scope.number, training, stepping)
-        if kind:
+        if kind or whole:
             key = (*key, kind)
+        if whole:
+            key = (*key, "whole")
         self._forward = key
-        self.load = rounded(tokens(args, kwargs))
         return key
+
+    def weigh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Sets, and returns, the load of the forward that begins.
+
+        Args:
+            args: Of the call.
+            kwargs: Of the call.
+        """
+        self.load = rounded(tokens(args, kwargs))
+        return self.load
 
     def backward(self, stepping: Sequence[bool]) -> Hashable:
         """Returns the name of the backward that begins.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -143,19 +143,38 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for keeper in self.keepers:
                 keeper.before_forward(training)
-            self.experts.prepare(*self._trained() if training else ((),))
+            load, whole = self.names.weigh(args, kwargs), False
+            if self.experts.stacks:
+                whole = self._prepare_experts((scope.name, scope.number, load), training)
             self.grads.drop_forgotten()
             self.away.end()
             # with optimizer steps in it the pass uses other blocks: it is learned as another
-            modes = module.training, training, self.manager.parts.deferred.here
+            modes = module.training, training, self.manager.parts.deferred.here, whole
             key = self.names.forward(scope, modes, args, kwargs)
             guess: Sequence[int] = ()
             if not self.manager.parts.planner.knows(key):
                 guess = self.manager.parts.deferred.order(scope.order())
-            self.manager.begin_pass(key, guess, load=self.names.load, again=not training)
+            self.manager.begin_pass(key, guess, load=load, again=not training)
             if self.activations.store is not None and training:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()
+
+    def _prepare_experts(self, name: Hashable, training: bool) -> bool:
+        """Makes room for experts one by one, or for whole layers of them.
+
+        Args:
+            name: Of forwards that do the same.
+            training: Whether gradients are taken in it.
+
+        Returns:
+            Whether all of them come up with their layers though none is trained.
+        """
+        if training:
+            self.experts.prepare(*self._trained())
+            return False
+        whole = self.experts.way.choose(name)
+        self.experts.prepare(whole)
+        return bool(whole)
 
     def _trained(self) -> tuple[set[int], int]:
         """Returns the stacks of experts that are trained, and bytes of gradients to come to HBM."""
@@ -193,6 +212,9 @@ class ModuleRuntime:
         ended = time.perf_counter_ns()
         self.manager.parts.counters.busy_ns += ended - began_ns
         if not self.backward.under_way:  # what is computed again there is a part of it
+            if self.experts.stacks:
+                with self.manager.lock:
+                    self.experts.way.ended(not self.experts.open, self.names.last[0])
             self.manager.end_pass()
         lane = "optimizer" if what == "optimizer" else "compute"
         self.manager.parts.timeline.add(lane, what, began_ns, ended)

@@ -133,6 +133,11 @@ class PassTimer:
         self._totals = _Totals()
         self._reads_at_ends = False
 
+    @property
+    def clock(self) -> Clock:
+        """Sets the stamps."""
+        return self._clock
+
     # -- stamping --------------------------------------------------------
 
     def begin(self, key: Hashable) -> None:

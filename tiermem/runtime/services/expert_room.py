@@ -5,7 +5,7 @@ It takes of HBM what other blocks leave, and is given back as soon as one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from tiermem.core.block import Block, Extent, Role, align_up
 from tiermem.core.experts import Seats, share_out
 from tiermem.core.layout import TensorShape
+from tiermem.core.residency import ResidencyTable
 from tiermem.errors import CapacityError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of
@@ -139,16 +140,20 @@ class ExpertRoom:
         table = self._parts.table
         if table.nbytes <= table.hbm.capacity:
             return 0
-        by_rows = {stack.block.id for stack in stacks} - self._whole
-        others = [
-            align_up(record.block.nbytes)
-            for record in table
-            if not record.fixed
-            and record.block.id not in by_rows
-            and record.block.role in (Role.PARAM, Role.BUFFER)
-        ]
+        others = beside(table, {stack.block.id for stack in stacks} - self._whole)
         room = table.hbm.capacity - table.fixed_nbytes()
         largest = max(others, default=0)
         # what streams needs a few slots; what fits is to stay
         rest = room - sum(others) - self._gradients
         return max(rest - largest, min(room // 2, room - 4 * largest), 0)
+
+
+def beside(table: ResidencyTable, by_rows: Collection[int]) -> list[int]:
+    """Returns the bytes of the weights and buffers that may move, but for some stacks."""
+    return [
+        align_up(record.block.nbytes)
+        for record in table
+        if not record.fixed
+        and record.block.id not in by_rows
+        and record.block.role in (Role.PARAM, Role.BUFFER)
+    ]

@@ -24,6 +24,7 @@ from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
 from tiermem.runtime.services.expert_room import ExpertRoom
+from tiermem.runtime.services.expert_way import ExpertWay
 from tiermem.runtime.services.piece_copies import PieceCopies
 
 _GUESS_FROM = 0.6
@@ -38,6 +39,7 @@ class ExpertStore:
         stacks: By the id of their blocks.
         open: Whether there is an expert room.
         whole: Stacks, by the id of their blocks, that come up whole in the pass under way.
+        way: Decides whether all of them do, in forwards without gradients.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -53,6 +55,7 @@ class ExpertStore:
         self._last: Use | None = None
         self._lent: list[Seat] = []  # whose readers may not all be submitted
         self.whole: frozenset[int] = frozenset()
+        self.way = ExpertWay(manager, self.stacks)
         limit, more = parts.limit, parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
@@ -124,6 +127,7 @@ class ExpertStore:
         self._uses.clear()
         self._forget_seated()
         self._room.repair()
+        self.way.reset()
 
     def give_way(self) -> bool:
         """Closes the expert room for a block that has no place; returns whether that freed any."""
