@@ -31,7 +31,7 @@ _TO_BEGIN = 2
 _COUNTED = 2
 _NEAR = 1.15
 """Factor over the least a pass can take at which no other way is tried."""
-_MORE_MOVED = 1.25
+_MORE_MOVED = 1.4
 """Factor over the bytes of single experts that whole layers may come to."""
 
 
