@@ -8,7 +8,6 @@ and autograd keeps nothing of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -94,15 +93,17 @@ class Groups:
             at_once = seats // 2
         at_once = max(1, at_once)
         parts, start = [], 0
-        steps = torch.arange(rows.shape[0] + 1, dtype=offsets.dtype, device=offsets.device)
         for first in range(0, len(experts), at_once):
             some = experts[first : first + at_once]
             matrices = self._matrices.matrices(some)
             if matrices is None:
                 return None
-            ends = list(accumulate(counts[expert] for expert in some))
-            total = ends[-1]
-            inner = torch.cat([steps[end : end + 1] for end in ends])  # the host waits for nothing
+            total = sum(counts[expert] for expert in some)
+            # the ends of their groups; those between them that are empty end where the last one did
+            ends = offsets[some[0] : some[-1] + 1]
+            if len(ends) > len(some):
+                ends = torch.cat([offsets[expert : expert + 1] for expert in some])
+            inner = ends - start  # the host waits for nothing
             parts.append(self._function(rows[start : start + total], matrices, offs=inner))
             start += total
             del matrices

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,15 +155,6 @@ class Seat:
     def address(self) -> int:
         """The first byte in memory; identifies the storage of a view."""
         return self._storage.data_ptr()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keeps the piece in this seat from leaving, inside ``with``."""
-        self.inside = True
-        try:
-            yield
-        finally:
-            self.inside = False
 
     def view(self, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns the piece as a tensor; as long as that lives, the seat is taken."""

@@ -111,6 +111,7 @@ class Homes:
                 "policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
             )
         self.bytes: dict[int, torch.Tensor] = {}
+        self._parts: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
         # called before the home of a block is written; None where no component needs that
         self.keeper: HomeKeeper | None = None
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
@@ -250,6 +251,20 @@ class Homes:
             found = self.bytes[extent.offset] = self.arena.bytes_of(extent)
         return found
 
+    def part_of(self, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
+        """Returns some bytes of a home in DRAM, 1-D uint8; kept as long as that is.
+
+        Args:
+            extent: The home.
+            begin: The first of them, counted from its begin.
+            nbytes: How many.
+        """
+        parts = self._parts.setdefault(extent.offset, {})
+        found = parts.get((begin, nbytes))
+        if found is None:
+            found = parts[begin, nbytes] = self.bytes_of(extent)[begin : begin + nbytes]
+        return found
+
     def holds(self, tier: Tier, extent: Extent) -> bool:
         """Whether a home extent is handed out."""
         if tier is Tier.DRAM:
@@ -277,6 +292,7 @@ class Homes:
         """Gives a home extent back."""
         if tier is Tier.DRAM:
             self.bytes.pop(extent.offset, None)
+            self._parts.pop(extent.offset, None)
             self.dram.free(extent)
         elif self.read_only(extent):
             if self.sources is not None:
@@ -293,6 +309,7 @@ class Homes:
         """
         found = {*self._staging, *blocks, *self.owned()}
         self.bytes.clear()
+        self._parts.clear()
         self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
         in_files = [extent for tier, extent in found if tier is Tier.NVME]
         if self.sources is not None:
@@ -315,6 +332,7 @@ class Homes:
         if hasattr(self, "arena"):
             self.staging = None
             self.bytes.clear()
+            self._parts.clear()
             self.arena.close()
 
     def forked(self) -> None:

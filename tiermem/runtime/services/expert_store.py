@@ -12,6 +12,7 @@ a seat is taken as long as one of these tensors is alive.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 from weakref import ref
@@ -30,6 +31,11 @@ from tiermem.runtime.services.piece_copies import PieceCopies
 _GUESS_FROM = 0.6
 """Share of recent guesses that must have been right for a guess to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
+
+
+def _place(coming: tuple[int, deque[tuple[int, Piece]]]) -> int:
+    """Returns where in a call's order the first of a tensor's pieces is."""
+    return coming[1][0][0]
 
 
 class ExpertStore:
@@ -224,9 +230,12 @@ class ExpertStore:
     def enter(self, use: Use, expected: Sequence[int] = ()) -> None:
         """Counts what a call chooses, and begins its copies."""
         stack, counters = use.stack, self._parts.counters
+        seated = [
+            (index, self._room.bank_of[stack.number, index].who.seated) for index in stack.rows
+        ]
         here = 0
         for expert in use.chosen:
-            here += all(self._sits(stack.piece(index, expert)) for index in stack.rows)
+            here += all(Piece(stack.number, index, expert) in who for index, who in seated)
         counters.experts_chosen += len(use.chosen)
         counters.expert_hits += here
         counters.expert_guesses_right += len(stack.guessed.intersection(use.chosen))
@@ -281,12 +290,15 @@ class ExpertStore:
         """
         if not self.open or (use not in self._uses and not self.usable(stack)):
             return None
-        self._note_released()
+        if self._lent:
+            self._note_released()
         spec, streams = stack.block.tensors[tensor], tensor in stack.rows
         shape = spec.shape[1:] if streams else spec.shape
+        bank, number = self._room.bank_of[stack.number, tensor], stack.number
         found = []
         for expert in experts:
-            seat = self._seat_of(stack.piece(tensor, expert), use)
+            piece = Piece(number, tensor, expert if streams else WHOLE)
+            seat = self._seat_of(bank, piece, use)
             if seat is None:
                 return None
             self._lent.append(seat)
@@ -297,9 +309,8 @@ class ExpertStore:
             self._uses.remove(use)
         return found
 
-    def _seat_of(self, piece: Piece, use: Use) -> Seat | None:
+    def _seat_of(self, bank: Bank, piece: Piece, use: Use) -> Seat | None:
         """Returns where a piece is, its copy at least begun, its read from a file over."""
-        bank = self._bank(piece)
         use.wanted.pop(piece, None)
         asked = False
         while True:
@@ -312,9 +323,12 @@ class ExpertStore:
             seat = bank.seats[index]
             bank.who.used(piece)
             if use.coming:
-                with seat.held():  # the next copies begin before the host waits for a disk
+                seat.inside = True  # the next copies begin before the host waits for a disk
+                try:
                     self._go_on(use)
-            error = self._copies.settle(seat)
+                finally:
+                    seat.inside = False
+            error = None if seat.transfer is None else self._copies.settle(seat)
             if error is None:
                 return seat
             bank.who.give_up(piece)
@@ -330,9 +344,11 @@ class ExpertStore:
 
     def _note_released(self) -> None:
         """Notes, for seats without views, the events after which their last readers are done."""
-        free = [seat for seat in self._lent if not seat.aliased]
+        lent, free = list[Seat](), list[Seat]()
+        for seat in self._lent:
+            (lent if seat.aliased else free).append(seat)
         if free:
-            self._lent = [seat for seat in self._lent if seat.aliased]
+            self._lent = lent
             now = self._parts.copy.guards(free[0].extent)
             for seat in free:
                 seat.released = now
@@ -340,17 +356,13 @@ class ExpertStore:
     def _bank(self, piece: Piece) -> Bank:
         return self._room.bank_of[piece.stack, piece.tensor]
 
-    def _sits(self, piece: Piece) -> bool:
-        return piece in self._bank(piece).who.seated
-
     def _go_on(self, use: Use) -> bool:
         """Begins the copies of what is wanted next; returns whether there were seats for all."""
-        coming, open_ones = use.coming, dict(use.coming)
+        coming, open_ones, number = use.coming, dict(use.coming), use.stack.number
         while open_ones:
-            tensor = min(open_ones, key=lambda tensor: open_ones[tensor][0][0])
-            pieces = coming[tensor]
+            tensor, pieces = min(open_ones.items(), key=_place)
             piece = pieces[0][1]
-            bank = self._bank(piece)
+            bank = self._room.bank_of[number, tensor]
             needs = piece in use.wanted and piece not in bank.who.seated
             if needs and self._bring(bank, piece) is None:
                 del open_ones[tensor]
@@ -383,8 +395,10 @@ class ExpertStore:
             return
         full: set[int] = set()
         for piece in pieces:
+            if piece.tensor in full:
+                continue
             bank = self._bank(piece)
-            if piece in bank.who.seated or piece.tensor in full:
+            if piece in bank.who.seated:
                 continue
             if self._bring(bank, piece, guessed=True) is None:
                 full.add(piece.tensor)
@@ -400,14 +414,11 @@ class ExpertStore:
         self, bank: Bank, piece: Piece, *, urgent: bool = False, guessed: bool = False
     ) -> int | None:
         """Begins to copy a piece into a seat; returns which, None where none can be had."""
-        wanted = [use.wanted for use in self._uses]
+        uses, guesses, seats, seated = self._uses, self._guesses, bank.seats, bank.who.seated
+        wanted = uses[0].wanted if len(uses) == 1 else {p for use in uses for p in use.wanted}
 
         def stays(other: Any) -> bool:
-            return (
-                bank.seats[bank.who.seated[other]].aliased
-                or other in self._guesses
-                or any(other in pieces for pieces in wanted)
-            )
+            return other in wanted or other in guesses or seats[seated[other]].aliased
 
         index = bank.who.seat(piece, stays, urgent=urgent, guessed=guessed)
         if index is None and urgent:
@@ -416,8 +427,9 @@ class ExpertStore:
             return None
         filled = False
         try:
-            seat = bank.seats[index]
-            self._copies.settle(seat)  # a guess that was not used
+            seat = seats[index]
+            if seat.transfer is not None:
+                self._copies.settle(seat)  # a guess that was not used
             if self._lent:
                 self._note_released()
             seat.piece, seat.use = piece, None

@@ -43,8 +43,7 @@ class PieceCopies:
         begin, nbytes = stack.begin_of(piece), stack.nbytes(piece.tensor)
         seat.event = None
         if record.home is Tier.DRAM and record.home_extent is not None:
-            home = parts.homes.bytes_of(record.home_extent)[begin : begin + nbytes]
-            self._up(seat, home, stack)
+            self._up(seat, parts.homes.part_of(record.home_extent, begin, nbytes), stack)
         elif parts.homes.read_only(record.home_extent):
             place = self._place(stack, piece, record, begin, nbytes)
             seat.transfer = parts.transfers.need_mover().read(
@@ -83,14 +82,16 @@ class PieceCopies:
     def _up(self, seat: Seat, source: torch.Tensor, stack: Stack) -> None:
         """Submits a copy up."""
         parts, started = self._parts, time.perf_counter_ns()
-        nbytes = source.numel()
+        nbytes, target = source.numel(), seat.bytes
+        if seat.extent.nbytes != nbytes:
+            target = target[:nbytes]
         after = parts.transfers.home_ready.get(stack.block.id)
         behind = seat.released if after is None else (*seat.released, after)
-        seat.event = parts.copy.up_behind(seat.bytes[:nbytes], source, behind)
+        seat.event = parts.copy.up_behind(target, source, behind)
         ended = time.perf_counter_ns()
         parts.counters.moved("dram->hbm", nbytes, ended - started)
         parts.counters.copy_ns += ended - started
-        parts.timeline.add("dram->hbm", stack.block.name, started, ended, nbytes)
+        parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, nbytes))
 
     def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
         """Returns an address in checkpoint files of just a piece."""
