@@ -320,6 +320,13 @@ _ELSEWHERE = (
         MANAGER,
     ),
     Mutation(
+        "a block that was copied home counts as on its way there",
+        _RUNTIME + "transfers/transfers.py",
+        "                record.at_home = State.VALID\n",
+        "                pass\n",
+        MANAGER,
+    ),
+    Mutation(
         "the result of a transfer is not looked at",
         _RUNTIME + "transfers/transfers.py",
         "        ok = transfer.error is None\n",
@@ -1043,6 +1050,13 @@ MUTATIONS = (
         "            if is_viewed(kept[key]):\n",
         "            if False:\n",
         ("tests/unit/test_optim_parted.py",),
+    ),
+    Mutation(
+        "a step that failed does not take a block back that is at home",
+        "tiermem/optim/units/attempt.py",
+        "partial(restore, 0, block.nbytes)",
+        "partial(restore, 0, 0)",
+        ("tests/faults/test_optim_repair.py", "tests/unit/test_optim_errors.py"),
     ),
     Mutation(
         "a gradient that a step has unscaled is not written back",
