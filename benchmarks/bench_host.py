@@ -41,7 +41,8 @@ from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.placement.evictor import Evictor
 from tiermem.runtime.transfers.transfers import Transfers
-from tiermem.transfer.copy import CudaCopyEngine, HostCopyEngine, StreamCopyEngine
+from tiermem.transfer.copy import HostCopyEngine
+from tiermem.transfer.streams import CudaCopyEngine, StreamCopyEngine
 
 PARTS: tuple[tuple[type, str], ...] = (
     (Group, "hold_locked"),

@@ -35,8 +35,8 @@ from tiermem.nn.groups import partition, resident
 from tiermem.runtime import assembly
 from tiermem.runtime.lookahead.walks import Reach
 from tiermem.transfer import driver
-from tiermem.transfer.copy import StreamCopyEngine
 from tiermem.transfer.driver import DriverCalls
+from tiermem.transfer.streams import StreamCopyEngine
 
 _DRIVER = """
 #include <string.h>

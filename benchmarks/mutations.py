@@ -55,7 +55,7 @@ _RULES, _REPLAY = _RUNTIME + "placement/leaving.py", _RUNTIME + "lookahead/repla
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
-_COPY, _PARTS = "tiermem/transfer/copy.py", "tiermem/optim/units/parted.py"
+_COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     # leases, aliases, dirty marks
@@ -97,7 +97,7 @@ _ELSEWHERE = (
     Mutation(
         "aliases hidden by a parameter are not looked for again",
         _RULES,
-        "        return not slot.aliased\n",
+        "        return not _is_aliased(slot)\n",
         "        return True\n",
         MANAGER,
     ),
@@ -179,6 +179,13 @@ _ELSEWHERE = (
         STEADY,
     ),
     Mutation(
+        "a copy does not wait for the events that it is given",
+        "tiermem/transfer/driver.py",
+        "                code = self._wait(stream, event.handle, 0)\n",
+        "                code = 0\n",
+        ("tests/unit/test_driver.py",),
+    ),
+    Mutation(
         "a stream that waited for an event does not wait for it again",
         "tiermem/transfer/driver.py",
         "        again.waiter = -1\n",
@@ -236,9 +243,9 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a use goes on as foreseen though a block has left",
-        _RUNTIME + "transfers/departures.py",
-        "        self.count += 1\n        self.unread.add(block_id)\n",
-        "        self.unread.add(block_id)\n",
+        _RUNTIME + "transfers/transfers.py",
+        "        self.departures.count += 1\n        self.departures.unread.add(block_id)\n",
+        "        self.departures.unread.add(block_id)\n",
         STEADY,
     ),
     Mutation(
@@ -313,6 +320,13 @@ _ELSEWHERE = (
         MANAGER,
     ),
     Mutation(
+        "a block that was copied home counts as on its way there",
+        _RUNTIME + "transfers/transfers.py",
+        "                record.at_home = State.VALID\n",
+        "                pass\n",
+        MANAGER,
+    ),
+    Mutation(
         "the result of a transfer is not looked at",
         _RUNTIME + "transfers/transfers.py",
         "        ok = transfer.error is None\n",
@@ -365,8 +379,8 @@ _ELSEWHERE = (
     Mutation(
         "what is in HBM to stay goes down all the same",
         _RULES,
-        "return not self._regions.stays(record)",
-        "return True",
+        "why is _WRITTEN and not self._regions.stays(record)",
+        "why is _WRITTEN",
         ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(
@@ -739,13 +753,13 @@ _WAITS = (
     ),
     (
         "a copy up does not wait for compute that still reads there",
-        "            stream, self._compute, target",
-        "            stream, (), target",
+        "copy_behind(up, self._compute, to",
+        "copy_behind(up, (), to",
     ),
     (
         "a copy up does not wait for copies down from there",
-        "        if before is not None:\n            calls.wait(stream, before)\n",
-        "",
+        "            waits = (*waits, before)\n",
+        "            pass\n",
     ),
     (
         "a copy down does not wait for the compute that writes",
@@ -769,23 +783,23 @@ _WAITS = (
     ),
     (
         "a copy up waits for one compute stream and not for all",
-        "            stream, self._compute, target",
-        "            stream, (calls.current(),), target",
+        "copy_behind(up, self._compute, to",
+        "copy_behind(up, (calls.current(),), to",
     ),
     (
         "a copy down does not wait for the compute before it",
-        "            down, self._compute, target",
-        "            down, (), target",
+        "copy_behind(down, self._compute, to",
+        "copy_behind(down, (), to",
     ),
     (
         "a copy down waits for one compute stream and not for all",
-        "            down, self._compute, target",
-        "            down, (calls.current(),), target",
+        "copy_behind(down, self._compute, to",
+        "copy_behind(down, (calls.current(),), to",
     ),
     (
         "a copy up does not wait for what came there from a file",
-        "            if landed is not None:\n                calls.wait(stream, landed)\n",
-        "",
+        "            waits = (*waits, landed)\n",
+        "            pass\n",
     ),
     (
         "what is poisoned does not wait for compute that still reads there",
@@ -1094,10 +1108,17 @@ MUTATIONS = (
         ("tests/unit/test_optim_parted.py",),
     ),
     Mutation(
+        "a step that failed does not take a block back that is at home",
+        "tiermem/optim/units/attempt.py",
+        "partial(restore, 0, block.nbytes)",
+        "partial(restore, 0, 0)",
+        ("tests/faults/test_optim_repair.py", "tests/unit/test_optim_errors.py"),
+    ),
+    Mutation(
         "a gradient that a step has unscaled is not written back",
         "tiermem/optim/units/held.py",
-        "        return unit.sees(self.gradients[index]) and (",
-        "        return False and (",
+        "        return may_be and unit.sees(self.gradients[index])\n",
+        "        return False\n",
         ("tests/unit/test_optim_parted.py",),
     ),
     *(

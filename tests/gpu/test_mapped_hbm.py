@@ -24,7 +24,7 @@ from tiermem.storage.arena import HostArena
 from tiermem.storage.devicepieces import SPARE, open_calls
 from tiermem.storage.mapped import MappedDeviceArena
 from tiermem.storage.pieces import CHUNK, Pieces
-from tiermem.transfer.copy import CudaCopyEngine
+from tiermem.transfer.streams import CudaCopyEngine
 
 pytestmark = [pytest.mark.gpu]
 MIB, GIB = 1 << 20, 1 << 30

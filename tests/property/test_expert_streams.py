@@ -21,7 +21,7 @@ from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.saved_experts import SavedExperts
 from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice
-from tiermem.transfer.copy import StreamCopyEngine
+from tiermem.transfer.streams import StreamCopyEngine
 
 UP, DOWN, FILES = 101, 102, 103
 PAGE, EXPERTS, STACKS = 4096, 5, 3

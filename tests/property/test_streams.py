@@ -26,8 +26,8 @@ from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
 from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice, SimulatedEvent
-from tiermem.transfer.copy import CudaChunkCopier, StreamCopyEngine
 from tiermem.transfer.file.jobs import FileTransfer
+from tiermem.transfer.streams import CudaChunkCopier, StreamCopyEngine
 
 UP, DOWN, FILES = 101, 102, 103
 PAGE = 4096

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 from tiermem.core.block import Extent
-from tiermem.transfer.copy import StreamCopyEngine
 from tiermem.transfer.driver import StreamCalls
+from tiermem.transfer.streams import StreamCopyEngine
 
 UP, DOWN, FILES = 1, 2, 3
 

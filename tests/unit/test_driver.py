@@ -80,6 +80,22 @@ def test_a_copy_that_records_an_event_again_is_waited_for_and_asked(
     assert calls.log == 2 * first
 
 
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_copy_waits_once_for_each_event_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, device: int
+) -> None:
+    """By itself, or call by call where another device is current."""
+    monkeypatch.setattr(driver, "_current_device", lambda: device)
+    calls = Logged()
+    calls.spare = [6, 5, 4]
+    events = calls.record(2), calls.record(3)
+    calls.log.clear()
+    copies = [calls.copy_behind(1, [7], 100, 200, 16, None, events)]
+    copies.append(calls.copy_behind(1, [7], 100, 200, 16, copies[0], events))
+    own = [("record", 9, 7), ("wait", 1, 9, 0), ("copy", 100, 200, 16, 1), ("record", 6, 1)]
+    assert calls.log == [("wait", 1, 4, 0), ("wait", 1, 5, 0), *own, *own]
+
+
 def test_a_stream_follows_another_by_one_mark() -> None:
     calls = Logged()
     calls.follow(2, 7)

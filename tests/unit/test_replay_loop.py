@@ -26,7 +26,7 @@ from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.pointing import Pointing
 from tiermem.runtime.lookahead.walks import SequenceWalk
 from tiermem.runtime.manager import BlockManager
-from tiermem.transfer.fences import Fences
+from tiermem.transfer.streams import Fences
 
 PAGE = 4096
 

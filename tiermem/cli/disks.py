@@ -20,8 +20,8 @@ from tiermem.core.block import Extent, Tier, align_up
 from tiermem.io.probe import choose_engine
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
 from tiermem.storage.swapfile import SwapFile
-from tiermem.transfer.copy import CudaChunkCopier, CudaCopyEngine
 from tiermem.transfer.file.mover import FileMover, FileTransfer, HostCopier
+from tiermem.transfer.streams import CudaChunkCopier, CudaCopyEngine
 
 CHUNKS = (1 << 20, 4 << 20, 8 << 20)
 """Bytes of a request that are worth trying."""

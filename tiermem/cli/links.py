@@ -17,7 +17,8 @@ import torch
 from tiermem.cli.measured import Measurement, rounds
 from tiermem.core.block import Extent, Tier
 from tiermem.storage.arena import Arena, DeviceArena, HostArena
-from tiermem.transfer.copy import CudaCopyEngine, host_copy
+from tiermem.transfer.copy import host_copy
+from tiermem.transfer.streams import CudaCopyEngine
 
 SIZES = tuple(1 << bits for bits in (16, 18, 20, 22, 24, 26, 28, 30))
 """Sizes of one copy, 64 KiB to 1 GiB."""

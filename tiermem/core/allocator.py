@@ -168,7 +168,8 @@ class Allocator(WindowSearch):
         Returns:
             The extent, or None where any byte of it is taken, or has no memory.
         """
-        size = self._size(nbytes)
+        whole = nbytes > 0 and not nbytes % self.alignment
+        size = nbytes if whole else self._size(nbytes)
         gaps = self._gaps
         index = bisect_right(gaps, (offset, self.capacity)) - 1
         if index < 0:

@@ -32,6 +32,7 @@ class ResidencyTable:
         give_way: Blocks, by id, of which the home is HBM, and which are taken out where another
             one has no room.
         get: Returns a block's record by id, or None where there is no such block (any more).
+        of: Returns a block's record by id, which must be there.
         at: Returns the record of the block in HBM at an offset; None for an orphan.
         by_offset: The same records by offset.
     """
@@ -50,6 +51,7 @@ class ResidencyTable:
         self.by_offset: dict[int, Record] = {}
         self._orphans: dict[int, Extent] = {}
         self.get: Callable[[int], Record | None] = self._records.get
+        self.of: Callable[[int], Record] = self._records.__getitem__
         self.at: Callable[[int], Record | None] = self.by_offset.get
 
     def __getitem__(self, block_id: int) -> Record:

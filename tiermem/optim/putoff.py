@@ -23,6 +23,7 @@ class PutOff:
 
     Attributes:
         failed: Whether one of the deferred steps failed when it was to be made.
+        deferred: The deferred steps, by the id of their unit.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PutOff:
         self._state = state
         self._explain = explain
         self._auto = auto
-        self._deferred: dict[int, list[Deferred]] = {}
+        self.deferred: dict[int, list[Deferred]] = {}
         self.failed = False
 
     def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
@@ -72,7 +73,7 @@ class PutOff:
                 debt = Deferred(unit.name, blocks, work)
                 self.cancel(unit)
                 unit.counted.ahead(unit, current.ticket)
-                self._deferred[id(unit)] = [debt]
+                self.deferred[id(unit)] = [debt]
                 self._manager.parts.deferred.add(debt)
                 self._owed.add(id(unit))
         return now
@@ -83,11 +84,11 @@ class PutOff:
         Returns:
             Whether it was deferred.
         """
-        found = self._deferred.get(id(unit), ())
+        found = self.deferred.get(id(unit), ())
         for debt in found:
             self._manager.parts.deferred.cancel(debt)
             self._owed.discard(id(unit))
-        self._deferred.pop(id(unit), None)
+        self.deferred.pop(id(unit), None)
         return bool(found)
 
     def _pay(
@@ -111,8 +112,8 @@ class PutOff:
                     self._auto.note_failure(error)
                 raise
         self._owed.discard(id(unit))
-        self._deferred.pop(id(unit), None)
-        self.failed = self.failed and bool(self._deferred)
+        self.deferred.pop(id(unit), None)
+        self.failed = self.failed and bool(self.deferred)
         if self._auto is not None:
             self._auto.paid()
         pipeline.write(unit.kept_blocks())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,8 @@ from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.putoff import PutOff
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.scaling import Scaling
+from tiermem.optim.rules.separable import settings_of
+from tiermem.optim.units.gradients import wanted
 from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
@@ -153,7 +154,7 @@ class StepTiming:
             loss: What the closure of ``step()`` returned.
         """
         inside, ahead = self.inside, self.ahead
-        units = [unit for unit in self._units if self._is_left(unit)]
+        units = wanted([unit for unit in self._units if self._is_left(unit)], self._runtime)
         self.tell_others(units)
         self._tried.counts.note(self._units, set() if inside is None else set(inside.made))
         ticket = object() if inside is None else inside.ticket
@@ -187,6 +188,7 @@ class StepTiming:
         """Steps units now."""
         manager = self._runtime.manager
         used = [unit.blocks() for unit in units]
+        groups = [settings_of(group) for group in current.groups]
         guess = [block.id for blocks in used for block in blocks]
         began = time.perf_counter_ns()
         if units or not self._units.owed:
@@ -194,12 +196,13 @@ class StepTiming:
         pipeline = BlockSweep(manager)
         try:
             with torch.no_grad(), pipeline.sweeping():
-                for unit, blocks, following in zip_longest(units, used, units[1:]):
-                    ahead = [] if following is None else following.begins_with()
-                    self.put_off.cancel(unit)
+                for number, (unit, blocks) in enumerate(zip(units, used, strict=True), 1):
+                    ahead = units[number].begins_with(used[number]) if used[number:] else []
+                    if id(unit) in self.put_off.deferred:
+                        self.put_off.cancel(unit)
                     unit.step(
                         self._runtime,
-                        current.groups,
+                        groups,
                         self._units.state,
                         current.scaling,
                         ticket=current.ticket,
@@ -273,10 +276,9 @@ class StepTiming:
         return self.auto.may_begin(looked_into=looked_into, draws=draws)
 
     def _is_left(self, unit: StepUnit) -> bool:
-        """Whether a unit has a gradient that no step inside backward has used."""
+        """Whether no step inside backward has used the gradients of a unit."""
         inside = self.inside
-        made = inside is not None and (id(unit) in inside.made or unit.made is inside.ticket)
-        return not made and unit.wanted(self._runtime)
+        return inside is None or not (id(unit) in inside.made or unit.made is inside.ticket)
 
     def _choose(self, auto: AutoOverlap, current: Round) -> None:
         auto.choose(

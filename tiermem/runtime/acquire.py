@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.errors import ConfigError, InvariantError
@@ -53,6 +55,24 @@ class Acquirer:
         """
         slot = self._replay.use(block.id) if self._replay.run is not None else None
         return slot or self.decide(block)
+
+    def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
+        """Acquires several blocks, or none; see :meth:`BlockManager.acquire_all`."""
+        unseen = self._evictor.rules.unseen
+        taken: list[int] = []
+        try:
+            for block in blocks:
+                self.acquire(block)
+                taken.append(block.id)
+                unseen[block.id] = unseen.get(block.id, 0) + 1
+            return [self._current[block.id] for block in blocks]
+        except BaseException:
+            for block_id in taken:
+                self._table.release(block_id)
+            raise
+        finally:
+            for block_id in taken:
+                unseen.pop(block_id, None)
 
     def again(self, block: Block) -> Slot | None:
         """Leases a block that was used a moment ago, as a part of that use.
@@ -119,8 +139,8 @@ class Acquirer:
         record.leases += 1  # that it can be has just been looked at
         self._copy.use(self._ready.get(block_id))
         if moved_on:
-            if not self._replay.advance():
-                self._evictor.order.note_use(block_id)
+            if self._replay.run is None or not self._replay.advance():
+                self._evictor.order.note_change(block_id)
                 self._prefetcher.run()
             if self._pass_timer.sampling:
                 self._pass_timer.started(record, self._ready.get(block_id))

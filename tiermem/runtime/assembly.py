@@ -26,8 +26,9 @@ from tiermem.runtime.transfers.deferred import DeferredWork
 from tiermem.runtime.transfers.transfer_log import TransferLog
 from tiermem.runtime.transfers.transfers import Transfers
 from tiermem.storage.arena import Arena
-from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, HostCopyEngine
+from tiermem.transfer.copy import CopyEngine, HostCopyEngine
 from tiermem.transfer.file.mover import FileMover
+from tiermem.transfer.streams import CudaCopyEngine
 
 
 class OpenTiers:

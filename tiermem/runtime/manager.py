@@ -288,23 +288,10 @@ class BlockManager:
         Until all are there no caller has seen an address of theirs, so they may be moved to make
         room for each other.
         """
-        self.gate.guard()
+        if self.gate.closed or self.gate.torn:
+            self.gate.guard()
         with self.lock:
-            unseen = self.parts.evictor.rules.unseen
-            taken: list[Block] = []
-            try:
-                for block in blocks:
-                    self.acquirer.acquire(block)
-                    taken.append(block)
-                    unseen[block.id] = unseen.get(block.id, 0) + 1
-                return [self.parts.slots.current[block.id] for block in blocks]
-            except BaseException:
-                for block in taken:
-                    self.parts.table.release(block.id)
-                raise
-            finally:
-                for block in taken:
-                    unseen.pop(block.id, None)
+            return self.acquirer.acquire_all(blocks)
 
     def release(self, block: Block, *, dirty: bool = False) -> None:
         """Gives a lease back."""
@@ -448,8 +435,9 @@ class BlockManager:
         if room is None:
             return False
         self.parts.transfers.fill(record, room.extent)
-        self.replay.recordings.note(record, room, position)
-        self.parts.evictor.order.note_use(record.block.id)
+        if room.left is not None or not self.parts.evictor.ring.uses:
+            self.replay.recordings.note(record, room, position)  # else it is not replayed
+        self.parts.evictor.order.note_change(record.block.id)
         self.parts.counters.prefetches += 1
         return True
 

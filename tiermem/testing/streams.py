@@ -61,7 +61,7 @@ class _Work:
 
 
 class SimulatedDevice:
-    """Streams over host memory, for :class:`~tiermem.transfer.copy.StreamCopyEngine`.
+    """Streams over host memory, for :class:`~tiermem.transfer.streams.StreamCopyEngine`.
 
     Attributes:
         stream: The compute stream that is current.
@@ -129,8 +129,11 @@ class SimulatedDevice:
         source: int,
         nbytes: int,
         again: SimulatedEvent | None = None,
+        after: Iterable[SimulatedEvent] = (),
     ) -> SimulatedEvent:
-        """Submits a copy that waits for what other streams have so far, and marks its end."""
+        """Submits a copy that waits for events and for what other streams have so far."""
+        for event in after:
+            self.wait(stream, event)
         for other in others:
             self.follow(stream, other)
         self.copy(stream, target, source, nbytes)

@@ -127,10 +127,15 @@ class StreamCalls(Protocol):
         source: int,
         nbytes: int,
         again: Any = None,
+        after: Iterable[Any] = (),
     ) -> Signal:
-        """Submits a copy that waits for what other streams have so far, and marks its end.
+        """Submits a copy that waits for events and for what other streams have so far.
 
-        What :meth:`follow` for each of ``others``, :meth:`copy` and :meth:`record` do.
+        What :meth:`wait` for each of ``after``, :meth:`follow` for each of ``others``, :meth:`copy`
+        and :meth:`record` do.
+
+        Returns:
+            The event of its end.
         """
         ...
 
@@ -271,14 +276,21 @@ class DriverCalls:
         source: int,
         nbytes: int,
         again: Event | None = None,
+        after: Iterable[Event] = (),
     ) -> Event:
-        """Submits a copy that waits for what other streams have so far, and marks its end."""
+        """Submits a copy that waits for events and for what other streams have so far."""
         if not (stream and self._local.bound) or _current_device() != self.index:
+            for event in after:
+                self.wait(stream, event)
             for other in others:
                 self.follow(stream, other)
             self.copy(stream, target, source, nbytes)
             return self.record(stream, again)
         code = 0
+        for event in after:
+            if event.waiter != stream and not code:
+                code = self._wait(stream, event.handle, 0)
+                event.waiter = -1 if code else stream
         for other in others:
             mark = self._marks.get(other) or self._new_mark(other)
             code = code or self._record(mark, other) or self._wait(stream, mark, 0)

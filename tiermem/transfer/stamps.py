@@ -6,7 +6,8 @@ import time
 from typing import Any, Protocol
 
 from tiermem.core.block import Extent
-from tiermem.transfer.copy import CudaCopyEngine, Event
+from tiermem.transfer.copy import Event
+from tiermem.transfer.streams import CudaCopyEngine
 
 Stamp = Any
 """A point in time, as the clock that set it knows it."""

@@ -32,6 +32,7 @@ class Group(Holder):
     Attributes:
         manager: Where the block is.
         block: The block.
+        record: What is known of where it is.
         pointing: Where its tensors point, and what intercepts their use.
         writes: What is known of writes to them.
         entries: Its parameters.
@@ -57,7 +58,7 @@ class Group(Holder):
         self.manager = manager
         self._acquirer = manager.acquirer
         self._replay = manager.replay
-        self._record = manager.record(block)
+        self.record = manager.record(block)
         self.block = block
         self.pointing = Pointing(block)
         self.writes = Writes(always=writes_hidden)
@@ -143,7 +144,7 @@ class Group(Holder):
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
-        pointing, writes, record = self.pointing, self.writes, self._record
+        pointing, writes, record = self.pointing, self.writes, self.record
         slot, versions = pointing.slot, 0
         for param in writes.counted:  # Writes.count, in line
             versions += param._version
@@ -195,10 +196,12 @@ class Group(Holder):
 
     def may_be_written(self) -> bool:
         """Whether other code can write the bytes, or has written them since their last use."""
-        slot = self.pointing.slot
-        if slot is not None and slot.others():
+        slot, versions = self.pointing.slot, 0
+        if slot is not None and use_count(slot.storage) != slot.baseline + slot.pointed:
             return True
-        return self.writes.count() != self.writes.versions
+        for param in self.writes.counted:  # Writes.count, in line
+            versions += param._version
+        return versions != self.writes.versions
 
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.
@@ -221,7 +224,7 @@ class Group(Holder):
             if dirty or self.writes.always:
                 manager.parts.table.release(self.block.id, dirty=True)
             else:
-                self._record.leases -= 1  # the same in line
+                self.record.leases -= 1  # the same in line
 
     def unpoint(self) -> None:
         """Points tensors without a lease elsewhere; the caller has the manager's lock.

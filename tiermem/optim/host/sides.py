@@ -24,7 +24,7 @@ from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.undo import cannot_fail_midway
 from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.host_staging import Load
-from tiermem.transfer.copy import CudaCopyEngine
+from tiermem.transfer.streams import CudaCopyEngine
 
 _LEAST = 1 << 26
 """Elements below which nothing is asked of the host unasked: to measure it takes a second."""

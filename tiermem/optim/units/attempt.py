@@ -135,7 +135,7 @@ class Attempt:
             if not self._manager.parts.copy.capturing():
                 if complete is None:
                     self._keep_bytes(undo, slots, spoils=spoils)
-                undo.then(partial(self._repoint, slots))
+                undo.steps.append(partial(self._repoint, slots))
         except (torch.OutOfMemoryError, MemoryError) as error:
             # better a step that cannot be taken back than none where there was room for one
             self._cannot = f"{type(error).__name__} when its bytes were to be kept"
@@ -216,7 +216,7 @@ class Attempt:
         unit = self._unit
         fresh = not self._masters_made  # there is nothing that weights could be cast from
         is_cast = (lambda _: False) if fresh else unit.has_master
-        for block in unit.kept_blocks():
+        for block in self.holding.kept:
             # masters that have just followed their weights are not as they are at home
             self._keep_block(undo, block, slots[id(block)].views, clean=not self.holding.follows)
         pointed: list[Entry] = []
@@ -244,14 +244,18 @@ class Attempt:
         self, undo: Undo, block: Block, tensors: Sequence[torch.Tensor], *, clean: bool
     ) -> None:
         """Keeps tensors of a block: by a copy, unless its home has them or it holds no data."""
-        record = self._manager.parts.table[block.id]
+        record = self._manager.parts.table.of(block.id)
         if not record.defined or not tensors:
             return
         at_home = record.at_home is Residency.VALID and record.in_hbm is Residency.VALID
         if not (clean and at_home) or record.home is Tier.HBM:
             undo.keep(tensors)
             return
-        undo.keep_at_home(tensors, partial(self._manager.restore, block))
+        restore = partial(self._manager.restore, block)
+        if len(tensors) == len(block.tensors):
+            undo.steps.append(partial(restore, 0, block.nbytes))
+        else:
+            undo.keep_at_home(tensors, restore)
 
     def _keep_gradients(self, undo: Undo, slots: dict[int, Slot]) -> None:
         unit = self._unit

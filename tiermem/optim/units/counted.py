@@ -23,16 +23,17 @@ class CountedSteps:
     """Counts the steps of one unit as writes of its weights.
 
     Attributes:
+        ticket: Stands for the step that was counted, or left uncounted, before it is made.
         uncounted: Numbers of parameter groups whose class writes in a way that torch does not
             count (``param.data``): there a resident graph is not refused either.
     """
 
-    __slots__ = ("_ahead", "_due", "uncounted")
+    __slots__ = ("_due", "ticket", "uncounted")
 
     def __init__(self) -> None:
         """Starts with nothing counted."""
         self.uncounted: set[int] = set()
-        self._ahead: object = None
+        self.ticket: object = None
         self._due: object = None
 
     def ahead(self, unit: StepUnit, ticket: object) -> None:
@@ -44,7 +45,7 @@ class CountedSteps:
             unit: Whose step it is; its gradients are there.
             ticket: Stands for the step that was asked for.
         """
-        if self._ahead is ticket:
+        if self.ticket is ticket:
             return
         params = [
             param
@@ -52,25 +53,24 @@ class CountedSteps:
             if (number not in self.uncounted or unit.has_master(param))
             and ((entry is not None and entry.has_grad) or param.grad is not None)
         ]
-        self._ahead = ticket
+        self.ticket = ticket
         if unit.group is not None:
             unit.group.writes.add(params)
 
     def later(self, ticket: object) -> None:
         """Leaves a step uncounted that is about to be made, until :meth:`confirm`."""
-        self._ahead = self._due = ticket
+        self.ticket = self._due = ticket
 
     def confirm(self, unit: StepUnit, ticket: object) -> None:
         """Counts a step that was left uncounted; its gradients are there."""
         if self._due is ticket:
-            self._due = self._ahead = None
+            self._due = self.ticket = None
             self.ahead(unit, ticket)
 
     @contextmanager
-    def once(self, unit: StepUnit, ticket: object) -> Iterator[None]:
-        """Leaves the counters as they are, if this step was counted before it is made."""
-        counted = unit.members if self._ahead is ticket else ()
-        kept = [unchanged_version(param) for param, _ in counted]
+    def unchanged(self, unit: StepUnit) -> Iterator[None]:
+        """Leaves the counters as they are, for the step of :attr:`ticket` that is being made."""
+        kept = [unchanged_version(param) for param, _ in unit.members]
         try:
             yield
         finally:

@@ -31,7 +31,7 @@ class ForeignWrites:
         group = self._group
         if group is None:
             return True
-        record = group.manager.parts.table[group.block.id]
+        record = group.record
         before, self._seen = self._seen, record.writes - group.writes.stepped
         return before != self._seen or group.writes.uncounted or group.may_be_written()
 
@@ -41,19 +41,21 @@ class ForeignWrites:
 
     def hold(self) -> None:
         """Holds the group for a step."""
-        if self._group is not None:
-            self._group.manager.gate.guard()
-            with self._group.manager.lock:
-                self._group.hold_locked(again=True)  # in backward it was used just before
-            self.alone = not self._group.may_be_written()
+        group = self._group
+        if group is not None:
+            gate = group.manager.gate
+            if gate.closed or gate.torn:
+                gate.guard()
+            with group.manager.lock:
+                group.hold_locked(again=True)  # in backward it was used just before
+            self.alone = not group.may_be_written()
 
     def let_go(self, *, dirty: bool) -> None:
         """Releases the group; counts the write as the step's where no other code could write."""
         group = self._group
         if group is None:
             return
-        record = group.manager.parts.table[group.block.id]
-        before = record.writes
+        before = group.record.writes
         group.let_go(dirty=dirty)
         if self.alone:
-            group.writes.stepped += record.writes - before
+            group.writes.stepped += group.record.writes - before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +11,8 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import Change, GradUnit
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, ensure_there, is_viewed
+
+Unit = TypeVar("Unit", bound="UnitGradients")
 
 
 class UnitGradients:
@@ -38,20 +41,6 @@ class UnitGradients:
     def entries_in(self, unit: GradUnit) -> list[Entry]:
         """Returns those of its parameters that have their gradients in a block."""
         return [entry for entry in self.entries if entry.unit is unit]
-
-    def wanted(self, runtime: ModuleRuntime) -> bool:
-        """Whether any parameter of it has a gradient.
-
-        Raises:
-            StepError: If one was used up by another optimizer's step.
-        """
-        self.sync(runtime)
-        with torch._C.DisableTorchFunctionSubclass():
-            gradients = [p.grad for p, _ in self.members if p.grad is not None]
-            for gradient in gradients:
-                if isinstance(gradient, LazyTensor) and gradient._gone:
-                    ensure_there(gradient)
-        return bool(gradients)
 
     def has_own_gradients(self) -> bool:
         """Whether the managed gradients are those that are in the tiers, and nothing views them."""
@@ -144,6 +133,29 @@ class UnitGradients:
         """Takes a change back that stored gradients still await."""
         for unit in self.grad_units():
             unit.forget_change(change)
+
+
+def wanted(units: Sequence[Unit], runtime: ModuleRuntime) -> list[Unit]:
+    """Returns the units of which any parameter has a gradient.
+
+    Args:
+        units: Some of an optimizer's.
+        runtime: The modules' runtime.
+
+    Raises:
+        StepError: If one was used up by another optimizer's step.
+    """
+    runtime.grads.sync_all([entry for unit in units for entry in unit.entries])
+    found = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for unit in units:
+            gradients = [p.grad for p, _ in unit.members if p.grad is not None]
+            for gradient in gradients:
+                if isinstance(gradient, LazyTensor) and gradient._gone:
+                    ensure_there(gradient)
+            if gradients:
+                found.append(unit)
+    return found
 
 
 def _zero(tensors: Sequence[torch.Tensor]) -> None:

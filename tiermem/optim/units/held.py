@@ -26,6 +26,7 @@ class Held:
 
     Attributes:
         gradients: The blocks of gradients that are held.
+        kept: The blocks of state and masters that are.
         follows: Whether masters took over weights that other code may have written.
     """
 
@@ -39,7 +40,7 @@ class Held:
         """
         self._unit = unit
         self._runtime = runtime
-        self._kept = unit.kept_blocks() if kept else []
+        self.kept = unit.kept_blocks() if kept else []
         self._masters = unit.masters if kept else None
         self.gradients: list[GradUnit] = []
         self.follows = False
@@ -76,9 +77,10 @@ class Held:
         unit, runtime = self._unit, self._runtime
         here = [u for u in unit.grad_units() if not u.runs]  # those come with their parts
         self.gradients = [u for u in here if any(e.has_grad for e in u.entries)]
-        self._lease([u.block for u in self.gradients] + self._kept)
+        self._lease([u.block for u in self.gradients] + self.kept)
         for u, slot in zip(self.gradients, self._slots, strict=False):
-            runtime.grads.settle(u, slot)
+            if u.pending:
+                runtime.grads.settle(u, slot)
         self._versions = [versions(slot.views) for slot in self._slots[: len(self.gradients)]]
         unit.handed.scaled = False
         self._opened = True
@@ -120,7 +122,7 @@ class Held:
                     self._group_held = True
                 raise
             table = manager.parts.table
-            self._records = [table[block.id] for block in blocks]
+            self._records = [table.of(block.id) for block in blocks]
             leases = [record.leases for record in self._records]
             try:
                 self._slots = manager.acquire_all(blocks)
@@ -137,8 +139,13 @@ class Held:
         if self._left is None:
             self._left = [record.leases - 1 for record in self._records[: len(self._slots)]]
         for index, slot in enumerate(self._slots):
-            if self._records[index].leases > self._left[index]:
-                table.release(slot.block.id, dirty=self._is_dirty(index, slot, written=written))
+            record = self._records[index]
+            if record.leases <= self._left[index]:
+                continue
+            if self._is_dirty(index, slot, written=written):
+                table.release(slot.block.id, dirty=True)
+            else:
+                record.leases -= 1  # the same in line
         self._slots, self._left = [], None
         if not self._group_held:
             return
@@ -152,10 +159,9 @@ class Held:
         """Whether a block was written; writes through ``param.data`` are not counted by torch."""
         if not written or index >= len(self.gradients):
             return written
-        unit = self._unit
-        return unit.sees(self.gradients[index]) and (
-            unit.handed.written or self._versions[index] != versions(slot.views)
-        )
+        unit, handed = self._unit, self._unit.handed
+        may_be = handed.spoils or handed.scaled or self._versions[index] != versions(slot.views)
+        return may_be and unit.sees(self.gradients[index])
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> int:

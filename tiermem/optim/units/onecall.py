@@ -23,13 +23,13 @@ _KERNELS: tuple[Any, ...] = (torch._fused_adam_, torch._fused_adamw_)
 
 def writes_in_one_call(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the next step of a plain optimizer is such a one."""
+    fused = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    if not fused or not cannot_fail_midway(optimizer):
+        return False
     state = optimizer.state
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return (
-        type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-        and cannot_fail_midway(optimizer)
-        and len({p.device for p in params}) == 1
-        and all(p.layout is torch.strided and state.get(p) for p in params)
+    return len({p.device for p in params}) == 1 and all(
+        p.layout is torch.strided and state.get(p) for p in params
     )
 
 

@@ -116,7 +116,7 @@ class PartedUnit(StepUnit):
         for place in first.plain.places:
             yield self._param, place.key, f"{entry.name}.{place.key}", tuple(self._param.shape)
 
-    def begins_with(self) -> list[Block]:
+    def begins_with(self, blocks: list[Block]) -> list[Block]:
         """Returns the blocks of the first part."""
         return [*self._whole_blocks(), *self._parted()[0]]
 

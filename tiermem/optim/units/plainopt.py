@@ -127,16 +127,20 @@ class PlainOptimizer:
         Returns:
             What views of the stand-ins show.
         """
-        shown = self._store_new(runtime, slot)
-        self.publish(state)
+        states = self._states()
+        shown = self._store_new(runtime, slot, states)
+        self._publish(state, states)
         return shown
 
-    def _store_new(self, runtime: ModuleRuntime, slot: Slot | None) -> list[Shown]:
+    def _store_new(
+        self, runtime: ModuleRuntime, slot: Slot | None, states: Sequence[Any]
+    ) -> list[Shown]:
         shown: list[Shown] = []
         if slot is None or self._unit.block is None:
             return shown
         views = slot.views
-        for own, place in self.stored_state():
+        for number, place in self._placed:
+            own = states[number]
             value = own.get(place.key) if own is not None else None
             if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
                 continue
@@ -152,7 +156,10 @@ class PlainOptimizer:
 
     def publish(self, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
-        for (param, _), kept in zip(self._members, self._states(), strict=True):
+        self._publish(state, self._states())
+
+    def _publish(self, state: State, states: Sequence[Any]) -> None:
+        for (param, _), kept in zip(self._members, states, strict=True):
             if kept is not None:
                 state[param] = kept
 

@@ -20,7 +20,6 @@ from torch.optim import optimizer as torch_optimizer
 from tiermem.core.block import align_up
 from tiermem.nn.tensors.lazy import LazyTensor
 from tiermem.nn.tensors.shells import insides
-from tiermem.optim.rules.separable import settings_of
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -31,12 +30,11 @@ Put = Callable[[int], torch.Tensor]
 def cannot_fail_midway(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step either raises before it has written anything, or makes the whole of it."""
     groups = optimizer.param_groups
-    dtypes = {p.dtype for group in groups for p in group["params"]}
     return (
         type(optimizer) in _FUSED
         and len(groups) == 1
-        and len(dtypes) == 1
         and bool(groups[0].get("fused"))
+        and len({p.dtype for p in groups[0]["params"]}) == 1
         and not torch_optimizer._global_optimizer_post_hooks
         and not optimizer._optimizer_step_post_hooks
     )
@@ -48,7 +46,11 @@ def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Undo:
-    """Copies of what a step changes, and the way back."""
+    """Copies of what a step changes, and the way back.
+
+    Attributes:
+        steps: Called at last where all is taken back, in order; it may be twice.
+    """
 
     def __init__(self, scratch: torch.Tensor | None = None) -> None:
         """Keeps copies in ``scratch``; where that is full, in ordinary memory."""
@@ -59,7 +61,7 @@ class Undo:
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._numbers: list[tuple[list[torch.Tensor], Iterable[Any]]] = []
         self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._steps: list[Callable[[], None]] = []
+        self.steps: list[Callable[[], Any]] = []
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies tensors of one block, in the order in which they lie there."""
@@ -92,7 +94,7 @@ class Undo:
             tensors: Some, in any order.
             restore: Reads a range of the block's bytes again from there.
         """
-        self.then(partial(restore, *span_of(tensors)))
+        self.steps.append(partial(restore, *span_of(tensors)))
 
     def keep_optimizer(
         self,
@@ -130,21 +132,17 @@ class Undo:
         """Notes of which parameters a tiered optimizer shows state at all."""
         new = [key for key in keys if key not in state]
         if new:
-            self.then(lambda: [state.pop(key, None) for key in new])
+            self.steps.append(lambda: [state.pop(key, None) for key in new])
 
     def keep_settings(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes what a class keeps in its groups; fields of its own are not undone."""
         tensors: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             self._dicts.append((group, dict(group)))
-            tensors += [v for v in settings_of(group).values() if isinstance(v, torch.Tensor)]
+            tensors += [v for v in group.values() if isinstance(v, torch.Tensor)]
         self.keep_values(tensors)
         own = vars(optimizer)
-        self.then(lambda: [own.pop(name, None) for name in ("grad_scale", "found_inf")])
-
-    def then(self, step: Callable[[], Any]) -> None:
-        """Adds a last action for when all is taken back; it may run twice."""
-        self._steps.append(step)
+        self.steps.append(lambda: [own.pop(name, None) for name in ("grad_scale", "found_inf")])
 
     def take_back(self) -> None:
         """Restores everything; cut short, it may be called again."""
@@ -167,7 +165,7 @@ class Undo:
                 mapping.update(before)
                 for key in [key for key in mapping if key not in before]:
                     del mapping[key]
-            for step in self._steps:
+            for step in self.steps:
                 step()
 
     def _room(self, like: torch.Tensor) -> torch.Tensor:

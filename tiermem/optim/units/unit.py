@@ -99,7 +99,8 @@ class StepUnit(UnitGradients):
     def blocks(self) -> list[Block]:
         """Returns the blocks that a step uses, in the order it does."""
         found = [self.group.block] if self.group is not None else []
-        found += [block for unit in self.grad_units() for block in unit.blocks]
+        for unit in self.grad_units():
+            found += unit.blocks if unit.runs else [unit.block]
         return found + self.kept_blocks()
 
     def kept_blocks(self) -> list[Block]:
@@ -114,9 +115,9 @@ class StepUnit(UnitGradients):
         for place in self.plain.places:
             yield place.param, place.key, place.name, place.shape
 
-    def begins_with(self) -> list[Block]:
-        """Returns the blocks that a step begins with."""
-        return self.blocks()
+    def begins_with(self, blocks: list[Block]) -> list[Block]:
+        """Returns the blocks that a step begins with, of all :meth:`blocks` that it uses."""
+        return blocks
 
     def at_once(self) -> list[Block]:
         """Returns the blocks that are in HBM at once in a step, at most."""
@@ -158,7 +159,7 @@ class StepUnit(UnitGradients):
                 self.refuse_freed()
             optimizer = self.plain.optimizer_for(groups)
             if not owed:
-                self.sync(runtime)
+                runtime.grads.sync_all(self.entries)
             self.flush()
             options = {"owed": owed, "revocable": revocable}
             self._try(runtime, optimizer, state, scaling, ticket, meanwhile, **options)
@@ -210,7 +211,7 @@ class StepUnit(UnitGradients):
             slots = attempt.holding.open()
             if meanwhile is not None:
                 meanwhile()
-            unscales = undoes_scale(optimizer, scaling)
+            unscales = scaling is not None and undoes_scale(optimizer, scaling)
             one_call = not unscales and writes_in_one_call(optimizer)
             complete = partial(self._complete, runtime, stored, slots, state)
             done = partial(self._carry_out, attempt, complete, ticket) if one_call else None
@@ -229,7 +230,10 @@ class StepUnit(UnitGradients):
 
     def _carry_out(self, attempt: Attempt, make: Callable[[], list[Shown]], ticket: object) -> None:
         """Makes a step, or the rest of it, and marks it as made."""
-        with self.counted.once(self, ticket):
+        if self.counted.ticket is ticket:
+            with self.counted.unchanged(self):
+                shown = make()
+        else:
             shown = make()
         attempt.shown, attempt.made, self.made = shown, True, ticket
 

@@ -25,7 +25,7 @@ class HostLoans:
     def __init__(self, parts: Parts) -> None:
         """Works on ``parts``."""
         self._parts = parts
-        self._out: dict[int, int] = {}
+        self.out: dict[int, int] = {}
         self._before: dict[int, list[Event]] = {}
         self._defined: dict[int, bool] = {}
 
@@ -37,7 +37,7 @@ class HostLoans:
         parts = self._parts
         for block in blocks:
             record = parts.table[block.id]
-            if block.id in self._out:
+            if block.id in self.out:
                 continue
             parts.transfers.settle(block.id)
             there = record.extent is not None and not record.fixed
@@ -95,13 +95,13 @@ class HostLoans:
         events = []
         risen = parts.copy.risen()  # what is still being copied up reads these bytes
         for block in blocks:
-            if block.id not in self._out:
+            if block.id not in self.out:
                 before = [risen, transfers.home_ready.get(block.id)]
                 self._before[block.id] = [event for event in before if event is not None]
                 self._defined[block.id] = table[block.id].defined
                 table.discard(block.id)
                 transfers.departures.add_home(block.id)  # no copy is to be fetched past it
-            self._out[block.id] = self._out.get(block.id, 0) + 1
+            self.out[block.id] = self.out.get(block.id, 0) + 1
             events.extend(self._before[block.id])
         return [self.views(block) for block in blocks], events
 
@@ -111,7 +111,7 @@ class HostLoans:
 
     def borrowers(self, block: Block) -> int:
         """Returns how many loans of a block are open."""
-        return self._out.get(block.id, 0)
+        return self.out.get(block.id, 0)
 
     def give_back(self, blocks: Sequence[Block], *, written: bool = True) -> None:
         """Takes blocks back; the last borrower's return makes them usable again.
@@ -122,9 +122,9 @@ class HostLoans:
         """
         for block in blocks:
             self._defined[block.id] = self._defined[block.id] or written
-            self._out[block.id] -= 1
-            if not self._out[block.id]:
-                del self._out[block.id]
+            self.out[block.id] -= 1
+            if not self.out[block.id]:
+                del self.out[block.id]
                 self._before.pop(block.id, None)
                 if self._defined[block.id]:
                     self._parts.table.home_written(block.id)
@@ -134,9 +134,9 @@ class HostLoans:
         """Ends the loans that an exception interrupted at their begin or their end."""
         table = self._parts.table
         for block_id, defined in list(self._defined.items()):
-            if self._out.get(block_id):
+            if self.out.get(block_id):
                 continue
-            self._out.pop(block_id, None)
+            self.out.pop(block_id, None)
             self._before.pop(block_id, None)
             record = table.get(block_id)
             if record is not None and defined and not record.defined:

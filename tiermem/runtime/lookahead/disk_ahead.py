@@ -193,7 +193,7 @@ class DiskAhead:
                 and record.home is Tier.NVME
                 and record.block.id not in ahead.staged
                 and not ahead.keeps(record.block.id)
-                and not self._fetcher.on_loan(record)
+                and record.block.id not in self._fetcher.lent
                 and self._fetcher.is_due(record, schedule, position)
             ):
                 if record.block.id not in ahead.parked:

@@ -97,8 +97,9 @@ class Prefetcher:
         planner = self._planner
         if self._pass_timer.sampling:
             self.look_back(planner.last)
-        if planner.last in self._waste.pending:
-            self._waste.used(planner.last)
+        entry = self._waste.pending.pop(planner.last, None)  # Waste.used, in line
+        if entry is not None and self._waste.outcomes:
+            self._waste.judge(entry[1], planner.last, wasted=False)
         if self._transfers.mover is not None:
             self.disk.take_up(planner.last, planner.cursor)
         self.look_ahead()
@@ -112,14 +113,15 @@ class Prefetcher:
         mover = self._transfers.mover
         if self._reach.blocks == 0 or not (self.fetcher.beside or mover is not None):
             return
+        if not schedule.order:
+            return  # nothing is foreseen
         if planner.doubt >= _DOUBTFUL:
             return  # what is foreseen does not come: a fetch for it would hold up what does
-        if walk.catch_up(cursor) and mover is not None:
-            self.disk.restart(cursor)
         end = min(len(schedule.order), cursor + _MOST_STEPS)
-        if walk.go_on(end) and mover is not None:
-            self.disk.restart(cursor)  # what left for it is to be read again
+        changed = walk.follow(cursor, end)
         if mover is not None:
+            if changed:
+                self.disk.restart(cursor)  # what left is to be read again
             self.disk.go_on(schedule, walk.position, end, cursor)
 
     def look_back(self, block_id: int) -> None:

@@ -103,6 +103,9 @@ class Recordings:
     def note(self, record: Record, room: Room, position: int) -> None:
         """Records that a prefetch of a block has begun.
 
+        Where HBM is handed out in a ring, that goes on from where it is: there only what takes the
+        place of another block is to be recorded, and nothing is replayed otherwise.
+
         Args:
             record: The block.
             room: Its place, and the blocks evicted for it.
@@ -113,8 +116,6 @@ class Recordings:
             return
         cursor, extent, fit = self._parts.planner.cursor, room.extent, None
         if room.left is None:
-            if self._evictor.ring.uses:
-                return  # the ring goes on from where it is: not recorded, so not replayed
             fit = self._fit_of(extent)
         leaves = room.left or (fit and fit.instead_of) or record
         swap = Swap(record, leaves, extent.nbytes, cursor + position, fit=fit)

@@ -218,7 +218,7 @@ class Replay:
 
     def go_on(self, block_id: int) -> None:
         """Begins the fetches that come next, after a use that repeats nothing."""
-        self._evictor.order.note_use(block_id)
+        self._evictor.order.note_change(block_id)
         self._prefetcher.run()
 
     def advance(self) -> bool:

@@ -24,6 +24,7 @@ class Fetcher:
             files are worth fetching ahead.
         number: Of the pass under way.
         fill: Begins one, if that evicts nothing needed sooner: see :meth:`BlockManager.try_fill`.
+        lent: The blocks whose home is lent to code on the host, by id: nothing fetches them.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Fetcher:
         self.beside = parts.device.type == "cuda"
         self.number = 0
         self.fill = fill
-        self._host_loans = host_loans
+        self.lent = host_loans.out
         self._planner = parts.planner
         self._waste = parts.transfers.waste
         # of the passes foreseen the one that was asked about last: begin, end, number and name
@@ -48,10 +49,6 @@ class Fetcher:
     def begin_schedule(self) -> None:
         """Notes that positions refer to another schedule from now on."""
         self._pass = (0, 0, (0, None))
-
-    def on_loan(self, record: Record) -> bool:
-        """Whether a block's home is lent to code on the host."""
-        return self._host_loans.borrowers(record.block) > 0
 
     def is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
         """Whether a block is to be fetched for its use at a position, as far as it goes."""
@@ -75,7 +72,7 @@ class Fetcher:
         if not self.fill(record, position - cursor):
             return False
         number, key = self._pass_at(schedule, position)
-        self._waste.fetched(record.block.id, self.number + number, key)
+        self._waste.pending[record.block.id] = (self.number + number, key)  # Waste.fetched
         return True
 
     def _pass_at(self, schedule: Schedule, position: int) -> tuple[int, Hashable]:
@@ -223,18 +220,22 @@ class SequenceWalk:
     def restart(self, cursor: int) -> None:
         """Looks at every use again from a cursor on."""
         self._seen = self._departures.count
-        self._departures.skip()
+        self._departures.unread.clear()
         self.position = cursor
         self._ahead.clear()
         self._lacking = cursor > 0
         if self.complete == self._seen:
             self.position = len(self._schedule.order)
 
-    def catch_up(self, cursor: int) -> bool:
-        """Moves the cursor to where the compute is, and looks again at what has left HBM since.
+    def follow(self, cursor: int, end: int) -> bool:
+        """Moves the cursor to where the compute is, and begins the fetches that are due.
+
+        Args:
+            cursor: Where the compute is; what has left HBM since is looked at again.
+            end: As for :meth:`go_on`.
 
         Returns:
-            Whether everything from the cursor on is looked at again.
+            Whether everything from the cursor on was looked at again, or a fetch has begun.
         """
         again = cursor < self._cursor or self._is_behind(cursor)
         if again:
@@ -243,7 +244,7 @@ class SequenceWalk:
         self._ahead.leave_before(cursor)
         if self.position < cursor:
             self.position = cursor
-        return again
+        return self.go_on(end) > 0 or again
 
     def go_on(self, end: int) -> int:
         """Begins fetches, the soonest first, up to the use at ``end``; returns how many."""
@@ -256,7 +257,7 @@ class SequenceWalk:
             record = get(order[self.position])
             if record is not None:
                 if record.in_hbm is State.ABSENT:
-                    if fetcher.on_loan(record):
+                    if record.block.id in fetcher.lent:
                         return begun  # once back, its copy would wait for those of what follows
                     if fetcher.is_due(record, self._schedule, self.position):
                         if begun == _BURST or not self._fetch(record):
@@ -275,7 +276,7 @@ class SequenceWalk:
         if not self._fetcher.begin(record, self._schedule, self.position, self._cursor):
             return False
         self._seen = self._departures.count
-        self._departures.skip()  # what left for it comes after it
+        self._departures.unread.clear()  # what left for it comes after it
         return True
 
     def _is_behind(self, cursor: int) -> bool:

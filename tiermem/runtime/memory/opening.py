@@ -18,8 +18,9 @@ from tiermem.runtime.memory.homes import Homes
 from tiermem.storage.arena import Arena, DeviceArena
 from tiermem.storage.devicepieces import open_calls
 from tiermem.storage.mapped import MappedDeviceArena, MappedHostArena
-from tiermem.transfer.copy import CopyEngine, CudaChunkCopier, CudaCopyEngine
+from tiermem.transfer.copy import CopyEngine
 from tiermem.transfer.file.mover import FileMover
+from tiermem.transfer.streams import CudaChunkCopier, CudaCopyEngine
 
 AT_ONCE = 0.8
 """Of a device's free memory: what is taken where it has to be taken at once."""

@@ -14,8 +14,9 @@ from tiermem.core.residency import Record
 from tiermem.runtime.metrics.counters import Counters, Efficiency, PaceRow
 from tiermem.runtime.metrics.device_speed import flops_of
 from tiermem.runtime.metrics.machine_profile import MachineProfile, device_name, load
-from tiermem.transfer.copy import CopyEngine, CudaCopyEngine, Event
+from tiermem.transfer.copy import CopyEngine, Event
 from tiermem.transfer.stamps import Clock, CudaClock, HostClock, Stamp
+from tiermem.transfer.streams import CudaCopyEngine
 
 LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
 """Link over which blocks of a home tier come up."""

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from tiermem.core.allocator import Window
-from tiermem.core.block import Block, Extent, align_up
+from tiermem.core.block import ALIGNMENT, Block, Extent, align_up
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
 from tiermem.errors import StorageError
@@ -144,12 +144,13 @@ class Evictor:
         """
         self.places += 1
         self.order.left.clear()
-        size = align_up(block.nbytes)
-        if self.ring.uses and block.id not in self.regions.residents:
+        size, regions = -(-block.nbytes // ALIGNMENT) * ALIGNMENT, self.regions
+        stays = block.id in regions.residents
+        if self.ring.uses and not stays:
             extent = self._next_in_ring(size, position)
             if extent is not None:
                 return Room(extent)
-        parts = self.regions.parts_for(block)
+        parts = regions.parts_for(block) if stays else regions.parts
         last: list[Record] = []
         if not self._orphans and not self.table.hbm.has_gap(size):
             last = self.order.last(1, position)
@@ -197,7 +198,10 @@ class Evictor:
         window = ring.window(nbytes, position)
         if window is None or not self.clear(window.victims, wait=position is None):
             return None
-        return ring.take(window.extent.offset, nbytes)
+        extent = self.table.hbm.take_at(window.extent.offset, nbytes)
+        if extent is not None:
+            ring.at = extent.offset + nbytes
+        return extent
 
     def _search(
         self,
@@ -225,8 +229,7 @@ class Evictor:
                 return extent
             if self.reap():
                 continue
-            window = self._window(size, position, parts, last)
-            last = []
+            window, last = self._window(size, position, parts, last), []
             anywhere = position is None or block.id in self.residents
             if window is None and anywhere and parts != [(0, hbm.capacity)]:
                 parts = [(0, hbm.capacity)]  # better there than not at all
@@ -413,7 +416,7 @@ class Evictor:
             self.rules.unpoint(record)
         extent = self.table.drop(block_id, free=free)
         self.order.left.append((record, extent.offset))
-        self.order.note_departure(block_id)
+        self.order.note_change(block_id)
         self.transfers.leave(block_id)
         self._counters.evictions += 1
 
@@ -426,7 +429,7 @@ class Evictor:
         """
         block_id = record.block.id
         self.rules.unpoint(record)
-        self.order.note_departure(block_id)
+        self.order.note_change(block_id)
         slot = self.slots.current.get(block_id)
         keep = slot is not None and slot.aliased and (gone or not record.fixed)
         if keep and slot is not None:

@@ -87,9 +87,9 @@ class LeaveRules:
             return True
         if (slot.pointed and not slot.idle) or block_id in self._failing:
             return False
-        if why is _WRITTEN:
-            return not self._regions.stays(record)
-        return block_id not in self._regions.residents
+        if block_id not in self._regions.residents:
+            return True
+        return why is _WRITTEN and not self._regions.stays(record)
 
     def is_wanted(self, record: Record) -> bool:
         """Whether a parameter that holds no lease expects a block in HBM to stay there."""
@@ -112,14 +112,14 @@ class LeaveRules:
         if record.leases or record.fixed or record.extent is None:
             return False
         slot = self._current.get(record.block.id)
-        if slot is None or slot.aliased:
+        if slot is None or _is_aliased(slot):
             return False  # it stays, and the aliases may be used through its parameters
         if not slot.pointed:
             return True
         if not wanted and not slot.idle:
             return False
         self.unpoint(record)
-        return not slot.aliased
+        return not _is_aliased(slot)
 
     def unpoint(self, record: Record) -> None:
         """Points a block's parameters elsewhere, where nothing holds them to it."""
@@ -151,6 +151,13 @@ class LeaveRules:
         return record.leases == known + self.unseen.get(record.block.id, 0)
 
 
+def _is_aliased(slot: Slot) -> bool:
+    """What :attr:`Slot.aliased` says: asked of every block that leaves."""
+    readers = slot.sight.reading_baseline + len(slot.sight.read)
+    writers = slot.baseline + slot.pointed
+    return use_count(slot.storage) > writers or use_count(slot.reading) > readers
+
+
 class LeavingOrder:
     """Says which of the blocks that may leave go first, by their next use, and at what price.
 
@@ -158,7 +165,8 @@ class LeavingOrder:
 
     Attributes:
         left: The blocks evicted for the room asked for last, and their offsets.
-        note_use: Notes that a block was used or has come into HBM: its next use is another.
+        note_change: Notes that a block was used, or has come into HBM or left it: its next use is
+            another, or none that matters.
     """
 
     def __init__(
@@ -180,12 +188,7 @@ class LeavingOrder:
         self._reached = 0
         self._stale: set[int] = set()
         self.left: list[tuple[Record, int]] = []
-        self.note_use: Callable[[int], None] = self._stale.add
-
-    def note_departure(self, block_id: int) -> None:
-        """Notes that a block has left HBM."""
-        self._queue.remove(block_id)
-        self._stale.discard(block_id)
+        self.note_change: Callable[[int], None] = self._stale.add
 
     def lose_track(self) -> None:
         """Notes that blocks come and go unannounced: the queue is rebuilt at the next question."""
@@ -213,7 +216,7 @@ class LeavingOrder:
         def accept(block_id: int) -> bool:
             record = get(block_id)
             if record is None or record.extent is None:
-                self.note_departure(block_id)
+                self._queue.remove(block_id)
                 return False
             if not may_leave(record, why):
                 return False
@@ -261,8 +264,12 @@ class LeavingOrder:
         """Orders the blocks in HBM by the present schedule."""
         queue, planner, residents = self._queue, self._planner, self._regions.residents
         if queue.schedule is planner.schedule and planner.cursor >= self._reached:
+            get = self._table.get
             for block_id in self._stale:
-                if block_id not in residents:
+                record = get(block_id)
+                if record is None or record.extent is None:
+                    queue.remove(block_id)
+                elif block_id not in residents:
                     queue.put(block_id, planner.cursor)
         else:
             inside = (self._table.at(extent.offset) for extent in self._table.hbm.extents())

@@ -17,6 +17,7 @@ class Regions:
     Attributes:
         residents: Blocks that shall stay while the present loop goes on.
         border: Offset where the part of what stays begins.
+        parts: Bounds of the runs of HBM that other blocks stream through.
         changes: How often what is in HBM for good has changed.
     """
 
@@ -28,13 +29,13 @@ class Regions:
         self._table = table
         self._capacity = self.border
         self._slot = 0
-        self._parts = [(0, self.border)]
+        self.parts = [(0, self.border)]
 
     def reset(self) -> None:
         """Gives all of HBM to streaming, until :meth:`keep` is called again."""
         self.border = self._capacity = self._table.hbm.capacity
         self._slot = 0
-        self._parts = [(0, self.border)]
+        self.parts = [(0, self.border)]
         self.residents = frozenset()
 
     def keep(self, residents: frozenset[int], slot: int) -> bool:
@@ -60,7 +61,7 @@ class Regions:
         self.border = capacity - sum(self._sizes(residents))
         runs = self.runs()
         parts = [part for run in runs for part in slots_in(*run, align_up(slot))]
-        self._parts = parts if residents and len(parts) > 1 else [(0, self.border)]
+        self.parts = parts if residents and len(parts) > 1 else [(0, self.border)]
         return True
 
     def divide_anew(self) -> None:
@@ -72,7 +73,7 @@ class Regions:
         """Returns the bounds of the runs of HBM that a block belongs in."""
         if block.id in self.residents:
             return [(self.border, self._table.hbm.capacity)]
-        return self._parts
+        return self.parts
 
     def stays(self, record: Record) -> bool:
         """Whether a block is there to stay, and need not be written as long as it does."""

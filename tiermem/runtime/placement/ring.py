@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from tiermem.core.block import Extent
 from tiermem.core.residency import ResidencyTable
 from tiermem.core.schedule import Planner, Schedule
 from tiermem.core.windows import Window
@@ -26,6 +25,7 @@ class Ring:
 
     Attributes:
         uses: What is used again within so many uses stays; 0 where HBM is not handed out so.
+        at: Where the next place begins at the earliest: who takes one moves it on behind that.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Ring:
         self._planner = planner
         self._regions = regions
         self._order = order
-        self._at = 0
+        self.at = 0
         self._pass = -1
         self._starts: dict[Schedule, int] = {}
 
@@ -62,7 +62,7 @@ class Ring:
         if not uses or number == self._pass:
             return
         self._pass = number
-        self._at = self._starts.setdefault(schedule, self._at)
+        self.at = self._starts.setdefault(schedule, self.at)
         if len(self._starts) > _MOST_STARTS:
             del self._starts[next(iter(self._starts))]
 
@@ -78,18 +78,11 @@ class Ring:
         Returns:
             None where a block there is needed soon, or may not leave.
         """
-        if self._at + nbytes > self._end:
-            self._at = 0
+        if self.at + nbytes > self._end:
+            self.at = 0
         soon = self._planner.cursor + (position or 0) + self.uses
         leaves = partial(self._order.unused_until, position=soon)
-        return self._hbm.next_window(self._at, nbytes, leaves, self._end)
-
-    def take(self, offset: int, nbytes: int) -> Extent | None:
-        """Takes a place and moves the ring on behind it; None where it is not free."""
-        extent = self._hbm.take_at(offset, nbytes)
-        if extent is not None:
-            self._at = offset + extent.nbytes
-        return extent
+        return self._hbm.next_window(self.at, nbytes, leaves, self._end)
 
     @property
     def _end(self) -> int:

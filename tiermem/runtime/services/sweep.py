@@ -37,7 +37,8 @@ class BlockSweep:
         """Begins to fetch blocks that are used next; evicts nothing that is used sooner."""
         manager = self._manager
         with manager.lock:
-            manager.poll()
+            if manager.parts.transfers.mover is not None:
+                manager.parts.transfers.poll()
             for position, block in enumerate(blocks):
                 record = manager.parts.table.get(block.id)
                 if record is None or record.in_hbm is not State.ABSENT or not record.defined:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 class Departures:
     """A log of departures from HBM: all changes of what is in HBM are entered, one reader reads it.
 
+    Of a block that has left both attributes are changed in line.
+
     Attributes:
         count: Grows whenever a block leaves HBM or changes its place there; compare it with an
             earlier value to know whether any has since.
@@ -20,11 +22,6 @@ class Departures:
         """Starts empty."""
         self.count = 0
         self.unread: set[int] = set()
-
-    def add(self, block_id: int) -> None:
-        """Enters that a block has left HBM."""
-        self.count += 1
-        self.unread.add(block_id)
 
     def add_move(self) -> None:
         """Enters that a block has changed its place in HBM, or another has come into its place."""

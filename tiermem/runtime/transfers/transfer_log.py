@@ -17,6 +17,7 @@ class TransferLog:
     Attributes:
         counters: What happened.
         pass_timer: Measures the copies of passes that are measured.
+        enter: Enters a row of the timeline.
     """
 
     def __init__(self, counters: Counters, timeline: Timeline, pass_timer: PassTimer) -> None:
@@ -24,27 +25,7 @@ class TransferLog:
         self.counters = counters
         self.pass_timer = pass_timer
         self._timeline = timeline
-        self._enter = timeline.enter
-
-    def copied(self, link: str, block: Block, started: int) -> None:
-        """Enters a copy between HBM and DRAM that has just been submitted.
-
-        Args:
-            link: Such as ``"dram->hbm"``.
-            block: What was copied.
-            started: When that began, by ``time.perf_counter_ns()``.
-        """
-        ended = time.perf_counter_ns()
-        counters, elapsed, nbytes = self.counters, ended - started, block.nbytes
-        moved = counters.moved_by.get(link)
-        if moved is None:
-            counters.moved(link, nbytes, elapsed)
-        else:  # the same in line: done at every streamed use
-            moved[0] += nbytes
-            moved[1] += 1
-            moved[2] += elapsed
-        counters.copy_ns += elapsed
-        self._enter((link, block.name, started, ended, nbytes))
+        self.enter = timeline.enter
 
     def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
         """Enters a file transfer that has finished, well or not."""

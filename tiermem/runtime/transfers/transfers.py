@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from tiermem.core.block import Extent, Tier
+from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.pace import Waste
 from tiermem.core.residency import Move, Record, ResidencyTable, State
 from tiermem.errors import InvariantError, StorageError
@@ -128,10 +128,7 @@ class Transfers:
         if record.home is not Tier.DRAM:
             extent = self.ahead.at_rest(record)
             return None if extent is None else self.homes.arena.bytes_of(extent)
-        if extent is None:
-            return None
-        source = self.homes.bytes.get(extent.offset)  # _home_bytes, in line: at every streamed use
-        return self.homes.bytes_of(extent) if source is None else source
+        return None if extent is None else self._home_bytes(extent)
 
     def _home_bytes(self, extent: Extent) -> torch.Tensor:
         """Returns the bytes of a home in DRAM, 1-D uint8; as a rule they are known already."""
@@ -168,7 +165,7 @@ class Transfers:
             self.ready[block.id] = event
         if staged:
             self.ahead.copied(block.id, event)
-        self.log.copied("dram->hbm", block, started)
+        self._copied("dram->hbm", block, started)
         record.in_hbm = State.VALID
 
     def _reading(
@@ -213,8 +210,9 @@ class Transfers:
                 )
                 if event is not None:
                     self.home_ready[block.id] = event
-                self.log.copied("hbm->dram", block, started)
-                self.table.end_drain(block.id, ok=True)
+                self._copied("hbm->dram", block, started)
+                record.in_hbm = State.VALID  # ResidencyTable.end_drain, in line
+                record.at_home = State.VALID
                 self.log.counters.write_backs += 1
             else:
                 self.copy.prepare_down()
@@ -247,7 +245,7 @@ class Transfers:
         if event is not None:
             self.home_ready[block.id] = event
         self.copy.claim(extent)
-        self.log.copied("hbm->dram", block, started)
+        self._copied("hbm->dram", block, started)
 
     def rehome(self, record: Record, home: Tier, extent: Extent | None) -> None:
         """Gives a block whose home is in a checkpoint a home that may be written.
@@ -392,16 +390,14 @@ class Transfers:
         """
         if self.poisons:
             self.copy.poison(slot.bytes, extent)
-        self._count_unused(block_id)
+        if block_id in self.waste.pending:
+            self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def left(self, block_id: int) -> None:
         """Notifies the observers that a block has left HBM."""
-        self.departures.add(block_id)
-        self._count_unused(block_id)
-
-    def _count_unused(self, block_id: int) -> None:
-        """Counts a block that leaves HBM and was fetched ahead for nothing."""
-        if block_id in self.waste.pending:
+        self.departures.count += 1
+        self.departures.unread.add(block_id)
+        if block_id in self.waste.pending:  # it was fetched ahead for nothing
             self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def relocated(self, block_id: int) -> None:
@@ -420,6 +416,17 @@ class Transfers:
         return self.mover
 
     # -- inside ----------------------------------------------------------
+
+    def _copied(self, link: str, block: Block, started: int) -> None:
+        """Enters a copy between HBM and DRAM that has just been submitted."""
+        ended, nbytes = time.perf_counter_ns(), block.nbytes
+        counters, elapsed = self.log.counters, ended - started
+        moved = counters.moved_by.setdefault(link, [0, 0, 0])  # Counters.moved, in line
+        moved[0] += nbytes
+        moved[1] += 1
+        moved[2] += elapsed
+        counters.copy_ns += elapsed
+        self.log.enter((link, block.name, started, ended, nbytes))
 
     def _land(self, block_id: int, flight: Flight) -> None:
         """Enters one finished transfer into the table.

@@ -1,0 +1,318 @@
+"""Copies between HBM and DRAM on streams of their own, and what they wait for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from tiermem.core.block import Extent
+from tiermem.storage.arena import DeviceBytes
+from tiermem.transfer.copy import POISON, Event
+from tiermem.transfer.driver import DriverCalls, StreamCalls
+
+_SPARE_STREAMS: dict[int, list[int]] = {}
+"""Streams of engines that are gone, by device."""
+
+_FENCES = 16
+
+
+class Fences:
+    """Copies from or to HBM on one stream that may not be over yet, by where they begin.
+
+    Attributes:
+        fences: End and event of each, by where it begins.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.fences: dict[int, tuple[int, Event]] = {}
+        self._most = _FENCES
+
+    def add(self, extent: Extent, event: Event) -> None:
+        """Remembers a copy until a later one takes its place, or there are many."""
+        fences = self.fences
+        offset = extent.offset
+        end = offset + extent.nbytes
+        before = fences.pop(offset, None)
+        if before is not None and before[0] > end:
+            end = before[0]
+        fences[offset] = (end, event)  # the last in order: copies of a stream end in order
+        if len(fences) > self._most:
+            self._tidy()
+
+    def last(self, extent: Extent) -> Event | None:
+        """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
+        first = extent.offset
+        behind = first + extent.nbytes
+        for start, (end, event) in reversed(self.fences.items()):
+            if start < behind and first < end:
+                return event
+        return None
+
+    def _tidy(self) -> None:
+        """Forgets the copies that are over."""
+        for start, (_, event) in list(self.fences.items()):
+            if event.done():
+                del self.fences[start]
+        self._most = max(_FENCES, 2 * len(self.fences))
+
+
+class StreamCopyEngine:
+    """Streams for copies up, down and up from files, events between them and the compute streams.
+
+    An extent of HBM may be written once its last readers are through: the
+    compute submitted so far (a mark on each compute stream that was seen) and
+    the copies down that still read it (a fence kept for their extent). Copies
+    up need not wait for each other: they share a stream. Those from files have
+    one of their own, and wait for what was submitted when their read was asked
+    for: behind others that were asked for since they would wait for these too.
+    Later users of the place of one that has landed wait for its event.
+
+    Attributes:
+        calls: The device.
+        capturing: Whether the current compute stream is recorded into a CUDA graph.
+        stream: Returns the handle of the current compute stream.
+        hold_up: Makes a compute stream that is known wait for an event.
+    """
+
+    def __init__(self, calls: StreamCalls, up: int, down: int, files: int) -> None:
+        """Uses three streams of a device.
+
+        Args:
+            calls: The device.
+            up: Handle of the stream for copies up.
+            down: The same for copies down.
+            files: The same for copies up of what comes from files.
+        """
+        self.calls = calls
+        self._up = up
+        self._down = down
+        self._files = files
+        self._compute: dict[int, None] = {}
+        self._rising = Fences()
+        self._landed = Fences()
+        self._falling = Fences()
+        self.capturing: Callable[[], bool] = calls.capturing
+        self.stream: Callable[[], int] = calls.current
+        self.hold_up: Callable[[int, Event], None] = calls.wait
+
+    def up(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        extent: Extent,
+        after: Event | None,
+        again: Event | None = None,
+    ) -> Event | None:
+        """Submits a copy up; see :class:`CopyEngine`."""
+        calls, up = self.calls, self._up
+        waits = () if after is None else (after,)
+        if self._falling.fences and (before := self._falling.last(extent)) is not None:
+            waits = (*waits, before)
+        if self._landed.fences and (landed := self._landed.last(extent)) is not None:
+            waits = (*waits, landed)
+        self._compute[calls.current()] = None
+        if again is not None:
+            fence = self._rising.fences.get(extent.offset)
+            if fence is None or fence[1] is not again:
+                again = None  # a file mover may look at it
+        to, at = target.data_ptr(), source.data_ptr()
+        event = calls.copy_behind(up, self._compute, to, at, target.numel(), again, waits)
+        if again is None:
+            self._rising.add(extent, event)
+        return event
+
+    def up_behind(
+        self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
+    ) -> Event | None:
+        """Submits a copy up beside those that wait for compute; see :class:`CopyEngine`."""
+        return self.copy_up(target, source, after)
+
+    def down(
+        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Submits a copy down; see :class:`CopyEngine`."""
+        calls, down = self.calls, self._down
+        waits = () if after is None else (after,)
+        self._compute[calls.current()] = None
+        to, at = target.data_ptr(), source.data_ptr()
+        event = calls.copy_behind(down, self._compute, to, at, target.numel(), None, waits)
+        self._falling.add(extent, event)
+        return event
+
+    def claim(self, extent: Extent) -> None:
+        """Makes the current compute stream wait for whatever else uses ``extent``."""
+        stream = self.calls.current()
+        for other in self._compute:
+            if other != stream:
+                self.calls.follow(stream, other)
+        for event in self._copies(extent):
+            self.calls.wait(stream, event)
+
+    def poison(self, target: torch.Tensor, extent: Extent) -> None:
+        """Sets every bit, on the up stream."""
+        self.prepare_up(extent)
+        self.calls.fill(self._up, target.data_ptr(), POISON, target.numel())
+        self._rising.add(extent, self.calls.record(self._up))
+
+    def prepare_up(self, extent: Extent) -> None:
+        """Makes the up stream wait for every reader of ``extent``."""
+        self._follow_compute(self._up)
+        for event in self._copies(extent):
+            self.calls.wait(self._up, event)
+
+    def guards(self, extent: Extent) -> tuple[Event, ...]:
+        """Returns events of all compute so far, and of copies from and to ``extent``."""
+        self._compute[self.calls.current()] = None
+        computed = (self.calls.record(stream) for stream in self._compute)
+        return (*computed, *self._copies(extent))
+
+    def landed(self, extent: Extent, event: Event) -> None:
+        """Keeps the event of what a file mover copied up, for later users of the place."""
+        self._landed.add(extent, event)
+
+    def prepare_down(self) -> None:
+        """Makes the down stream wait for the compute submitted so far."""
+        self._follow_compute(self._down)
+
+    def use(self, event: Event | None) -> None:
+        """Makes the current compute stream wait for ``event``."""
+        stream = self.calls.current()
+        self._compute[stream] = None
+        if event is not None and event.waiter != stream:  # else it waits already
+            self.calls.wait(stream, event)
+
+    def wait(self, event: Event | None) -> None:
+        """Makes the host wait for ``event``."""
+        if event is not None:
+            event.synchronize()
+
+    def risen(self) -> Event | None:
+        """Returns an event of when every copy up from DRAM so far has been made."""
+        return self.calls.record(self._up)
+
+    def mark(self) -> Event | None:
+        """Returns an event of when what the current compute stream has so far is over."""
+        return self.calls.record(self.calls.current())
+
+    def seen(self, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns the bytes themselves: the stand-in's memory is the host's."""
+        return source
+
+    def synchronize(self) -> None:
+        """Makes the host wait for all copies and the device's compute."""
+        self.calls.synchronize()
+
+    def copy_up(self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]) -> Event:
+        """Submits a copy up of a part of a file, from any thread.
+
+        Args:
+            target: Device bytes.
+            source: Host bytes.
+            after: What it waits for: :meth:`guards` of when the read was asked for.
+        """
+        for event in after:
+            self.calls.wait(self._files, event)
+        self.calls.copy(self._files, target.data_ptr(), source.data_ptr(), target.numel())
+        return self.calls.record(self._files)
+
+    def copy_down(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Submits a copy down as it is; what orders it has been submitted before."""
+        self.calls.copy(self._down, target.data_ptr(), source.data_ptr(), target.numel())
+        return self.calls.record(self._down)
+
+    def _copies(self, extent: Extent) -> Iterator[Event]:
+        """Yields the last copies from and to ``extent``, one of each stream."""
+        for fences in (self._rising, self._landed, self._falling):
+            event = fences.last(extent) if fences.fences else None
+            if event is not None:
+                yield event
+
+    def _follow_compute(self, copies: int) -> None:
+        """Makes a copy stream wait for the compute submitted so far."""
+        self._compute[self.calls.current()] = None
+        for stream in self._compute:
+            self.calls.follow(copies, stream)
+
+
+class CudaCopyEngine(StreamCopyEngine):
+    """The engine of a CUDA device.
+
+    Attributes:
+        device: The device.
+        up_stream: Stream of the copies up.
+        down_stream: Stream of the copies down.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Makes the streams, or takes those of an engine that is closed."""
+        self.device = device
+        calls = DriverCalls(device)
+        spare = _SPARE_STREAMS.setdefault(calls.index, [])
+        while len(spare) < 3:
+            spare.append(calls.new_stream())
+        up, down, files = spare.pop(), spare.pop(), spare.pop()
+        self.up_stream: torch.cuda.Stream = torch.cuda.ExternalStream(up, calls.index)
+        self.down_stream: torch.cuda.Stream = torch.cuda.ExternalStream(down, calls.index)
+        super().__init__(calls, up, down, files)
+        self._reaches = calls.reaches
+        # streams are not destroyed: there may still be events of theirs
+        weakref.finalize(self, spare.extend, (up, down, files))
+
+    def seen(self, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns host bytes as kernels see them, at the same address.
+
+        Not every system has page-locked memory there for the device, and torch is to take it for
+        memory of this one.
+        """
+        if not self._reaches(source.data_ptr()):
+            return None
+        found = torch.as_tensor(DeviceBytes(source, source.data_ptr(), source.numel()))
+        return found if found.device == self.up_stream.device else None
+
+
+class CudaChunkCopier:
+    """Copies staging chunks to and from HBM on the copy engine's streams.
+
+    Attributes:
+        device_only: Whether a file mover leaves host memory to its helper threads.
+    """
+
+    device_only = True
+
+    def __init__(self, engine: StreamCopyEngine) -> None:
+        """Uses the streams of ``engine``, whose owner orders copies down before they begin."""
+        self._engine = engine
+
+    def to_target(
+        self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Event] = ()
+    ) -> StreamFence:
+        """Copies a chunk up."""
+        return StreamFence(self._engine.copy_up(target, staging, after))
+
+    def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> StreamFence:
+        """Copies a chunk down."""
+        return StreamFence(self._engine.copy_down(staging, source))
+
+
+class StreamFence:
+    """A copy on a stream, as the file mover sees it.
+
+    Attributes:
+        event: The copy's, for other streams.
+    """
+
+    def __init__(self, event: Event) -> None:
+        """Keeps the copy's event."""
+        self.event: Event | None = event
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether the copy is over."""
+        return self._event.done()
+
+    def wait(self) -> None:
+        """Waits until it is over."""
+        self._event.synchronize()
