@@ -138,7 +138,7 @@ class Seats:
             self.seated[piece] = seat = self._free.pop()
             return seat
         self._balance(stays)
-        victim = next((other for other in self._passing if not stays(other)), None)
+        victim = self._leaves(stays)
         if victim is None and urgent:
             victim = self._least(stays)
         if victim is None:
@@ -151,6 +151,18 @@ class Seats:
         if not settles:
             self._passing[piece] = None
         return seat
+
+    def _leaves(self, stays: Callable[[Hashable], bool]) -> Hashable | None:
+        """Returns the first of those that pass through that may leave.
+
+        Those before it will be used, or are in use: they go behind the others, not to be asked
+        about each time.
+        """
+        for other in [*self._passing]:
+            if not stays(other):
+                return other
+            self.used(other)
+        return None
 
     def _balance(self, stays: Callable[[Hashable], bool]) -> None:
         """Keeps the number that pass through: adds settled pieces worth least, or settles some."""

@@ -295,6 +295,8 @@ class ExpertStore:
         spec, streams = stack.block.tensors[tensor], tensor in stack.rows
         shape = spec.shape[1:] if streams else spec.shape
         bank, number = self._room.bank_of[stack.number, tensor], stack.number
+        if use.coming:
+            self._go_on(use)  # seats may have come free since the last kernels were submitted
         found = []
         for expert in experts:
             piece = Piece(number, tensor, expert if streams else WHOLE)
@@ -322,13 +324,14 @@ class ExpertStore:
                 return None
             seat = bank.seats[index]
             bank.who.used(piece)
-            if use.coming:
+            error = None
+            if seat.transfer is not None:
                 seat.inside = True  # the next copies begin before the host waits for a disk
                 try:
                     self._go_on(use)
                 finally:
                     seat.inside = False
-            error = None if seat.transfer is None else self._copies.settle(seat)
+                error = self._copies.settle(seat)
             if error is None:
                 return seat
             bank.who.give_up(piece)
