@@ -59,6 +59,40 @@ class _Run:
     counted: int = -1
 
 
+class _Swapped:
+    """What a swap reads and changes, found once: it is done at every streamed use.
+
+    Attributes:
+        table: The rows of the blocks.
+        at: Blocks in HBM, by offset.
+        slots: Places in HBM.
+        current: The place of each block in HBM.
+        kept: Places that blocks had before, by block and offset.
+        by_address: Places with blocks in them, by address.
+        sources: Bytes of homes in DRAM, by offset.
+        ready: Events of copies up, by block.
+        home_ready: Events of copies to homes, by block.
+        transfers: Makes the copies that are not made in line.
+        count: Counts a row of the timeline.
+        enter: Enters it.
+    """
+
+    __slots__ = (
+        "at", "by_address", "count", "current", "enter", "home_ready", "kept", "ready", "slots",
+        "sources", "table", "transfers",
+    )  # fmt: skip
+
+    def __init__(self, parts: Parts) -> None:
+        """Finds it in ``parts``."""
+        self.transfers = parts.transfers
+        self.table, self.at = parts.table, parts.table.by_offset
+        self.slots, self.current = parts.slots, parts.slots.current
+        self.kept, self.by_address = parts.slots.kept, parts.slots.by_address
+        self.sources = parts.homes.bytes
+        self.ready, self.home_ready = parts.transfers.ready, parts.transfers.home_ready
+        self.count, self.enter = parts.counters.count_swap, parts.timeline.enter
+
+
 class Replay:
     """Replays what passes did, or are laid out to do; under the manager's lock.
 
@@ -73,20 +107,13 @@ class Replay:
         self._prefetcher = prefetcher
         self._planner = parts.planner
         self._evictor = parts.evictor
-        self._transfers = parts.transfers
         self._departures = parts.transfers.departures
         self._deferred = parts.deferred
         self._copy = parts.copy
         self._pass_timer = parts.pass_timer
-        self._table = parts.table
-        self._at = parts.table.by_offset
-        self._slots = parts.slots
-        self._current, self._kept = parts.slots.current, parts.slots.kept
-        self._by_address, self._sources = parts.slots.by_address, parts.homes.bytes
-        self._ready, self._home_ready = parts.transfers.ready, parts.transfers.home_ready
-        self._waste, self._pending = parts.transfers.waste, parts.transfers.waste.pending
-        self._counters, self._count = parts.counters, parts.counters.count_swap
-        self._enter = parts.timeline.enter
+        self._counters = parts.counters
+        self._pending = parts.transfers.waste.pending
+        self._swapped = _Swapped(parts)
         self._stream = -1  # of the last use that waited for its block
         self._arranger = Arranger(parts, prefetcher.fetcher)
         self.recordings = Recordings(parts)
@@ -118,7 +145,7 @@ class Replay:
         both = [*steps, _END], schedule
         self.run = _Run(*both, number, self._departures.count, arranged is not None)
         self._evictor.order.lose_track()
-        self._transfers.ahead.lose_track()
+        self._swapped.transfers.ahead.lose_track()
         return self.advance()
 
     def end(self) -> None:
@@ -193,12 +220,12 @@ class Replay:
             planner.follow(block_id)
         run.cursor = cursor
         fetch = self._pending.pop(block_id, None)  # Waste.used, in line
-        if fetch is not None and (fetch[1], block_id) in self._waste.outcomes:
-            self._waste.judge(fetch[1], block_id, wasted=False)
+        if fetch is not None and (fetch[1], block_id) in self._swapped.transfers.waste.outcomes:
+            self._swapped.transfers.waste.judge(fetch[1], block_id, wasted=False)
         leases = record.leases
         try:
             record.leases = leases + 1  # that it can be has just been looked at
-            ready, stream = self._ready.get(block_id), copy.stream()
+            ready, stream = self._swapped.ready.get(block_id), copy.stream()
             if stream != self._stream:
                 copy.use(ready)
                 self._stream = stream  # known from now on
@@ -210,10 +237,10 @@ class Replay:
                     break
             if sampling:
                 self._pass_timer.started(record, ready)
-            return self._current[block_id]
+            return self._swapped.current[block_id]
         except BaseException:
             if record.leases > leases:
-                self._table.release(block_id)
+                self._swapped.table.release(block_id)
             raise
 
     def go_on(self, block_id: int) -> None:
@@ -235,8 +262,8 @@ class Replay:
             return self._stop()
         run.cursor += 1
         run.counted += 1  # by who has asked
-        if step.block in self._waste.pending:
-            self._waste.used(step.block)
+        if step.block in self._swapped.transfers.waste.pending:
+            self._swapped.transfers.waste.used(step.block)
         return all(self._swap(run, swap) for swap in step.swaps)
 
     def repair(self) -> None:
@@ -255,12 +282,12 @@ class Replay:
         if not again or record is None or not self._is_in_place(record):
             return None
         self._counters.hits += 1
-        ready, stream = self._ready.get(block_id), self._copy.stream()
+        ready, stream = self._swapped.ready.get(block_id), self._copy.stream()
         if stream != self._stream or (ready is not None and ready.waiter != stream):
             self._copy.use(ready)
             self._stream = stream
         record.leases += 1
-        return self._current[block_id]
+        return self._swapped.current[block_id]
 
     def _is_in_place(self, record: Record) -> bool:
         """Whether a block is in HBM, and need not be moved before it is held."""
@@ -280,9 +307,9 @@ class Replay:
         Returns:
             False where that is no longer possible: it is to be decided, and so is the rest.
         """
-        leaves, comes, nbytes = swap.leaves, swap.comes, swap.nbytes
+        swapped, leaves, comes, nbytes = self._swapped, swap.leaves, swap.comes, swap.nbytes
         went, came, before = swap.went, swap.came, leaves.extent
-        slot = self._current.get(went)
+        slot = swapped.current.get(went)
         if (
             before is None
             or slot is None
@@ -300,16 +327,16 @@ class Replay:
             return self._swap_otherwise(run, swap)
         block, home = comes.block, comes.home_extent
         plain = comes.home is _DRAM and not self._pass_timer.sampling
-        source = self._sources.get(home.offset) if plain and home is not None else None
-        if source is None and (source := self._transfers.in_dram(comes)) is None:
+        source = swapped.sources.get(home.offset) if plain and home is not None else None
+        if source is None and (source := swapped.transfers.in_dram(comes)) is None:
             return self._stop()
         if slot.pointed:
             pointer = slot.pointer
             pointer.away() if pointer is not None else self._evictor.rules.unpoint(leaves)
-        offset, at, again = before.offset, self._at, self._ready.get(went)
-        place = self._kept.get(came, _NO_SLOTS).get(offset)
+        offset, at, again = before.offset, swapped.at, swapped.ready.get(went)
+        place = swapped.kept.get(came, _NO_SLOTS).get(offset)
         if place is None:
-            place = self._slots.slot(block, Extent(offset, nbytes))
+            place = swapped.slots.slot(block, Extent(offset, nbytes))
         extent = place.extent
         if extent.nbytes != nbytes:
             extent = Extent(offset, nbytes)
@@ -317,41 +344,41 @@ class Replay:
             if before.nbytes != nbytes:
                 if nbytes > before.nbytes:
                     again = None  # it stands for copies to the bytes behind the other as well
-                if not self._table.hbm.retake(before, extent):
+                if not swapped.table.hbm.retake(before, extent):
                     return self._stop()
             # in one line, in which Python calls nothing: nothing can cut it short
             leaves.in_hbm, leaves.extent, comes.in_hbm, comes.extent, at[offset] = (
                 _ABSENT, None, _FILLING, extent, comes
             )  # fmt: skip
             run.departures = self._departures.count = run.departures + 1  # they are the same
-            if self._transfers.poisons or went in self._pending:
-                self._transfers.left_unused(went, slot, before)
-            self._ready.pop(went, None)  # nothing waits for it any longer
-            self._current[came] = self._by_address[place.address] = place
-            del self._current[went]  # last: a slot in both is taken out of both by the handler
+            if swapped.transfers.poisons or went in self._pending:
+                swapped.transfers.left_unused(went, slot, before)
+            swapped.ready.pop(went, None)  # nothing waits for it any longer
+            swapped.current[came] = swapped.by_address[place.address] = place
+            del swapped.current[went]  # last: a slot in both is taken out of both by the handler
             if plain:  # Transfers.copy_up, in line
                 started = perf_counter_ns()
-                after = self._home_ready.get(came)
+                after = swapped.home_ready.get(came)
                 event = self._copy.up(place.bytes, source, place.extent, after, again)
                 if event is not None:
-                    self._ready[came] = event
+                    swapped.ready[came] = event
                 row = "dram->hbm", block.name, started, perf_counter_ns(), block.nbytes
-                self._enter(row)
-                self._count(row)
+                swapped.enter(row)
+                swapped.count(row)
                 comes.in_hbm = _VALID
             else:
                 staged = comes.home is not _DRAM
-                self._transfers.copy_up(comes, place, source, again, staged=staged)
+                swapped.transfers.copy_up(comes, place, source, again, staged=staged)
                 self._counters.evictions += 1
                 self._counters.prefetches += 1
             self._pending[came] = (run.number + swap.passes, swap.key)
             return True
         except BaseException:
             if leaves.extent is None and comes.in_hbm is _FILLING:
-                self._slots.leave(went)
-                self._transfers.unfill(came)
-            elif leaves.extent is before and not self._table.hbm.holds(before):
-                self._table.hbm.retake(extent, before)
+                swapped.slots.leave(went)
+                swapped.transfers.unfill(came)
+            elif leaves.extent is before and not swapped.table.hbm.holds(before):
+                swapped.table.hbm.retake(extent, before)
             raise
 
     def _swap_otherwise(self, run: _Run, swap: Swap) -> bool:
@@ -381,7 +408,7 @@ class Replay:
         """Brings a block to a place that is not just another's; returns whether that could be."""
         comes, offset = swap.comes, fit.offset()
         there = comes.at_home is _VALID and comes.defined
-        if offset < 0 or not there or self._transfers.in_dram(comes) is None:
+        if offset < 0 or not there or self._swapped.transfers.in_dram(comes) is None:
             return False
         for record in fit.leaves:
             if not self._send_away(run, record):
@@ -392,9 +419,9 @@ class Replay:
         extent = self._parts.table.hbm.take_at(offset, swap.nbytes)
         if extent is None:
             return False
-        self._transfers.fill(comes, extent)
+        self._swapped.transfers.fill(comes, extent)
         self._parts.counters.prefetches += 1
-        self._waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
+        self._swapped.transfers.waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
         return True
 
     def _send_away(self, run: _Run, record: Record) -> bool:
@@ -404,13 +431,13 @@ class Replay:
         if record.in_hbm is not _VALID or not self._evictor.rules.may_leave(record, _AHEAD):
             return False
         block_id = record.block.id
-        slot = self._current[block_id]
+        slot = self._swapped.current[block_id]
         if slot.pointed:
             self._evictor.rules.unpoint(record)
             if slot.aliased:  # what hid behind a parameter's reference
                 return False
         self._parts.table.drop(block_id)
-        self._transfers.leave(block_id)
+        self._swapped.transfers.leave(block_id)
         self._parts.counters.evictions += 1
         return True
 
