@@ -535,15 +535,15 @@ _ELSEWHERE = (
     Mutation(
         "gradients wait although hooks of users are shown them",
         "tiermem/nn/groups/newgrads.py",
-        "return len(entry.param._post_accumulate_grad_hooks) == 1",
-        "return True",
+        "        if len(hooks) > 1:\n",
+        "        if not hooks:\n",
         _NEW_GRADS,
     ),
     Mutation(
         "a gradient that a program holds goes to the tiers",
         _GRADS,
-        "return None if is_shared(gradient) and not entry.has_grad else gradient",
-        "return gradient",
+        "            elif entry.has_grad or getrefcount(gradient) <= ALONE_IN_GRAD:\n",
+        "            else:\n",
         _NEW_GRADS,
     ),
     Mutation(
@@ -556,9 +556,23 @@ _ELSEWHERE = (
     Mutation(
         "hooks of users do not see the gradient that is added to",
         _GRADS,
-        "    if hooks and len(hooks) > 1:\n",
-        "    if not hooks:\n",
+        "hooks is not None and len(hooks) > 1:",
+        "hooks is not None and not hooks:",
         _NEW_GRADS,
+    ),
+    Mutation(
+        "a gradient is added to one that a program has cleared",
+        _GRADS,
+        "            or entry.lazy is not None\n",
+        "",
+        ("tests/unit/test_nn_training.py", *_NEW_GRADS),
+    ),
+    Mutation(
+        "nobody is told of a gradient that is about to come",
+        _GRADS,
+        "            busy = busy or watcher.listens\n",
+        "            pass\n",
+        ("tests/unit/test_optim_ahead.py",),
     ),
     Mutation(
         "a place is taken over while its block may be in use",

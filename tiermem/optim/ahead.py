@@ -162,6 +162,7 @@ class StepsAhead:
 
     Attributes:
         revocable: Whether its steps can be taken back.
+        listens: Whether the first gradient of the backward under way is still to come.
         provisional: Those that are made and not confirmed.
     """
 
@@ -198,6 +199,7 @@ class StepsAhead:
         self._state: State = {}
         self._host: HostSteps | None = None
         self._drops = 0
+        self.listens = True
         self._made_any = False  # in the last that was likely to have steps
         runtime.backward.watchers.append(self)
         runtime.grads.watchers.append(self)
@@ -272,6 +274,7 @@ class StepsAhead:
 
     def begins(self) -> bool:
         """Called as a backward begins; returns whether steps are likely to be made in it."""
+        self.listens = True
         self._backward.begins()
         return self._made_any and self._is_last(self._habit.backwards + 1)
 
@@ -312,6 +315,7 @@ class StepsAhead:
         """Decides, at the first gradient of a backward, whether steps are made in it."""
         habit, now = self._habit, self._backward
         now.counted = True
+        self.listens = False
         habit.backwards += 1
         if self.provisional and now.has_changed():
             self.provisional.drop()

@@ -64,6 +64,10 @@ class _Ending:
         self._backward.end()
 
 
+def _nothing() -> None:
+    return None
+
+
 class BackwardPass:
     """Begins a pass where autograd reaches a wrapped module, and ends it with its backward.
 
@@ -71,6 +75,7 @@ class BackwardPass:
         runtime: Of the modules.
         manager: Of their blocks.
         under_way: Whether one has begun and is not ended.
+        ending: Returns what ends it; None once autograd has dropped that, as an error does.
         on_begin: Called as each backward begins.
         watchers: Notified of every backward (optimizers that step in it).
         incoming: The gradients that it accumulates.
@@ -89,13 +94,13 @@ class BackwardPass:
         self._soft: deque[Group] = deque()
         self._kept: list[Group] = []
         self._began = 0
-        self._ending: weakref.ref[_Ending] | None = None
+        self.ending: Callable[[], _Ending | None] = _nothing
 
     def enter(self) -> None:
         """Called where backward reaches a wrapped module: begins a new pass the first time."""
         if torch._C._current_graph_task_id() == -1:
             return
-        if not self.under_way or self._ending is None or self._ending() is None:
+        if not self.under_way or self.ending() is None:
             self._begin()
 
     @inside
@@ -104,7 +109,7 @@ class BackwardPass:
             self.end()  # that was another one
         runtime, manager = self.runtime, self.manager
         ending = _Ending(self)
-        self._ending = weakref.ref(ending, self._cut_short)
+        self.ending = weakref.ref(ending, self._cut_short)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
         self.under_way = True
         self._began = time.perf_counter_ns()
@@ -180,7 +185,7 @@ class BackwardPass:
 
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """Ends a backward that an error cut short; gradients that made way are shown again."""
-        if self.under_way and ending is self._ending:
+        if self.under_way and ending is self.ending:
             self.runtime.grads.restore()
 
     @inside
