@@ -514,14 +514,14 @@ _ELSEWHERE = (
     Mutation(
         "weights are saved as they are",
         _SAVED,
-        "return found.hooks.beside(found, tensor) or found\n",
+        "return (found.hooks.beside(found, tensor) if fixed else None) or found\n",
         "return tensor\n",
         NN,
     ),
     Mutation(
         "the saved-tensor hooks around are left out",
         _SAVED,
-        "return _Handed(packed, unpack)",
+        "return _Handed((packed, unpack))",
         "return tensor",
         ("tests/unit/test_runtime_saved.py",),
     ),
@@ -1000,7 +1000,7 @@ _EXPERTS = (
     Mutation(
         "what autograd saves of rows keeps them in their seats",
         _SAVED,
-        "        if self.rows.copies or self.rows.store.seats:",
+        "        if self.rows.copies or self._room.seats:",
         "        if not self.rows:",
         FROZEN,
     ),

@@ -218,8 +218,9 @@ class GradStore:
                 found = [e for e in unit.entries if e.has_grad]
                 if not found:
                     del self._stored[key]
-                elif found[0].param.grad is None and not self.owed(found[0]):
-                    self.clear(*(e for e in found if e.param.grad is None and not e.materialized))
+                elif found[0].param.grad is None and not self.owed(unit):
+                    gone = [e for e in found if e.param.grad is None and not e.materialized]
+                    self.clear(*gone)
 
     def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
         """Clears the gradient of a parameter that leaves the tiers; cut short, it goes on.
@@ -235,9 +236,9 @@ class GradStore:
         entry.lazy = None
         entry.has_grad = False
 
-    def owed(self, entry: Entry) -> bool:
-        """Whether a step that uses the gradient of a parameter is still to be made."""
-        return entry.unit is not None and entry.unit.block.id in self._deferred.owed
+    def owed(self, unit: GradUnit | None) -> bool:
+        """Whether a step that uses the gradients of a unit is still to be made."""
+        return unit is not None and unit.block.id in self._deferred.owed
 
     def pay(self, unit: GradUnit | None) -> None:
         """Makes the deferred step that uses the gradients of a unit, if there is one."""

@@ -210,6 +210,7 @@ class BackwardPass:
         with self.manager.lock:
             self._let_go_soft()
             runtime.saved.rows.calls.end_backward()
+            runtime.saved.let_go()
         runtime.activations.end_backward()
         runtime.busy("backward", self._began)
 

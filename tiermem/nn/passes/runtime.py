@@ -194,6 +194,7 @@ class ModuleRuntime:
         self.manager.parts.counters.busy_ns += ended - began_ns
         if not self.backward.under_way:  # what is computed again there is a part of it
             self.manager.end_pass()
+            self.saved.let_go()
         lane = "optimizer" if what == "optimizer" else "compute"
         self.manager.parts.timeline.add(lane, what, began_ns, ended)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as unchanged_version
+from tiermem.nn.compat.counters import keep_versions
 
 if TYPE_CHECKING:
     from tiermem.optim.units.unit import StepUnit
@@ -70,7 +70,7 @@ class CountedSteps:
     def once(self, unit: StepUnit, ticket: object) -> Iterator[None]:
         """Leaves the counters as they are, if this step was counted before it is made."""
         counted = unit.members if self._ahead is ticket else ()
-        kept = [unchanged_version(param) for param, _ in counted]
+        kept = keep_versions([param for param, _ in counted])
         try:
             yield
         finally:

@@ -145,7 +145,14 @@ class PlainOptimizer:
                 if not place.put(value, views):
                     continue  # it became something else: it stays in ordinary memory
                 forget(self._stand_ins.get(place.first))  # its views are of what it was
-            own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
+            stand_in = self._stand_ins.get(place.first)
+            if (
+                stand_in is None
+                or stand_in._dtype is not value.dtype
+                or stand_in._shelled is (place.shell is None)
+            ):
+                stand_in = self.stand_in(runtime, place, value.dtype)
+            own[place.key] = stand_in
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
         return shown
@@ -168,7 +175,10 @@ class PlainOptimizer:
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
+        viewed = False
+        for stand_in in self._stand_ins.values():
+            viewed = viewed or stand_in._kept is not None
+        return viewed
 
     def flush(self) -> None:
         """Stores what was written through views of the state."""

@@ -37,6 +37,7 @@ class ExpertStore:
     Attributes:
         stacks: By the id of their blocks.
         open: Whether there is an expert room.
+        room: That room.
         whole: Stacks, by the id of their blocks, that come up whole in the pass under way.
     """
 
@@ -47,7 +48,7 @@ class ExpertStore:
         self.stacks: dict[int, Stack] = {}
         self._copies = PieceCopies(parts, self.stacks.values)
         self._numbers: dict[int, Stack] = {}
-        self._room = ExpertRoom(manager)
+        self.room = ExpertRoom(manager)
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
         self._last: Use | None = None
@@ -62,12 +63,7 @@ class ExpertStore:
     @property
     def open(self) -> bool:
         """Whether there is an expert room."""
-        return self._room.block is not None
-
-    @property
-    def seats(self) -> dict[int, Seat]:
-        """All seats, by the address of their first byte."""
-        return self._room.seats
+        return self.room.block is not None
 
     def add(self, block: Block, experts: int) -> Stack | None:
         """Enters a stack; None where its tensors are not laid out row by row."""
@@ -106,36 +102,36 @@ class ExpertStore:
         if len(self.whole) == len(self.stacks):
             self.close()
             return
-        if not self._room.suits(self.whole, gradients):
+        if not self.room.suits(self.whole, gradients):
             self.close()
         if not self.open:
-            self._room.make(self.stacks.values(), self._worth)
+            self.room.make(self.stacks.values(), self._worth)
 
     def close(self) -> None:
         """Gives the expert room back, with all that is seated."""
         if self.open:
-            for seat in self._room.seats.values():
+            for seat in self.room.seats.values():
                 self._copies.settle(seat)
             self._forget_seated()
-            self._room.give_back()
+            self.room.give_back()
 
     def repair(self) -> None:
         """Gives the expert room back after an exception anywhere; nothing is under way."""
         self._uses.clear()
         self._forget_seated()
-        self._room.repair()
+        self.room.repair()
 
     def give_way(self) -> bool:
         """Closes the expert room for a block that has no place; returns whether that freed any."""
         if not self.open:
             return False
         self.close()
-        self._room.shrink()
+        self.room.shrink()
         return True
 
     def _forget_seated(self) -> None:
         """Empties every seat."""
-        for bank in self._room.banks.values():
+        for bank in self.room.banks.values():
             for piece in list(bank.who.seated):
                 bank.who.give_up(piece)
             for seat in bank.seats:
@@ -185,7 +181,7 @@ class ExpertStore:
 
     def _drop(self, stack: Stack) -> None:
         """Drops all pieces of a stack, which was written."""
-        for bank in self._room.banks.values():
+        for bank in self.room.banks.values():
             pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
             for piece in pieces:
                 if piece.stack != stack.number:
@@ -319,7 +315,7 @@ class ExpertStore:
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
         """Returns how many pieces of a tensor can be looked at together."""
-        bank = self._room.bank_of.get((stack.number, tensor))
+        bank = self.room.bank_of.get((stack.number, tensor))
         return 0 if bank is None else len(bank.seats)
 
     # -- inside ----------------------------------------------------------
@@ -334,7 +330,7 @@ class ExpertStore:
                 seat.released = now
 
     def _bank(self, piece: Piece) -> Bank:
-        return self._room.bank_of[piece.stack, piece.tensor]
+        return self.room.bank_of[piece.stack, piece.tensor]
 
     def _sits(self, piece: Piece) -> bool:
         return piece in self._bank(piece).who.seated
