@@ -333,8 +333,9 @@ class StepsAhead:
             return
         if group.writes.uncounted or group.writes.merging or group.resident:
             return
-        if not all(self._can_be_made(unit) for unit in units):
-            return
+        for unit in units:
+            if not self._can_be_made(unit):
+                return
         manager = self._runtime.manager
         with manager.lock, quiet(manager.parts.device), torch.no_grad():
             uncompiled(StepsAhead._make)(self, group, units)
@@ -393,7 +394,9 @@ class StepsAhead:
         if not made:
             return
         self._made_any = True
-        blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
+        blocks = [group.block]
+        for unit in units:
+            blocks += unit.kept_blocks()
         self._backward.write(group, blocks)
 
     def _make_one(self, unit: StepUnit, at_hand: Callable[[], None]) -> None:
@@ -429,4 +432,4 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Loa
 
 def _is_untouched(unit: StepUnit) -> bool:
     """Whether the gradients of a unit are those that backward has left."""
-    return unit.has_own_gradients() and not any(grads.awaits for grads in unit.grad_units())
+    return unit.has_own_gradients() and not [u for u in unit.grad_units() if u.awaits]

@@ -98,7 +98,7 @@ class GradUnit:
     @property
     def awaits(self) -> bool:
         """Whether any of it awaits a change."""
-        return any(part.pending for part in self.parts)
+        return any(run.pending for run in self.runs) if self.runs else bool(self.pending)
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns what it has of the gradient of one of its parameters."""

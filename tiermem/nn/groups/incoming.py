@@ -12,7 +12,7 @@ from tiermem.errors import REFUSALS
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.weakly import Hook
-from tiermem.nn.groups.above import Passes
+from tiermem.nn.groups.above import Backward, Passes
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.need import accumulates, check_gradients
@@ -29,9 +29,15 @@ class IncomingGradients:
         new: Those that were accumulated and are not in the tiers yet.
     """
 
-    def __init__(self, runtime: Passes) -> None:
-        """Serves ``runtime``."""
+    def __init__(self, runtime: Passes, backward: Backward) -> None:
+        """Serves ``runtime``.
+
+        Args:
+            runtime: Of the modules.
+            backward: Accumulates them.
+        """
         self._runtime = runtime
+        self._backward = backward
         self.manager = runtime.manager
         self._store = runtime.grads
         self._owed = self.manager.parts.deferred.owed
@@ -101,7 +107,7 @@ class IncomingGradients:
             return
         if entry.waits:
             self.new.take()
-        self._runtime.backward.enter()
+        self._backward.enter()
         if entry.unit is None and accumulates(entry):
             check_gradients(self._runtime)
         self._store.pay(entry.unit)  # while param.grad is what it was
@@ -120,8 +126,8 @@ class IncomingGradients:
             for watcher in self._store.watchers:
                 watcher.arriving(entry)
         entry.announced = False
-        if self._runtime.backward.reduced.active:
-            self._runtime.backward.reduced.arrived = True
+        if self._backward.reduced.active:
+            self._backward.reduced.arrived = True
         else:
             self.new.add(entry)
 
@@ -130,8 +136,8 @@ class IncomingGradients:
     def _make_way(self, entry: Entry) -> None:
         if entry.displaced and entry.param.grad is None:
             return
-        if self._runtime.backward.reduced.active:
-            self._runtime.backward.reduced.make_ordinary(entry)
+        if self._backward.reduced.active:
+            self._backward.reduced.make_ordinary(entry)
             return
         self._store.follow(entry)
         current = entry.param.grad
@@ -204,7 +210,7 @@ class _Before(Hook[IncomingGradients, Entry]):
         incoming, entry = self._owner(), self._entry()
         if incoming is None or entry is None:
             return
-        unit, backward = entry.unit, incoming._runtime.backward
+        unit, backward = entry.unit, incoming._backward
         busy = (
             unit is None
             or entry.lazy is not None
@@ -237,7 +243,7 @@ class _After(Hook[IncomingGradients, Entry]):
         incoming, entry = self._owner(), self._entry()
         if incoming is None or entry is None:
             return
-        if not entry.announced or incoming._runtime.backward.reduced.active:
+        if not entry.announced or incoming._backward.reduced.active:
             incoming.arrived(entry)
             return
         try:

@@ -42,15 +42,16 @@ class NewGradients:
     def add(self, entry: Entry) -> None:
         """Takes in a gradient that was accumulated just now, and what waits, if none is awaited."""
         unit, stream = entry.unit, 0 if self._stream_of is None else self._stream_of(self._index)
-        if self._waiting and (unit is not self._unit or stream != self._stream):
-            self.take()
-        if unit is not self._unit:
-            self._turn_to(unit)
-        self._came += 1
+        if unit is not self._unit or stream != self._stream:
+            if self._waiting:
+                self.take()
+            if unit is not self._unit:
+                self._turn_to(unit)
+            self._stream = stream
+        self._came = came = self._came + 1
         entry.waits = True
         self._waiting.append(entry)
-        self._stream = stream
-        if unit is None or self._came >= unit.usual or unit.nbytes > _AT_MOST or entry.has_grad:
+        if unit is None or came >= unit.usual or unit.nbytes > _AT_MOST or entry.has_grad:
             self.take()
             return
         # nothing can see that it is taken in a little later: one that is added to is only a part

@@ -89,7 +89,7 @@ class BackwardPass:
         self.under_way = False
         self.on_begin: list[Callable[[], None]] = []
         self.watchers: list[BackwardWatcher] = []
-        self.incoming = IncomingGradients(runtime)
+        self.incoming = IncomingGradients(runtime, self)
         self.reduced = ReducedGradients(runtime)
         self._soft: deque[Group] = deque()
         self._kept: list[Group] = []
@@ -133,7 +133,8 @@ class BackwardPass:
         """Called when the gradient of a module's output is there: its backward comes next."""
         if self.manager.gate.closed:
             return
-        self.enter()
+        if not self.under_way or self.ending() is None:
+            self.enter()
         for group in scope.groups:
             if group.holds or group.freed or group.block.role is not Role.PARAM:
                 continue
@@ -159,7 +160,8 @@ class BackwardPass:
         What comes after that part in forward has been through its backward: its blocks are let go.
         Else two of them would be held until that of the part has come to two others.
         """
-        self.enter()
+        if not self.under_way or self.ending() is None:
+            self.enter()
         if self._soft:
             with self.manager.lock:
                 self._let_go_soft()

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _REFERRED = (Role.PARAM, Role.BUFFER)
 _push = torch._C._autograd._push_saved_tensors_default_hooks  # not as it is changed below
 _is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it a parameter that is away is asked as an ordinary tensor is."""
 
@@ -87,7 +86,7 @@ class SavedHooks:
         activations = runtime.activations
         self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)
-        self._last: tuple[Any, Pair | None] = None, None  # a checkpoint's, and what covers it
+        self._last: tuple[Any, Any] = None, None  # a checkpoint's, and what covers it
 
     def on_top(self) -> bool:
         """Whether a pair of tiermem's sees what is saved; asked where gradients are taken."""
@@ -115,7 +114,7 @@ class SavedHooks:
         Returns:
             Whether one was pushed, so that :meth:`pop` must follow.
         """
-        if not _is_enabled() or _transform() is not None:
+        if not _is_enabled() or transforming():
             return False
         outer = top_pair()
         if outer is None:
@@ -127,12 +126,12 @@ class SavedHooks:
         before, pair = self._last
         if pack is not before or pair is None:
             pair = self.cover(outer)
-            if _is_of_checkpoint(outer):  # it covers call after call of modules
+            if pair[0].recomputes:  # it covers call after call of modules
                 self._last = pack, pair
         _push(*pair)
         return True
 
-    def cover(self, outer: Pair) -> Pair:
+    def cover(self, outer: Pair) -> tuple[_Covering, Callable[[Any], torch.Tensor]]:
         """Returns a pair of tiermem's over another one."""
         return _Covering(self, outer), self._unpack
 
@@ -143,7 +142,7 @@ class SavedHooks:
     @staticmethod
     def refused() -> bool:
         """Whether torch takes no hooks now: in ``torch.func``, or where they are disabled."""
-        return not _is_enabled() or transforming()
+        return not _is_enabled() or bool(transforming())
 
     def hold_for(self, outputs: Sequence[torch.Tensor], groups: Iterable[Group]) -> None:
         """Keeps blocks in HBM as long as an autograd graph lives that no hook here has seen.
@@ -276,7 +275,10 @@ class SavedHooks:
         try:
             if not backward.under_way or backward.ending() is None:
                 backward.enter()
-            return self._fetch(saved)
+            found = self._here(saved) if type(saved) is SavedView else None
+            if found is None or saved.conj or saved.neg or torch.is_grad_enabled():
+                return self._fetch(saved, found)
+            return found
         except REFUSALS:
             raise
         except BaseException as error:  # as the decorator ``inside`` does
@@ -290,16 +292,14 @@ class SavedHooks:
         with self.manager.lock:
             self.manager.parts.deferred.pay(block_id)
 
-    def _fetch(self, saved: SavedView) -> torch.Tensor:
-        view = None
-        if type(saved) is not SavedView:
+    def _fetch(self, saved: SavedView, view: torch.Tensor | None) -> torch.Tensor:
+        """Returns what was saved; ``view`` is of the block's bytes, where these are there."""
+        rows = type(saved) is not SavedView
+        if rows:
             view = self.rows.again(saved)
         if view is None:
-            view = self._here(saved)
-            if view is None:
-                view = self._brought(saved)
-            if type(saved) is not SavedView:
-                view = self.rows.out_of(saved, view)
+            view = (self._here(saved) if rows else None) or self._brought(saved)
+            view = self.rows.out_of(saved, view)
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook here sees it: a
             # copy in ordinary memory does not hold the block in HBM
@@ -448,9 +448,9 @@ class _Covering:
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
         self.outer = outer
-        self.only_keeps = _only_keeps(outer)
         # a checkpoint computes with the weights of then, changed or not
         self.recomputes = _is_of_checkpoint(outer)
+        self.only_keeps = self.recomputes or _only_keeps(outer)
 
     @property
     def _checkpoint_internal(self) -> bool:

@@ -305,7 +305,8 @@ class CallInterceptor(Interceptor):
             runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
         if not scope.begins or transforming():
             return
-        for tensor in outputs_with_grad(result)[:1]:
+        plain = type(result) is torch.Tensor and result.requires_grad
+        for tensor in [result] if plain else outputs_with_grad(result)[:1]:
             tensor.register_hook(partial(_announce, runtime, scope))
 
 

@@ -59,9 +59,10 @@ class Arrivals:
         awaited = self._awaited.get(key)
         if awaited is not None and awaited not in there:
             return True
-        last = self._last.get(key)
-        likely = [[last]] if last is not None else []
-        for entries in (*likely, *(unit.entries for unit in self.units[key])):
+        members = [unit.entries for unit in self.units[key]]
+        if key in self._last:
+            members.insert(0, [self._last[key]])
+        for entries in members:
             for entry in entries:
                 if entry not in there and accumulates(entry):
                     self._awaited[key] = entry

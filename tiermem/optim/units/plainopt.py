@@ -135,9 +135,22 @@ class PlainOptimizer:
         shown: list[Shown] = []
         if slot is None or self._unit.block is None:
             return shown
-        views = slot.views
+        views, stand_ins = slot.views, self._stand_ins
         for own, place in self.stored_state():
             value = own.get(place.key) if own is not None else None
+            stand_in = stand_ins.get(place.first)
+            if (  # nothing new, as after most steps
+                stand_in is not None
+                and own is not None
+                and value is views[place.first]
+                and place.shell is None
+                and not stand_in._shelled
+                and stand_in._dtype is value.dtype
+            ):
+                own[place.key] = stand_in
+                if stand_in._kept is not None:
+                    shown.append((stand_in, value))
+                continue
             if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
                 continue
             new = value is not views[place.first] and not place.is_over(value, views)
@@ -145,14 +158,7 @@ class PlainOptimizer:
                 if not place.put(value, views):
                     continue  # it became something else: it stays in ordinary memory
                 forget(self._stand_ins.get(place.first))  # its views are of what it was
-            stand_in = self._stand_ins.get(place.first)
-            if (
-                stand_in is None
-                or stand_in._dtype is not value.dtype
-                or stand_in._shelled is (place.shell is None)
-            ):
-                stand_in = self.stand_in(runtime, place, value.dtype)
-            own[place.key] = stand_in
+            own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
         return shown
