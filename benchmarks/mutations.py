@@ -600,7 +600,7 @@ _ELSEWHERE = (
         _GRADS,
         "            or entry.lazy is not None\n",
         "",
-        ("tests/unit/test_nn_training.py", *_NEW_GRADS),
+        _NEW_GRADS,
     ),
     Mutation(
         "nobody is told of a gradient that is about to come",
