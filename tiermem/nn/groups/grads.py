@@ -426,6 +426,7 @@ class GradStore:
         if unit.runs:
             self._store_runs(unit, *found[0])
             return
+        stored = [entry for entry, _ in found]
         again = in_a_row and not unit.pending  # a part of the last use of its block
         slot = self.manager.again(unit.block) if again else self.open(unit)
         written = False
@@ -443,22 +444,13 @@ class GradStore:
                     if entry.has_grad:
                         views[entry.unit_index].add_(gradient)
                         refresh(entry.lazy, views[entry.unit_index])
-                self.norms.take([entry for entry, _ in found], slot)
-            for entry, _ in found:
+                self.norms.take(stored, slot)
+            for entry in stored:
                 entry.has_grad = True
             self._stored[id(unit)] = unit
         finally:
             self.manager.release(unit.block, dirty=written)
-        for entry, _ in found:
-            ways = entry.ways
-            if entry.lazy is None and ways is not None:  # expose, in line
-                kept = self.dtype_of(entry) if self._dtypes else entry.placeholder.dtype
-                entry.lazy = ways.stand_in() if ways.dtype is kept else None
-            stand_in = entry.lazy
-            if stand_in is None:
-                self.expose(entry)
-            elif entry.param.grad is not stand_in:
-                entry.param.grad = stand_in
+        self.expose(*stored)
 
     def _store_runs(self, unit: GradUnit, entry: Entry, gradient: torch.Tensor) -> None:
         """Adds a gradient to the one that is kept in runs, and shows it.
@@ -493,16 +485,17 @@ class GradStore:
             raise RuntimeError(f"parameter {entry.name!r} is not tracked")
         return entry.unit
 
-    def expose(self, entry: Entry) -> None:
-        """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
-        if entry.lazy is None:
-            dtype, shape = self.dtype_of(entry), entry.placeholder.shape
-            ways = entry.ways
-            if ways is None or ways.dtype is not dtype or ways.shape != shape:
-                ways = entry.ways = self._ways_of(entry, dtype)
-            entry.lazy = ways.stand_in()
-        if entry.param.grad is not entry.lazy:
-            entry.param.grad = entry.lazy
+    def expose(self, *entries: Entry) -> None:
+        """Makes each ``param.grad`` the lazy stand-in of the stored gradient."""
+        for entry in entries:
+            stand_in, ways = entry.lazy, entry.ways
+            if stand_in is None:
+                dtype = self.dtype_of(entry) if self._dtypes else entry.placeholder.dtype
+                if ways is None or ways.dtype is not dtype:
+                    ways = entry.ways = self._ways_of(entry, dtype)
+                stand_in = entry.lazy = ways.stand_in()
+            if entry.param.grad is not stand_in:
+                entry.param.grad = stand_in
 
     def _ways_of(self, entry: Entry, dtype: torch.dtype) -> Ways:
         """Returns how the stand-ins of a parameter's gradient get at it; they keep nothing."""

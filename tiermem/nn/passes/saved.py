@@ -294,12 +294,13 @@ class SavedHooks:
 
     def _fetch(self, saved: SavedView, view: torch.Tensor | None) -> torch.Tensor:
         """Returns what was saved; ``view`` is of the block's bytes, where these are there."""
-        rows = type(saved) is not SavedView
-        if rows:
+        if type(saved) is not SavedView:
             view = self.rows.again(saved)
+            whole = self._here(saved) if view is None else None
+            if whole is not None:
+                view = self.rows.out_of(saved, whole)
         if view is None:
-            view = (self._here(saved) if rows else None) or self._brought(saved)
-            view = self.rows.out_of(saved, view)
+            view = self.rows.out_of(saved, self._brought(saved))
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook here sees it: a
             # copy in ordinary memory does not hold the block in HBM

@@ -277,11 +277,10 @@ class Ways:
     """How the bytes of a tensor are got at, for one stand-in after another.
 
     Attributes:
-        shape: Of the real tensor.
         dtype: Of the real tensor.
     """
 
-    __slots__ = ("_clippable", "_load", "_placeholder", "_store", "dtype", "shape")
+    __slots__ = ("_clippable", "_load", "_placeholder", "_store", "dtype")
 
     def __init__(
         self,
@@ -304,7 +303,7 @@ class Ways:
             formal: The dtype that torch's C++ is to see, if another.
             clippable: Of the gradient of a parameter: knows its norm, and what it awaits.
         """
-        self.shape, self.dtype = shape, dtype
+        self.dtype = dtype
         self._load, self._store, self._clippable = load, store, clippable
         self._placeholder = shared_placeholder(shape, formal or dtype, device)
 
