@@ -6,7 +6,7 @@ GPU's table and narrow, so that kernels cost little; the sizes by which blocks a
 as the weights are. Copies go through the same engine and the same calls as on CUDA: the driver is a
 library of a few lines (made by cc), which copies at once, or, while times are taken, not at all.
 
-    python benchmarks/bench_uses.py [t5] [vit] [layers] [--calls] [--profile] [--train]
+    python benchmarks/bench_uses.py [t5] [vit] [layers] [lora] [--calls] [--profile] [--train]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +187,37 @@ def layers() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     return Layers(), lambda m: m(x), 800
 
 
-KINDS = {"t5": t5, "vit": vit, "layers": layers}
+def lora() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+    """Returns a Llama of 32 layers with adapters, whose layers are computed again in backward."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=32,
+        num_attention_heads=4,
+        use_cache=False,
+    )
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.requires_grad_(False)
+    tiermem.add_adapters(model, tiermem.Lora(r=2, target_modules=["q_proj", "v_proj"]))
+    return model, lambda m: m(input_ids=ids).logits, 4096
+
+
+KINDS = {"t5": t5, "vit": vit, "layers": layers, "lora": lora}
 
 
 @contextmanager
-def smaller(by: int) -> Iterator[None]:
-    """Divides the sizes by which blocks are made."""
+def smaller(by: int, vectors: int = 1) -> Iterator[None]:
+    """Divides the sizes by which blocks are made.
+
+    Args:
+        by: What the weights are less by.
+        vectors: By how much less vectors are divided: they are smaller by the width alone.
+    """
     places: list[tuple[Any, str]] = [
         *(
             (partition, name)
@@ -202,7 +228,7 @@ def smaller(by: int) -> Iterator[None]:
     kept = [getattr(module, name) for module, name in places]
     try:
         for (module, name), value in zip(places, kept, strict=True):
-            setattr(module, name, max(1, value // by))
+            setattr(module, name, max(1, value // by * (vectors if name == "_SMALL" else 1)))
         yield
     finally:
         for (module, name), value in zip(places, kept, strict=True):
@@ -266,11 +292,15 @@ def measure(name: str, options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model, _, _ = KINDS[name]()
     for one in (plain, model):
-        one.train(options.train).requires_grad_(options.train)
+        one.train(options.train)
+        if name != "lora":
+            one.requires_grad_(options.train)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    budget = int(nbytes * options.hbm) // 4096 * 4096 * (4 if options.train else 1)
+    state = 4 if options.train and name != "lora" else 1
+    budget = int(nbytes * options.hbm) // 4096 * 4096 * state
     room = {"hbm": budget, "dram": 12 * nbytes + (1 << 24)}
-    with smaller(by), stand_in() as calls, tiermem.TierManager("cpu", **room) as tier:
+    vectors = isqrt(by) if name == "lora" else 1
+    with smaller(by, vectors), stand_in() as calls, tiermem.TierManager("cpu", **room) as tier:
         as_on_cuda(tier, by)
         optimizer: Any = None
         if options.train:
@@ -345,10 +375,12 @@ def measure(name: str, options: argparse.Namespace) -> None:
             found = python_calls(mine)
             python = sum(n for key, n in found.items() if not key.startswith("C "))
             print(f"  calls a use: {python / uses:.1f} of Python, {sum(found.values()) / uses:.1f}")
+            print(f"  calls a pass: {python} of Python, {sum(found.values())}")
             for key, number in found.most_common(options.lines):
                 print(f"    {number / uses:6.2f} {number:6d}  {key}")
             counted = python_instructions(mine)
             print(f"  instructions a use: {sum(counted.values()) / uses:.0f}")
+            print(f"  instructions a pass: {sum(counted.values())}")
             for key, number in counted.most_common(options.lines):
                 print(f"    {number / uses:6.1f} {number:6d}  {key}")
         if options.profile:

@@ -283,3 +283,22 @@ def test_a_step_in_backward_finds_subclasses_of_tensors_at_work() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert optimizer.stepped_in_backward > 0 and all(found)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_nothing_is_added_to_a_gradient_that_was_cleared_since(wrapped: bool) -> None:
+    """No forward comes between two backwards through one graph."""
+    with tiermem.TierManager("cpu", hbm=1 << 14, dram=1 << 24) as tier:
+        model = build()
+        if wrapped:
+            tier.wrap(model, [f"layers.{i}" for i in range(LAYERS)])
+        loss = model(torch.ones(2, 8), [(i, False) for i in range(LAYERS)], -1).sum()
+        loss.backward(retain_graph=True)
+        first = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        for number, param in enumerate(model.parameters()):
+            if number % 2:
+                param.grad = None
+        loss.backward()
+        found = [param.grad for param in model.parameters() if param.grad is not None]
+        wanted = [g if number % 2 else g + g for number, g in enumerate(first)]
+        assert_same(wanted, [gradient.clone() for gradient in found], "gradients")

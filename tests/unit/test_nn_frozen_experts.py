@@ -189,7 +189,7 @@ def test_nothing_stays_for_backward(kind: str) -> None:
         x, y = begin(model, chosen)
         store = tier._runtime.experts
         assert store.open
-        assert not any(seat.aliased for seat in store.seats.values())
+        assert not any(seat.aliased for seat in store.room.seats.values())
         with torch.no_grad():
             for seed in range(1, 6):
                 model(states(8), choose(8, seed))
@@ -256,15 +256,15 @@ def test_with_no_room_the_whole_layer_comes(kind: str, way: str, when: str) -> N
         model.way = plain.way = WAYS[way]
         store, chosen = tier._runtime.experts, choose(3, 0)
         check(model, plain, chosen)
-        most = store._room.share
+        most = store.room.share
         if when == "before":
             store.close()
-            store._room.share = 0.0
+            store.room.share = 0.0
         x, y = begin(model, chosen)
         tier.reset_stats()
         assert store.open == (when == "after")
         store.close()
-        store._room.share = most / 4 if when == "before" else 0.0
+        store.room.share = most / 4 if when == "before" else 0.0
         y.square().sum().backward()
         assert store.open == (when == "before")
         assert (tier.stats().experts_chosen > 0) == (when == "before" and way != "saved")

@@ -13,6 +13,7 @@ import torch
 from support_nn import asked, same_bits, seed
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
@@ -360,3 +361,30 @@ def test_pairs_are_changed_as_they_are_pushed() -> None:
     change_pushed(lambda pair: (pair[1], pair[0]), autograd)
     autograd._push_saved_tensors_default_hooks(*KEEP)
     assert pushed == [(KEEP[1], KEEP[0])]
+
+
+def test_what_a_checkpoint_began_with_is_kept_by_its_graph_alone() -> None:
+    """One is covered for each module in it, by a pair that is found again: not beyond the call."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList([Layer(), Layer()])
+            self.begun: list[StorageWeakRef] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = x * 2
+                self.begun.append(StorageWeakRef(x.untyped_storage()))
+                x = checkpoint(part, x, use_reentrant=False)
+            return x
+
+    model = Checkpointed()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model, ["parts.0.norm", "parts.0.last", "parts.1.norm", "parts.1.last"])
+        result = model(torch.ones(2, WIDTH, requires_grad=True))
+        assert [begun.expired() for begun in model.begun] == [False] * 2
+        del result
+        assert [begun.expired() for begun in model.begun] == [True] * 2
+        model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
+        assert [begun.expired() for begun in model.begun] == [True] * 4

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiermem
+from tiermem.nn.compat import counters
 from tiermem.nn.compat.hookpair import Pair, follow, top_pair
 from tiermem.nn.passes.saved import WithBytes
 
@@ -253,3 +254,24 @@ def test_selective_checkpoints_that_respect_hooks(users: bool) -> None:
                 pair.backward(number)
             pair.step()
             pair.check()
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_versions_are_counted_and_kept_by_any_torch(
+    monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    monkeypatch.setattr(counters, "_INCREMENTS", several and counters._INCREMENTS)
+    monkeypatch.setattr(counters, "_KEEPS", several and counters._KEEPS)
+    tensors = [torch.zeros(2) for _ in range(3)]
+    tensors[1].add_(1)
+    counters.increment_versions(tensors)
+    assert [tensor._version for tensor in tensors] == [1, 2, 1]
+    kept = counters.keep_versions(tensors[:2])
+    for tensor in tensors:
+        tensor.add_(1)
+    for context in kept:
+        context.__exit__(None, None, None)
+    assert [tensor._version for tensor in tensors] == [1, 2, 2]
+    counters.increment_versions([])
+    assert not counters.keep_versions([])
+    assert not counters._takes_several(lambda tensor: tensor._version)

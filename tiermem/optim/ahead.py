@@ -162,6 +162,7 @@ class StepsAhead:
 
     Attributes:
         revocable: Whether its steps can be taken back.
+        listens: Whether the first gradient of the backward under way is still to come.
         provisional: Those that are made and not confirmed.
     """
 
@@ -198,6 +199,7 @@ class StepsAhead:
         self._state: State = {}
         self._host: HostSteps | None = None
         self._drops = 0
+        self.listens = True
         self._made_any = False  # in the last that was likely to have steps
         runtime.backward.watchers.append(self)
         runtime.grads.watchers.append(self)
@@ -272,6 +274,7 @@ class StepsAhead:
 
     def begins(self) -> bool:
         """Called as a backward begins; returns whether steps are likely to be made in it."""
+        self.listens = True
         self._backward.begins()
         return self._made_any and self._is_last(self._habit.backwards + 1)
 
@@ -312,6 +315,7 @@ class StepsAhead:
         """Decides, at the first gradient of a backward, whether steps are made in it."""
         habit, now = self._habit, self._backward
         now.counted = True
+        self.listens = False
         habit.backwards += 1
         if self.provisional and now.has_changed():
             self.provisional.drop()
@@ -329,8 +333,9 @@ class StepsAhead:
             return
         if group.writes.uncounted or group.writes.merging or group.resident:
             return
-        if not all(self._can_be_made(unit) for unit in units):
-            return
+        for unit in units:
+            if not self._can_be_made(unit):
+                return
         manager = self._runtime.manager
         with manager.lock, quiet(manager.parts.device), torch.no_grad():
             uncompiled(StepsAhead._make)(self, group, units)
@@ -389,7 +394,9 @@ class StepsAhead:
         if not made:
             return
         self._made_any = True
-        blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
+        blocks = [group.block]
+        for unit in units:
+            blocks += unit.kept_blocks()
         self._backward.write(group, blocks)
 
     def _make_one(self, unit: StepUnit, at_hand: Callable[[], None]) -> None:
@@ -425,4 +432,4 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Loa
 
 def _is_untouched(unit: StepUnit) -> bool:
     """Whether the gradients of a unit are those that backward has left."""
-    return unit.has_own_gradients() and not any(grads.awaits for grads in unit.grad_units())
+    return unit.has_own_gradients() and not [u for u in unit.grad_units() if u.awaits]

@@ -18,7 +18,7 @@ from tiermem.core.residency import State as Residency
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.units.undo import Undo
+from tiermem.optim.units.undo import Undo, states_of
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.shadows import Shadows
 from tiermem.runtime.transfers.deferred import Deferred
@@ -124,14 +124,15 @@ class Provisional:
         table = self._manager.parts.table
         weights = table[group.block.id]
         kept = [table[block.id] for unit in units for block in unit.kept_blocks()]
-        if not all(self._shadows.can_have(record) for record in (weights, *kept)):
+        if not self._shadows.can_have(weights, *kept):
             return False
         # state that stays in HBM, and is newer there, need not be moved at all: that comes later
-        if any(record.at_home is not _AT_HOME for record in kept):
-            return False
+        for record in kept:
+            if record.at_home is not _AT_HOME:
+                return False
         if not self._made:  # once a round: that looks at all of them
             self._shadows.forget_removed()
-        return self._shadows.reserve(record.block for record in (weights, *kept))
+        return self._shadows.reserve([record.block for record in (weights, *kept)])
 
     def make(self, group: Group, units: Sequence[StepUnit], state: State, step: Step) -> bool:
         """Steps units of a block, under the manager's lock.
@@ -285,8 +286,9 @@ class Provisional:
 
 def _numbers_of(unit: StepUnit, state: State) -> Undo:
     """Keeps what the state of a unit has outside the tiers, and which parameters have any."""
-    numbers = Undo()
-    params = [param for param, _ in unit.members]
-    numbers.keep_entries(unit.plain.optimizer_for(None).state, unit.plain.owns())
-    numbers.keep_shown(state, params)
+    numbers, plain = Undo(), unit.plain
+    kept, owns = plain.optimizer_for(None).state, plain.owns()
+    numbers.keep_entries(kept, owns)
+    stateless = zip(unit.members, states_of(kept, owns), strict=True)
+    numbers.keep_shown(state, [param for (param, _), own in stateless if own is None])
     return numbers

@@ -96,7 +96,13 @@ class SteppedBackward:
 
     def final_units(self, group: Group) -> list[StepUnit]:
         """Returns the units of a block that have gradients."""
-        return [u for u in self.units[id(group)] if any(e.has_grad for e in u.entries)]
+        found = []
+        for unit in self.units[id(group)]:
+            for entry in unit.entries:
+                if entry.has_grad:
+                    found.append(unit)
+                    break
+        return found
 
     def write(self, group: Group, blocks: Sequence[Block]) -> None:
         """Writes home what steps wrote of a group, or holds it back for the next forward."""

@@ -45,6 +45,7 @@ class Acquirer:
         self._current = parts.slots.current
         self._prefetcher = prefetcher
         self._replay = replay
+        self._stream = -1  # of the last look at a block at hand
 
     def acquire(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`.
@@ -102,7 +103,10 @@ class Acquirer:
         state = record.in_hbm
         if (state is not _VALID and state is not _DIRTY) or self._copy.capturing():
             return None
-        self._copy.use(self._ready.get(block_id))
+        ready, stream = self._ready.get(block_id), self._copy.stream()
+        if stream != self._stream or (ready is not None and ready.waiter != stream):
+            self._copy.use(ready)
+            self._stream = stream  # known from now on
         return record
 
     def decide(self, block: Block) -> Slot:

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import Any, Generic, TypeVar
 
 from tiermem.errors import ClosedError
 
+Owner = TypeVar("Owner")
+Entered = TypeVar("Entered")
 
-class Hook:
-    """Calls a method for a parameter, as long as its entry and the method's object are there.
+
+class Hook(Generic[Owner, Entered]):
+    """Something that torch calls for a parameter, and that keeps neither its entry nor its owner.
 
     The garbage collector does not see torch's references to hooks that run after accumulation: a
-    hook that kept the parameter would keep it for ever.
+    hook that kept the parameter would keep it for ever. What derives from it does nothing where
+    either is gone.
     """
 
-    __slots__ = ("_call", "_entry", "_owner")
+    __slots__ = ("_entry", "_owner")
 
-    def __init__(self, method: Callable[[Any, torch.Tensor], None], entry: object) -> None:
-        self._owner, self._call = _parts(method)
+    def __init__(self, owner: Owner, entry: Entered) -> None:
+        self._owner = weakref.ref(owner)
         self._entry = weakref.ref(entry)
-
-    def __call__(self, tensor: torch.Tensor) -> None:
-        """Calls the method, where both objects are still alive."""
-        owner, entry = self._owner(), self._entry()
-        if owner is not None and entry is not None:
-            self._call(owner, entry, tensor)
 
 
 class Weak:

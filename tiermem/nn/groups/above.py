@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -116,6 +116,11 @@ class RowSaving(Protocol):
 class Watcher(Protocol):
     """Follows gradients as they arrive."""
 
+    @property
+    def listens(self) -> bool:
+        """Whether :meth:`arriving` has anything to do just now."""
+        ...
+
     def arriving(self, entry: Entry) -> bool:
         """Called before one is accumulated; returns whether to leave ``param.grad`` as it is."""
         ...
@@ -160,6 +165,16 @@ class Reduced(Protocol):
 
 class Backward(Protocol):
     """The backward under way; see :class:`tiermem.nn.passes.backward.BackwardPass`."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether one has begun and is not ended."""
+        ...
+
+    @property
+    def ending(self) -> Callable[[], Any]:
+        """Returns what ends it, as long as autograd is to call that; else None."""
+        ...
 
     @property
     def reduced(self) -> Reduced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tiermem.nn.groups.gradwanted import Wanted
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.need import beside_optimizer, check_gradients
 from tiermem.nn.tensors.lazy import (
+    ALONE,
     LazyTensor,
     Ways,
     flush,
@@ -170,27 +172,40 @@ class GradStore:
             for watcher in self.watchers:
                 watcher.edited(entry)
 
-    def clear(self, entry: Entry) -> None:
-        """Clears the gradient of one parameter; references to it keep its value."""
-        self.pay(entry.unit)
-        self.norms.invalidate((entry,))
-        stand_in = entry.lazy
-        if isinstance(stand_in, LazyTensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                if entry.param.grad is stand_in:
-                    entry.param.grad = None
-            if entry.has_grad and (is_held(stand_in, besides=1) or is_elsewhere(stand_in)):
-                orphan(stand_in)
-        entry.lazy = None  # after references to it have the value
-        entry.has_grad = False
-        unit = entry.unit
-        for other in () if unit is None else unit.entries:
-            if other.has_grad:
+    def clear(self, *entries: Entry) -> None:
+        """Clears gradients of parameters; references to them keep their values."""
+        units: list[GradUnit] = []
+        for entry in entries:
+            unit = entry.unit
+            if unit is not None and unit not in units[-1:]:
+                units.append(unit)
+                self.pay(unit)
+        self.norms.invalidate(entries)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
+                for entry in entries:
+                    stand_in: Any = entry.lazy
+                    if isinstance(stand_in, LazyTensor):
+                        if entry.param.grad is stand_in:
+                            entry.param.grad = None
+                        # is_held and is_elsewhere, in line
+                        held = getrefcount(stand_in) > ALONE + 1 or stand_in._use_count() > 1
+                        if held and entry.has_grad:
+                            orphan(stand_in)
+                    entry.lazy = None  # after references to it have the value
+                    entry.has_grad = False
+        finally:
+            for unit in units:
+                self._clear_if_empty(unit)
+
+    def _clear_if_empty(self, unit: GradUnit) -> None:
+        """Gives up the blocks of a unit of which no gradient is there."""
+        for entry in unit.entries:
+            if entry.has_grad:
                 return
-        if unit is not None:
-            unit.forget_changes()
-            for block in unit.blocks:
-                self.manager.discard(block)
+        unit.forget_changes()
+        for block in unit.blocks:
+            self.manager.discard(block)
 
     def drop_forgotten(self) -> None:
         """Clears gradients that users have set to None (``model.zero_grad()``).
@@ -203,10 +218,9 @@ class GradStore:
                 found = [e for e in unit.entries if e.has_grad]
                 if not found:
                     del self._stored[key]
-                elif found[0].param.grad is None and not self.owed(found[0]):
-                    for entry in found:
-                        if entry.param.grad is None and not entry.materialized:
-                            self.clear(entry)
+                elif found[0].param.grad is None and not self.owed(unit):
+                    gone = [e for e in found if e.param.grad is None and not e.materialized]
+                    self.clear(*gone)
 
     def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
         """Clears the gradient of a parameter that leaves the tiers; cut short, it goes on.
@@ -222,9 +236,9 @@ class GradStore:
         entry.lazy = None
         entry.has_grad = False
 
-    def owed(self, entry: Entry) -> bool:
-        """Whether a step that uses the gradient of a parameter is still to be made."""
-        return entry.unit is not None and entry.unit.block.id in self._deferred.owed
+    def owed(self, unit: GradUnit | None) -> bool:
+        """Whether a step that uses the gradients of a unit is still to be made."""
+        return unit is not None and unit.block.id in self._deferred.owed
 
     def pay(self, unit: GradUnit | None) -> None:
         """Makes the deferred step that uses the gradients of a unit, if there is one."""
@@ -412,6 +426,7 @@ class GradStore:
         if unit.runs:
             self._store_runs(unit, *found[0])
             return
+        stored = [entry for entry, _ in found]
         again = in_a_row and not unit.pending  # a part of the last use of its block
         slot = self.manager.again(unit.block) if again else self.open(unit)
         written = False
@@ -429,14 +444,13 @@ class GradStore:
                     if entry.has_grad:
                         views[entry.unit_index].add_(gradient)
                         refresh(entry.lazy, views[entry.unit_index])
-                self.norms.take([entry for entry, _ in found], slot)
-            for entry, _ in found:
+                self.norms.take(stored, slot)
+            for entry in stored:
                 entry.has_grad = True
             self._stored[id(unit)] = unit
         finally:
             self.manager.release(unit.block, dirty=written)
-        for entry, _ in found:
-            self.expose(entry)
+        self.expose(*stored)
 
     def _store_runs(self, unit: GradUnit, entry: Entry, gradient: torch.Tensor) -> None:
         """Adds a gradient to the one that is kept in runs, and shows it.
@@ -471,16 +485,17 @@ class GradStore:
             raise RuntimeError(f"parameter {entry.name!r} is not tracked")
         return entry.unit
 
-    def expose(self, entry: Entry) -> None:
-        """Makes ``param.grad`` the lazy stand-in of the stored gradient."""
-        if entry.lazy is None:
-            dtype, shape = self.dtype_of(entry), entry.placeholder.shape
-            ways = entry.ways
-            if ways is None or ways.dtype is not dtype or ways.shape != shape:
-                ways = entry.ways = self._ways_of(entry, dtype)
-            entry.lazy = ways.stand_in()
-        if entry.param.grad is not entry.lazy:
-            entry.param.grad = entry.lazy
+    def expose(self, *entries: Entry) -> None:
+        """Makes each ``param.grad`` the lazy stand-in of the stored gradient."""
+        for entry in entries:
+            stand_in, ways = entry.lazy, entry.ways
+            if stand_in is None:
+                dtype = self.dtype_of(entry) if self._dtypes else entry.placeholder.dtype
+                if ways is None or ways.dtype is not dtype:
+                    ways = entry.ways = self._ways_of(entry, dtype)
+                stand_in = entry.lazy = ways.stand_in()
+            if entry.param.grad is not stand_in:
+                entry.param.grad = stand_in
 
     def _ways_of(self, entry: Entry, dtype: torch.dtype) -> Ways:
         """Returns how the stand-ins of a parameter's gradient get at it; they keep nothing."""

@@ -65,6 +65,8 @@ class GradUnit:
 
     Attributes:
         block: The block; of a gradient in runs the first of them.
+        blocks: All of its blocks.
+        nbytes: Of these.
         entries: Its parameters, in the order of the block's specs.
         group: The group they are from.
         runs: Of the one gradient, where it is too large to be in HBM as a whole; else empty.
@@ -74,12 +76,14 @@ class GradUnit:
         usual: How many of its gradients came in a row in the last backward.
     """
 
-    __slots__ = ("block", "entries", "group", "pending", "runs", "usual")
+    __slots__ = ("block", "blocks", "entries", "group", "nbytes", "pending", "runs", "usual")
 
     def __init__(
         self, block: Block, entries: list[Entry], group: Group, runs: Sequence[GradRun] = ()
     ) -> None:
         self.block = block
+        self.blocks: Sequence[Block] = [run.block for run in runs] or [block]
+        self.nbytes = sum(block.nbytes for block in self.blocks)
         self.entries = entries
         self.group = group
         self.runs = runs
@@ -92,19 +96,9 @@ class GradUnit:
         return self.runs or (self,)
 
     @property
-    def blocks(self) -> list[Block]:
-        """All of its blocks."""
-        return [part.block for part in self.parts]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its blocks."""
-        return sum(block.nbytes for block in self.blocks)
-
-    @property
     def awaits(self) -> bool:
         """Whether any of it awaits a change."""
-        return any(part.pending for part in self.parts)
+        return any(run.pending for run in self.runs) if self.runs else bool(self.pending)
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns what it has of the gradient of one of its parameters."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
 
+from tiermem.errors import REFUSALS
 from tiermem.nn.compat.entrances import inside
+from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.weakly import Hook
-from tiermem.nn.groups.above import Passes
+from tiermem.nn.groups.above import Backward, Passes
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.need import accumulates, check_gradients
 from tiermem.nn.groups.newgrads import NewGradients
-from tiermem.nn.tensors.lazy import LazyTensor, flush, is_shared
+from tiermem.nn.tensors.lazy import ALONE_IN_GRAD, LazyTensor, flush
 from tiermem.runtime.services.sweep import BlockSweep
 
 
@@ -26,11 +29,18 @@ class IncomingGradients:
         new: Those that were accumulated and are not in the tiers yet.
     """
 
-    def __init__(self, runtime: Passes) -> None:
-        """Serves ``runtime``."""
+    def __init__(self, runtime: Passes, backward: Backward) -> None:
+        """Serves ``runtime``.
+
+        Args:
+            runtime: Of the modules.
+            backward: Accumulates them.
+        """
         self._runtime = runtime
+        self._backward = backward
         self.manager = runtime.manager
         self._store = runtime.grads
+        self._owed = self.manager.parts.deferred.owed
         self.new = NewGradients(self.manager.parts.device, self.take_over)
         self._arriving: GradUnit | None = None
         self._pipeline: BlockSweep | None = None
@@ -42,8 +52,8 @@ class IncomingGradients:
             return
         entry.tracked = True
         entry.hooks += [
-            entry.param.register_hook(Hook(self._before, entry)),
-            entry.param.register_post_accumulate_grad_hook(Hook(self._after, entry)),
+            entry.param.register_hook(_Before(self, entry)),
+            entry.param.register_post_accumulate_grad_hook(_After(self, entry)),
         ]
         with torch._C.DisableTorchFunctionSubclass():
             _come_first(entry)
@@ -65,10 +75,11 @@ class IncomingGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for group in self._runtime.groups:
                 for entry in group.entries:
-                    if entry.tracked:
-                        _come_last(entry)
+                    hooks: Any = entry.param._backward_hooks if entry.tracked else None
+                    if hooks is not None and len(hooks) > 1:  # None where torch has forgotten them
+                        _come_last(entry, hooks)
         for entry in self._unheard.values():
-            self._before(entry)
+            self.announce(entry)
 
     def end_backward(self) -> None:
         """Called as a backward ends: nothing arrives any more."""
@@ -88,31 +99,45 @@ class IncomingGradients:
         for watcher in self._store.watchers if stored else ():
             watcher.arrived(stored)
 
-    # -- inside ----------------------------------------------------------
-
     @inside
-    def _before(self, entry: Entry, _gradient: torch.Tensor | None = None) -> None:
-        """Runs before autograd accumulates: gets the lazy stand-in out of its way."""
+    def announce(self, entry: Entry) -> None:
+        """Prepares for a gradient that is about to be accumulated, or caught."""
         entry.announced = True
         if entry.materialized:
             return
         if entry.waits:
             self.new.take()
-        self._runtime.backward.enter()
+        self._backward.enter()
         if entry.unit is None and accumulates(entry):
             check_gradients(self._runtime)
         self._store.pay(entry.unit)  # while param.grad is what it was
         for watcher in self._store.watchers:
-            if watcher.arriving(entry):
+            if watcher.listens and watcher.arriving(entry):
                 return
         with torch._C.DisableTorchFunctionSubclass():
             self._make_way(entry)
 
+    @inside
+    def arrived(self, entry: Entry) -> None:
+        """Takes a gradient that was accumulated, announced or not."""
+        if not entry.announced:
+            entry.unheard = True
+            self._unheard[id(entry.param)] = entry
+            for watcher in self._store.watchers:
+                watcher.arriving(entry)
+        entry.announced = False
+        if self._backward.reduced.active:
+            self._backward.reduced.arrived = True
+        else:
+            self.new.add(entry)
+
+    # -- inside ----------------------------------------------------------
+
     def _make_way(self, entry: Entry) -> None:
         if entry.displaced and entry.param.grad is None:
             return
-        if self._runtime.backward.reduced.active:
-            self._runtime.backward.reduced.make_ordinary(entry)
+        if self._backward.reduced.active:
+            self._backward.reduced.make_ordinary(entry)
             return
         self._store.follow(entry)
         current = entry.param.grad
@@ -123,23 +148,26 @@ class IncomingGradients:
                 entry.displaced = True
                 self._store.displaced.append(entry)
 
-    @inside
-    def _after(self, entry: Entry, _param: torch.Tensor) -> None:
-        """Runs after autograd has put a new gradient into ``param.grad``."""
-        if not entry.announced:
-            entry.unheard = True
-            self._unheard[id(entry.param)] = entry
-            for watcher in self._store.watchers:
-                watcher.arriving(entry)
-        entry.announced = False
-        if self._runtime.backward.reduced.active:
-            self._runtime.backward.reduced.arrived = True
-        else:
-            self.new.add(entry)
-
     def _take_in(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Stores new gradients of parameters of one unit; returns whose are in the tiers now."""
-        found = [(e, gradient) for e in entries if (gradient := self._dense(e)) is not None]
+        """Stores new gradients of parameters of one unit; returns whose are in the tiers now.
+
+        One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``.
+        """
+        found: list[tuple[Entry, torch.Tensor]] = []
+        for entry in entries:
+            entry.displaced = False
+            gradient = entry.param.grad
+            if gradient is None or entry.materialized:
+                continue
+            if (
+                gradient.layout is not torch.strided
+                or gradient.requires_grad
+                or gradient.dtype is not entry.placeholder.dtype
+            ):
+                if entry.has_grad:
+                    self._join(entry, gradient)
+            elif entry.has_grad or getrefcount(gradient) <= ALONE_IN_GRAD:
+                found.append((entry, gradient))
         if not found:
             return []
         unit = found[0][0].unit
@@ -149,26 +177,11 @@ class IncomingGradients:
             self._arrives(unit)
         return stored
 
-    def _dense(self, entry: Entry) -> torch.Tensor | None:
-        """Returns a new gradient that the tiers can take; leaves any other where it is.
-
-        One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``.
-        """
-        entry.displaced = False
-        gradient = entry.param.grad
-        if gradient is None or entry.materialized:
-            return None
-        if (
-            gradient.layout is torch.strided
-            and not gradient.requires_grad
-            and gradient.dtype is entry.placeholder.dtype
-        ):
-            return None if is_shared(gradient) and not entry.has_grad else gradient
-        if entry.has_grad:  # part of it was dense: let torch join the two
-            joined = self._store.load(entry) + gradient
-            self._store.clear(entry)
-            entry.param.grad = joined
-        return None
+    def _join(self, entry: Entry, gradient: torch.Tensor) -> None:
+        """Has torch join a gradient that the tiers cannot take with the part that they have."""
+        joined = self._store.load(entry) + gradient
+        self._store.clear(entry)
+        entry.param.grad = joined
 
     def _arrives(self, unit: GradUnit | None) -> None:
         """Begins to write home the block filled before ``unit``, where its gradients are kept.
@@ -183,13 +196,77 @@ class IncomingGradients:
         self._pipeline.write(before.blocks, gradients=True)
 
 
-def _come_last(entry: Entry) -> None:
-    """Puts the hook behind those of users: they are to see the gradient that is added to."""
-    hooks: Any = entry.param._backward_hooks  # None where torch has forgotten them
-    if hooks and len(hooks) > 1:
-        key = entry.hooks[0].id
-        if key in hooks and next(reversed(hooks)) != key:
-            hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary itself
+class _Before(Hook[IncomingGradients, Entry]):
+    """Runs before autograd accumulates: gets the lazy stand-in out of its way.
+
+    Mostly a backward is under way, nothing stands there and nobody waits for it. So that is looked
+    at here: it is called for every parameter.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        """Announces a gradient."""
+        incoming, entry = self._owner(), self._entry()
+        if incoming is None or entry is None:
+            return
+        unit, backward = entry.unit, incoming._backward
+        busy = (
+            unit is None
+            or entry.lazy is not None
+            or entry.waits
+            or entry.displaced
+            or entry.materialized
+            or not backward.under_way
+            or backward.ending() is None
+            or backward.reduced.active
+            or unit.block.id in incoming._owed
+        )
+        for watcher in incoming._store.watchers:
+            busy = busy or watcher.listens
+        if not busy:
+            with torch._C.DisableTorchFunctionSubclass():
+                busy = entry.param.grad is not None
+        if busy:
+            incoming.announce(entry)
+        else:
+            entry.announced = True
+
+
+class _After(Hook[IncomingGradients, Entry]):
+    """Runs after autograd has put a new gradient into ``param.grad``."""
+
+    __slots__ = ()
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        """Takes the gradient."""
+        incoming, entry = self._owner(), self._entry()
+        if incoming is None or entry is None:
+            return
+        if not entry.announced or incoming._backward.reduced.active:
+            incoming.arrived(entry)
+            return
+        try:
+            entry.announced = False
+            incoming.new.add(entry)
+        except REFUSALS:
+            raise
+        except BaseException as error:  # as the decorator ``inside`` does
+            if OUTSIDE not in error.__dict__:
+                incoming.manager.gate.torn = incoming.manager.gate.unsure = True
+            raise
+
+
+def _come_last(entry: Entry, hooks: Any) -> None:
+    """Puts the hook behind those of users: they are to see the gradient that is added to.
+
+    Args:
+        entry: The parameter.
+        hooks: All of its, in order.
+    """
+    key = entry.hooks[0].id
+    if key in hooks and next(reversed(hooks)) != key:
+        hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary itself
 
 
 def _come_first(entry: Entry) -> None:

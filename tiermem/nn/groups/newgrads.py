@@ -29,7 +29,10 @@ class NewGradients:
             device: Where they are.
             take_in: Takes the gradients of parameters of one unit into the tiers.
         """
-        self._device = device
+        self._device, self._index = device, device.index or 0
+        cuda = device.type == "cuda"
+        self._stream_of: Callable[[int], int] | None
+        self._stream_of = torch._C._cuda_getCurrentRawStream if cuda else None
         self._take_in = take_in
         self._waiting: list[Entry] = []
         self._unit: GradUnit | None = None
@@ -38,16 +41,24 @@ class NewGradients:
 
     def add(self, entry: Entry) -> None:
         """Takes in a gradient that was accumulated just now, and what waits, if none is awaited."""
-        unit, stream = entry.unit, self._current_stream()
-        if self._waiting and (unit is not self._unit or stream != self._stream):
-            self.take()
-        if unit is not self._unit:
-            self._turn_to(unit)
-        self._came += 1
+        unit, stream = entry.unit, 0 if self._stream_of is None else self._stream_of(self._index)
+        if unit is not self._unit or stream != self._stream:
+            if self._waiting:
+                self.take()
+            if unit is not self._unit:
+                self._turn_to(unit)
+            self._stream = stream
+        self._came = came = self._came + 1
         entry.waits = True
         self._waiting.append(entry)
-        self._stream = stream
-        if unit is None or self._came >= unit.usual or not _may_wait(entry, unit):
+        if unit is None or came >= unit.usual or unit.nbytes > _AT_MOST or entry.has_grad:
+            self.take()
+            return
+        # nothing can see that it is taken in a little later: one that is added to is only a part
+        # of its sum until then, and hooks after accumulation are shown what is in the tiers
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks = entry.param._post_accumulate_grad_hooks
+        if len(hooks) > 1:
             self.take()
 
     def take(self) -> None:
@@ -55,7 +66,7 @@ class NewGradients:
         waiting, self._waiting = self._waiting, []
         for entry in waiting:
             entry.waits = False
-        if self._stream == self._current_stream():
+        if self._stream_of is None or self._stream == self._stream_of(self._index):
             self._take_in(waiting)
             return
         theirs = torch.cuda.ExternalStream(self._stream, self._device)
@@ -80,20 +91,3 @@ class NewGradients:
         if self._unit is not None:
             self._unit.usual = self._came
         self._unit, self._came = unit, 0
-
-    def _current_stream(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return int(torch._C._cuda_getCurrentRawStream(self._device.index or 0))
-
-
-def _may_wait(entry: Entry, unit: GradUnit) -> bool:
-    """Whether nothing can see that a gradient is taken in a little later.
-
-    One that is added to is only a part of its sum until then, and hooks that run after accumulation
-    are shown what is in the tiers.
-    """
-    if unit.nbytes > _AT_MOST or entry.has_grad:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        return len(entry.param._post_accumulate_grad_hooks) == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tiermem.nn.compat.counters import increment_versions
 from tiermem.nn.groups.entry import Entry
 
 
@@ -96,6 +97,5 @@ class Writes:
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         """Counts a write of tensors made elsewhere in torch's version counters, and here."""
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
+        increment_versions(tensors)
         self.versions += len(tensors)

@@ -30,19 +30,14 @@ _SPREAD = 4
 _AHEAD_BLOCKS = 2
 
 
-class Kept:
-    """A saved tensor that stays where it is.
+class Kept(tuple[torch.Tensor, int]):
+    """A saved tensor that stays where it is, and the version of its contents when it was saved.
 
-    Attributes:
-        tensor: The tensor, or an alias: the output of a node, kept by that node, were a cycle.
-        version: Of its contents when it was saved.
+    Instead of the output of a node, which that node would keep in a cycle, it has an alias of it.
+    A tuple is made without a call of Python's: there is one for most tensors that are saved.
     """
 
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.version = tensor._version
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+    __slots__ = ()
 
 
 def changed(counter: torch.Tensor, version: int, shape: tuple[int, ...]) -> RuntimeError:

@@ -64,6 +64,10 @@ class _Ending:
         self._backward.end()
 
 
+def _nothing() -> None:
+    return None
+
+
 class BackwardPass:
     """Begins a pass where autograd reaches a wrapped module, and ends it with its backward.
 
@@ -71,6 +75,7 @@ class BackwardPass:
         runtime: Of the modules.
         manager: Of their blocks.
         under_way: Whether one has begun and is not ended.
+        ending: Returns what ends it; None once autograd has dropped that, as an error does.
         on_begin: Called as each backward begins.
         watchers: Notified of every backward (optimizers that step in it).
         incoming: The gradients that it accumulates.
@@ -84,18 +89,18 @@ class BackwardPass:
         self.under_way = False
         self.on_begin: list[Callable[[], None]] = []
         self.watchers: list[BackwardWatcher] = []
-        self.incoming = IncomingGradients(runtime)
+        self.incoming = IncomingGradients(runtime, self)
         self.reduced = ReducedGradients(runtime)
         self._soft: deque[Group] = deque()
         self._kept: list[Group] = []
         self._began = 0
-        self._ending: weakref.ref[_Ending] | None = None
+        self.ending: Callable[[], _Ending | None] = _nothing
 
     def enter(self) -> None:
         """Called where backward reaches a wrapped module: begins a new pass the first time."""
         if torch._C._current_graph_task_id() == -1:
             return
-        if not self.under_way or self._ending is None or self._ending() is None:
+        if not self.under_way or self.ending() is None:
             self._begin()
 
     @inside
@@ -104,7 +109,7 @@ class BackwardPass:
             self.end()  # that was another one
         runtime, manager = self.runtime, self.manager
         ending = _Ending(self)
-        self._ending = weakref.ref(ending, self._cut_short)
+        self.ending = weakref.ref(ending, self._cut_short)
         torch.autograd.Variable._execution_engine.queue_callback(ending)
         self.under_way = True
         self._began = time.perf_counter_ns()
@@ -128,7 +133,8 @@ class BackwardPass:
         """Called when the gradient of a module's output is there: its backward comes next."""
         if self.manager.gate.closed:
             return
-        self.enter()
+        if not self.under_way or self.ending() is None:
+            self.enter()
         for group in scope.groups:
             if group.holds or group.freed or group.block.role is not Role.PARAM:
                 continue
@@ -154,7 +160,8 @@ class BackwardPass:
         What comes after that part in forward has been through its backward: its blocks are let go.
         Else two of them would be held until that of the part has come to two others.
         """
-        self.enter()
+        if not self.under_way or self.ending() is None:
+            self.enter()
         if self._soft:
             with self.manager.lock:
                 self._let_go_soft()
@@ -180,7 +187,7 @@ class BackwardPass:
 
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
         """Ends a backward that an error cut short; gradients that made way are shown again."""
-        if self.under_way and ending is self._ending:
+        if self.under_way and ending is self.ending:
             self.runtime.grads.restore()
 
     @inside
@@ -205,6 +212,7 @@ class BackwardPass:
         with self.manager.lock:
             self._let_go_soft()
             runtime.saved.rows.calls.end_backward()
+            runtime.saved.let_go()
         runtime.activations.end_backward()
         runtime.busy("backward", self._began)
 

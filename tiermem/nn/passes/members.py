@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import overload
 
 import torch
 
-from tiermem.core.block import Block
 from tiermem.errors import CapacityError
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.incoming import IncomingGradients
-
-_Owners = tuple[list[int], list[torch.Tensor | None]]
-"""Where each tensor of a block begins, and the parameter or buffer that it is."""
 
 
 class Groups(Sequence[Group]):
@@ -24,13 +19,15 @@ class Groups(Sequence[Group]):
 
     Attributes:
         by_block: The same by the id of their block; always the same dictionary.
+        owners: By the same id, where each tensor of the block begins, and the parameter or buffer
+            that it is; always the same dictionary.
     """
 
     def __init__(self) -> None:
         """Starts without groups."""
         self._list: list[Group] = []
         self.by_block: dict[int, Group] = {}
-        self._owners: dict[int, _Owners] = {}
+        self.owners: dict[int, tuple[list[int], list[torch.Tensor | None]]] = {}
         self._homed = 0
 
     def __len__(self) -> int:
@@ -52,24 +49,15 @@ class Groups(Sequence[Group]):
         """Enters a group."""
         self._list.append(group)
         self.by_block[group.block.id] = group
-        self._owners[group.block.id] = _owners_in(group)
+        self.owners[group.block.id] = _owners_in(group)
 
     def remove(self, gone: set[int]) -> None:
         """Takes groups out that are given by their ids."""
         self._list = [group for group in self._list if id(group) not in gone]
         for block_id in [b for b, group in self.by_block.items() if id(group) in gone]:
             del self.by_block[block_id]
-        self._owners = {g.block.id: _owners_in(g) for g in self._list}
-
-    def owner_of(self, block: Block, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the parameter or buffer that shares a version counter with a view of a block."""
-        found = self._owners.get(block.id)
-        if found is None:
-            return None
-        begins, owners = found
-        position = tensor.storage_offset() * tensor.dtype.itemsize
-        owner = owners[bisect_right(begins, position) - 1]
-        return owner if owner is not None and owner._version == tensor._version else None
+            self.owners.pop(block_id, None)
+        self.owners.update((g.block.id, _owners_in(g)) for g in self._list)
 
     def track(self, tensor: torch.Tensor, incoming: IncomingGradients) -> None:
         """Takes the gradients of a parameter from now on."""
@@ -86,7 +74,7 @@ class Groups(Sequence[Group]):
                 grads.reserve(self._list)
 
 
-def _owners_in(group: Group) -> _Owners:
+def _owners_in(group: Group) -> tuple[list[int], list[torch.Tensor | None]]:
     """Returns the owners of a block's bytes; None for a tensor that is none of the group's."""
     specs = group.block.tensors
     owners: list[torch.Tensor | None] = [None] * len(specs)

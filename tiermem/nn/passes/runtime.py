@@ -216,6 +216,7 @@ class ModuleRuntime:
                 with self.manager.lock:
                     self.experts.way.ended(not self.experts.open, self.names.last[0])
             self.manager.end_pass()
+            self.saved.let_go()
         lane = "optimizer" if what == "optimizer" else "compute"
         self.manager.parts.timeline.add(lane, what, began_ns, ended)
 

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiermem.core.block import Block, Role
-from tiermem.errors import ParameterError
+from tiermem.errors import REFUSALS, ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
+from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.writes import refuse_changed
 from tiermem.nn.passes.activations import Kept, SavedActivation, changed
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
 
 _REFERRED = (Role.PARAM, Role.BUFFER)
+_push = torch._C._autograd._push_saved_tensors_default_hooks  # not as it is changed below
+_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it a parameter that is away is asked as an ordinary tensor is."""
 
@@ -57,14 +60,10 @@ def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
     return pack
 
 
-class _Handed:
+class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
     """The result of a covered pair's pack hook, and its unpack hook."""
 
-    __slots__ = ("packed", "unpack")
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self.packed = packed
-        self.unpack = unpack
+    __slots__ = ()
 
 
 class SavedHooks:
@@ -73,7 +72,7 @@ class SavedHooks:
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
         self._runtime = runtime
-        self._owner_of = runtime.groups.owner_of
+        self._owners = runtime.groups.owners
         self._group_of = runtime.groups.by_block.get
         self.manager = manager = runtime.manager
         self._gate = manager.gate
@@ -83,14 +82,20 @@ class SavedHooks:
         self._slots = manager.parts.slots.current
         self._slot_at = manager.parts.slots.by_address.get
         self.rows = SavedRows(self, runtime)
+        self._room = runtime.experts.room
         activations = runtime.activations
         self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)
+        self._last: tuple[Any, Any] = None, None  # a checkpoint's, and what covers it
 
     def on_top(self) -> bool:
         """Whether a pair of tiermem's sees what is saved; asked where gradients are taken."""
         outer = top_pair()
         return outer is not None and (outer[0] is self._plain[0] or _hooks_of(outer) is self)
+
+    def let_go(self) -> None:
+        """Forgets the checkpoint that was covered last: its hooks keep what it began with."""
+        self._last = None, None
 
     def push_for_operation(self) -> bool:
         """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
@@ -109,19 +114,24 @@ class SavedHooks:
         Returns:
             Whether one was pushed, so that :meth:`pop` must follow.
         """
-        if self.refused():
+        if not _is_enabled() or transforming():
             return False
         outer = top_pair()
         if outer is None:
-            pack, unpack = self._plain
-        elif _hooks_of(outer) is self:
+            _push(*self._plain)
+            return True
+        pack = outer[0]
+        if pack is self._plain[0] or (type(pack) is _Covering and pack.hooks is self):
             return False
-        else:
-            pack, unpack = self.cover(outer)
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        before, pair = self._last
+        if pack is not before or pair is None:
+            pair = self.cover(outer)
+            if pair[0].recomputes:  # it covers call after call of modules
+                self._last = pack, pair
+        _push(*pair)
         return True
 
-    def cover(self, outer: Pair) -> Pair:
+    def cover(self, outer: Pair) -> tuple[_Covering, Callable[[Any], torch.Tensor]]:
         """Returns a pair of tiermem's over another one."""
         return _Covering(self, outer), self._unpack
 
@@ -132,8 +142,7 @@ class SavedHooks:
     @staticmethod
     def refused() -> bool:
         """Whether torch takes no hooks now: in ``torch.func``, or where they are disabled."""
-        enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-        return not enabled or transforming()
+        return not _is_enabled() or bool(transforming())
 
     def hold_for(self, outputs: Sequence[torch.Tensor], groups: Iterable[Group]) -> None:
         """Keeps blocks in HBM as long as an autograd graph lives that no hook here has seen.
@@ -162,29 +171,46 @@ class SavedHooks:
             slot = self._slot_at(tensor.untyped_storage().data_ptr())
         except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
             return None
-        if self.rows.copies or self.rows.store.seats:
+        if self.rows.copies or self._room.seats:
             found = self.rows.reference(tensor)
             if found is not None:
                 return found
         if slot is None or slot.block.role not in _REFERRED:
             return None
-        block = slot.block
-        view = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        return SavedView(self, block, tensor, view, self._owner_of(block, tensor))
+        block, offset, dtype, owner = slot.block, int(tensor.storage_offset()), tensor.dtype, None
+        known = self._owners.get(block.id)
+        if known is not None:
+            owner = known[1][bisect_right(known[0], offset * dtype.itemsize) - 1]
+            if owner is not None and owner._version != tensor._version:
+                owner = None  # it has a version counter of its own
+        view = dtype, offset, tensor.shape, tensor.stride()
+        return SavedView(self, block, tensor, view, owner)
 
     def group_of(self, block: Block) -> Group:
         """Returns the group of a block that has one."""
         return self._runtime.groups.by_block[block.id]
 
     @_passed_over
-    @inside
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
-        found = self.reference(tensor)
-        if found is not None:
-            return found.hooks.beside(found, tensor) or found
-        if type(tensor) not in _PLAIN_TYPES:
-            return tensor
-        return (self._offload and self._offload(tensor)) or Kept(tensor)
+        try:
+            found = self.reference(tensor)
+            if found is not None:
+                record = self._record_of(found.block.id)
+                fixed = record is None or record.fixed  # of another manager's, it is not known
+                return (found.hooks.beside(found, tensor) if fixed else None) or found
+            if type(tensor) not in _PLAIN_TYPES:
+                return tensor
+            offloaded = self._offload and self._offload(tensor)
+            if offloaded:
+                return offloaded
+            kept = tensor if tensor.grad_fn is None else tensor.detach()
+            return Kept((kept, tensor._version))
+        except REFUSALS:
+            raise
+        except BaseException as error:  # as the decorator ``inside`` does
+            if OUTSIDE not in error.__dict__:
+                self.manager.gate.torn = self.manager.gate.unsure = True
+            raise
 
     def beside(self, saved: SavedView, tensor: torch.Tensor) -> Kept | None:
         """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
@@ -198,21 +224,24 @@ class SavedHooks:
         with _Plain():
             alias = tensor.detach()
             alias.data = slot.sight.read_view(saved.view)
-        return Kept(alias)
+        return Kept((alias, alias._version))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is Kept:
-            tensor = packed.tensor
-            if tensor._version != packed.version:
-                raise changed(tensor, packed.version, tensor.shape)
+        kind = type(packed)
+        if kind is Kept:
+            tensor: torch.Tensor
+            tensor, version = packed
+            if tensor._version != version:
+                raise changed(tensor, version, tensor.shape)
             return tensor if type(tensor) in _PLAIN_TYPES else _bytes_of(tensor)
         if isinstance(packed, SavedView):
             return packed.hooks.view(packed)
-        if type(packed) is _Handed:
-            inner = packed.packed
+        if kind is _Handed:
+            inner, unpack = packed
             if isinstance(inner, SavedView):
                 inner = inner.hooks.view(inner)
-            return _bytes_of(packed.unpack(inner))  # the user's: an exception there is no fault
+            found: torch.Tensor = unpack(inner)  # the user's: an exception there is no fault
+            return found if type(found) in _PLAIN_TYPES else _bytes_of(found)
         if type(packed) is SavedActivation:
             if packed.counter._version != packed.version:
                 raise changed(packed.counter, packed.version, packed.shape)
@@ -233,13 +262,29 @@ class SavedHooks:
             StorageError: If they cannot be read.
             ClosedError: If the manager is closed.
         """
+        owner, version, backward = saved.owner, saved.version, self._runtime.backward
         if saved.block.id in self._deferred.owed:
             self.pay(saved.block.id)
-        if saved.owner is not None and saved.version != -1:
-            refuse_changed(saved.owner, saved.version, saved.block.name)  # and nothing to repair
+        if owner is not None and version != -1:
+            with _Plain():  # it may be away
+                now = owner._version
+            if now != version:
+                refuse_changed(owner, version, saved.block.name)  # and nothing to repair
             if type(saved) is SavedCopies and saved.counter._version != saved.counted:
                 raise changed(saved.counter, saved.counted, saved.shown[2])
-        return self._fetch(saved)
+        try:
+            if not backward.under_way or backward.ending() is None:
+                backward.enter()
+            found = self._here(saved) if type(saved) is SavedView else None
+            if found is None or saved.conj or saved.neg or torch.is_grad_enabled():
+                return self._fetch(saved, found)
+            return found
+        except REFUSALS:
+            raise
+        except BaseException as error:  # as the decorator ``inside`` does
+            if OUTSIDE not in error.__dict__:
+                self.manager.gate.torn = self.manager.gate.unsure = True
+            raise
 
     @inside
     def pay(self, block_id: int) -> None:
@@ -247,14 +292,15 @@ class SavedHooks:
         with self.manager.lock:
             self.manager.parts.deferred.pay(block_id)
 
-    @inside
-    def _fetch(self, saved: SavedView) -> torch.Tensor:
-        self._runtime.backward.enter()
-        view = None
+    def _fetch(self, saved: SavedView, view: torch.Tensor | None) -> torch.Tensor:
+        """Returns what was saved; ``view`` is of the block's bytes, where these are there."""
         if type(saved) is not SavedView:
             view = self.rows.again(saved)
+            whole = self._here(saved) if view is None else None
+            if whole is not None:
+                view = self.rows.out_of(saved, whole)
         if view is None:
-            view = self.rows.out_of(saved, self._bytes(saved))
+            view = self.rows.out_of(saved, self._brought(saved))
         if torch.is_grad_enabled():
             # backward with a graph of its own saves this again, where no hook here sees it: a
             # copy in ordinary memory does not hold the block in HBM
@@ -266,15 +312,20 @@ class SavedHooks:
             view = torch._neg_view(view)
         return view
 
-    def _bytes(self, saved: SavedView) -> torch.Tensor:
-        """Returns a view of a whole block's bytes."""
-        block = saved.block
-        group = self._group_of(block.id)
-        if group is not None and group.soft and not self._gate.closed:
-            with self.manager.lock:  # its backward has just begun
-                if self._at_hand(block.id) is not None:
-                    return self._slots[block.id].sight.read_view(saved.view)
-        return self._brought(saved)
+    def _here(self, saved: SavedView) -> torch.Tensor | None:
+        """Returns a view of a block that backward has just come to, or that never leaves HBM."""
+        block_id = saved.block.id
+        group, record = self._group_of(block_id), self._record_of(block_id)
+        if group is None or record is None or self._gate.closed:
+            return None
+        if not (group.soft or record.fixed):
+            return None
+        with self.manager.lock:
+            if self._at_hand(block_id) is None:
+                return None
+            sight = self._slots[block_id].sight
+            found = sight.read.get(saved.view)
+            return sight.read_view(saved.view) if found is None else found.data
 
     def _brought(self, saved: SavedView) -> torch.Tensor:
         """Returns what was saved of a block that has to be acquired first, or is one no more."""
@@ -393,15 +444,14 @@ class WithBytes:
 class _Covering:
     """A pack hook over another pair."""
 
-    __slots__ = ("hooks", "manager", "only_keeps", "outer", "recomputes")
+    __slots__ = ("hooks", "only_keeps", "outer", "recomputes")
 
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
-        self.manager = hooks.manager
         self.outer = outer
-        self.only_keeps = _only_keeps(outer)
         # a checkpoint computes with the weights of then, changed or not
         self.recomputes = _is_of_checkpoint(outer)
+        self.only_keeps = self.recomputes or _only_keeps(outer)
 
     @property
     def _checkpoint_internal(self) -> bool:
@@ -414,12 +464,22 @@ class _Covering:
         return getattr(self.outer[0], "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        found = self._reference(tensor)
-        if found is not None and self.recomputes:
+        try:  # the other pair's own exceptions (a checkpoint's stop) pass by
+            found = self.hooks.reference(tensor)
+        except REFUSALS:
+            raise
+        except BaseException as error:  # as the decorator ``inside`` does
+            if OUTSIDE not in error.__dict__:
+                self.hooks.manager.gate.torn = self.hooks.manager.gate.unsure = True
+            raise
+        if found is None:
+            pack, unpack = self.outer
+            return _Handed((pack(tensor), unpack))
+        if self.recomputes:
             if type(found) is SavedCopies:
                 return self._given(tensor, None)  # it counts them where the whole block is used
             found.version = -1
-        if found is not None and self.only_keeps:
+        if self.only_keeps:
             return found
         return self._given(tensor, found)
 
@@ -429,13 +489,8 @@ class _Covering:
         packed = pack(tensor)
         if found is not None and packed is tensor:
             found.version = -1  # with hooks torch does not look for changes
-            return _Handed(found, unpack)
-        return _Handed(packed, unpack)
-
-    @inside
-    def _reference(self, tensor: torch.Tensor) -> SavedView | None:
-        """Asks for a reference; the other pair's own exceptions (a checkpoint's stop) pass by."""
-        return self.hooks.reference(tensor)
+            return _Handed((found, unpack))
+        return _Handed((packed, unpack))
 
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

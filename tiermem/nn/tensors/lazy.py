@@ -241,23 +241,25 @@ def _counted(thing: object, *, besides: int = 0) -> int:
 _ALONE = _alone()
 
 
-def is_shared(gradient: torch.Tensor) -> bool:
-    """Whether Python has a reference to a gradient besides one local variable of the caller.
-
-    Args:
-        gradient: What is in ``param.grad``, which not every version of torch counts.
-    """
-    return sys.getrefcount(gradient) > _ALONE_IN_GRAD
-
-
 def _alone_in_grad() -> int:
     param = torch.zeros(1, requires_grad=True)
     param.grad = torch.zeros(1)
     gradient = param.grad
-    return _counted(gradient)
+    return sys.getrefcount(gradient)
 
 
-_ALONE_IN_GRAD = _alone_in_grad()
+ALONE_IN_GRAD = _alone_in_grad()
+"""References that ``sys.getrefcount`` counts of a gradient in ``param.grad`` and one local variable
+of who asks, and nowhere else. Not every version of torch counts its own."""
+
+
+def _alone_here() -> int:
+    thing = object()
+    return sys.getrefcount(thing)
+
+
+ALONE = _alone_here()
+"""The same of an object that is in one local variable of who asks, and nowhere else."""
 
 
 def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
@@ -275,11 +277,10 @@ class Ways:
     """How the bytes of a tensor are got at, for one stand-in after another.
 
     Attributes:
-        shape: Of the real tensor.
         dtype: Of the real tensor.
     """
 
-    __slots__ = ("_clippable", "_load", "_placeholder", "_store", "dtype", "shape")
+    __slots__ = ("_clippable", "_load", "_placeholder", "_store", "dtype")
 
     def __init__(
         self,
@@ -302,7 +303,7 @@ class Ways:
             formal: The dtype that torch's C++ is to see, if another.
             clippable: Of the gradient of a parameter: knows its norm, and what it awaits.
         """
-        self.shape, self.dtype = shape, dtype
+        self.dtype = dtype
         self._load, self._store, self._clippable = load, store, clippable
         self._placeholder = shared_placeholder(shape, formal or dtype, device)
 

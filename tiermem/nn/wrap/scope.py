@@ -168,8 +168,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_activations", "_enters", "_gate", "_groups", "_here", "_inside", "_lock", "_manager",
-        "_push", "_quick", "_saved", "_unwritten", "compiled",
+        "_activations", "_begins", "_enters", "_gate", "_groups", "_here", "_inside", "_lock",
+        "_manager", "_push", "_quick", "_saved", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -186,6 +186,7 @@ class CallInterceptor(Interceptor):
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._push, self._unwritten = self._saved.push, self.runtime.unwritten
         self._groups, self._inside = scope.groups, scope.inside
+        self._begins = scope.begins
         self._enters = scope.begins and self._activations.store is not None
         # only where a block begins there is something to do although its groups are held
         self._quick = _NOBODY if scope.begins else scope.inside
@@ -230,7 +231,7 @@ class CallInterceptor(Interceptor):
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
-                if pushed or is_grad_enabled():
+                if self._begins if pushed else is_grad_enabled():
                     self._watch(self.scope, self.runtime, result, pushed)
                 return result
             finally:
@@ -304,7 +305,8 @@ class CallInterceptor(Interceptor):
             runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
         if not scope.begins or transforming():
             return
-        for tensor in outputs_with_grad(result)[:1]:
+        plain = type(result) is torch.Tensor and result.requires_grad
+        for tensor in [result] if plain else outputs_with_grad(result)[:1]:
             tensor.register_hook(partial(_announce, runtime, scope))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
@@ -60,12 +59,14 @@ class Arrivals:
         awaited = self._awaited.get(key)
         if awaited is not None and awaited not in there:
             return True
-        likely = [self._last[key]] if key in self._last else []
-        members = (e for unit in self.units[key] for e in unit.entries)
-        for entry in chain(likely, members):
-            if entry not in there and accumulates(entry):
-                self._awaited[key] = entry
-                return True
+        members = [unit.entries for unit in self.units[key]]
+        if key in self._last:
+            members.insert(0, [self._last[key]])
+        for entries in members:
+            for entry in entries:
+                if entry not in there and accumulates(entry):
+                    self._awaited[key] = entry
+                    return True
         self._last[key] = arrived[-1]
         return False
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter as unchanged_version
+from tiermem.nn.compat.counters import keep_versions
 
 if TYPE_CHECKING:
     from tiermem.optim.units.unit import StepUnit
@@ -70,7 +70,7 @@ class CountedSteps:
     @contextmanager
     def unchanged(self, unit: StepUnit) -> Iterator[None]:
         """Leaves the counters as they are, for the step of :attr:`ticket` that is being made."""
-        kept = [unchanged_version(param) for param, _ in unit.members]
+        kept = keep_versions([param for param, _ in unit.members])
         try:
             yield
         finally:

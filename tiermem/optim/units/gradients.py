@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -46,8 +46,10 @@ class UnitGradients:
         """Whether the managed gradients are those that are in the tiers, and nothing views them."""
         with torch._C.DisableTorchFunctionSubclass():
             for entry in self.entries:
-                stand_in = entry.lazy if entry.has_grad else None
-                if entry.param.grad is not stand_in or is_viewed(stand_in):
+                stand_in: Any = entry.lazy if entry.has_grad else None
+                if stand_in is not None and stand_in._kept is not None:  # is_viewed, in line
+                    return False
+                if entry.param.grad is not stand_in:
                     return False
         return True
 
@@ -71,9 +73,9 @@ class UnitGradients:
         with torch._C.DisableTorchFunctionSubclass():  # once, not at every parameter
             for param, _ in self.members:
                 param.grad = None
-        for entry in self.entries:
-            if entry.has_grad and not runtime.grads.owed(entry):  # else once it has been used
-                runtime.grads.clear(entry)
+        grads, there = runtime.grads, [entry for entry in self.entries if entry.has_grad]
+        owed = {unit for unit in self.grad_units() if grads.owed(unit)} if there else ()
+        grads.clear(*[e for e in there if e.unit not in owed])  # else once it has been used
 
     def each_gradient(
         self,

@@ -138,10 +138,23 @@ class PlainOptimizer:
         shown: list[Shown] = []
         if slot is None or self._unit.block is None:
             return shown
-        views = slot.views
+        views, stand_ins = slot.views, self._stand_ins
         for number, place in self._placed:
             own = states[number]
             value = own.get(place.key) if own is not None else None
+            stand_in = stand_ins.get(place.first)
+            if (  # nothing new, as after most steps
+                stand_in is not None
+                and own is not None
+                and value is views[place.first]
+                and place.shell is None
+                and not stand_in._shelled
+                and stand_in._dtype is value.dtype
+            ):
+                own[place.key] = stand_in
+                if stand_in._kept is not None:
+                    shown.append((stand_in, value))
+                continue
             if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
                 continue
             new = value is not views[place.first] and not place.is_over(value, views)
@@ -175,7 +188,10 @@ class PlainOptimizer:
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        return any(stand_in._kept is not None for stand_in in self._stand_ins.values())
+        viewed = False
+        for stand_in in self._stand_ins.values():
+            viewed = viewed or stand_in._kept is not None
+        return viewed
 
     def flush(self) -> None:
         """Stores what was written through views of the state."""

@@ -122,9 +122,10 @@ class Undo:
             before = {} if entry is None else dict(entry)
             self._entries.append((state, key, entry, before))
             for value in before.values():
-                if type(value) is torch.Tensor:
+                kind = type(value)
+                if kind is torch.Tensor:
                     ordinary.append(value)
-                elif isinstance(value, torch.Tensor) and not isinstance(value, LazyTensor):
+                elif kind is not LazyTensor and isinstance(value, torch.Tensor):
                     ordinary += [tensor for _, tensor in insides(value)]
         self.keep_values(ordinary)
 
@@ -213,5 +214,7 @@ def span_of(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
 def _extent(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.itemsize
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize

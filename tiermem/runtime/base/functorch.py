@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-
-def transforming() -> bool:
-    """Whether a transform (``grad``, ``vmap``, ``jvp``, ...) is under way in this thread."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+transforming: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
+"""Returns the transform (``grad``, ``vmap``, ``jvp``, ...) under way in this thread, or None."""
 
 
 def untransformed() -> AbstractContextManager[Any]:

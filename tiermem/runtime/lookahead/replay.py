@@ -206,7 +206,11 @@ class Replay:
         if (
             record is None
             or (record.in_hbm is not _VALID and record.in_hbm is not _DIRTY)
-            or (self._evictor.largest_later and not self._is_in_place(record))
+            or (
+                (later := self._evictor.largest_later)
+                and not record.leases
+                and ((extent := record.extent) is None or extent.offset < later)
+            )
         ):
             return None
         sampling = self._pass_timer.sampling

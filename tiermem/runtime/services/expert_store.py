@@ -44,6 +44,7 @@ class ExpertStore:
     Attributes:
         stacks: By the id of their blocks.
         open: Whether there is an expert room.
+        room: That room.
         whole: Stacks, by the id of their blocks, that come up whole in the pass under way.
         way: Decides whether all of them do, in forwards without gradients.
     """
@@ -55,7 +56,7 @@ class ExpertStore:
         self.stacks: dict[int, Stack] = {}
         self._copies = PieceCopies(parts, self.stacks.values)
         self._numbers: dict[int, Stack] = {}
-        self._room = ExpertRoom(manager)
+        self.room = ExpertRoom(manager)
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
         self._last: Use | None = None
@@ -71,12 +72,7 @@ class ExpertStore:
     @property
     def open(self) -> bool:
         """Whether there is an expert room."""
-        return self._room.block is not None
-
-    @property
-    def seats(self) -> dict[int, Seat]:
-        """All seats, by the address of their first byte."""
-        return self._room.seats
+        return self.room.block is not None
 
     def add(self, block: Block, experts: int) -> Stack | None:
         """Enters a stack; None where its tensors are not laid out row by row."""
@@ -115,24 +111,24 @@ class ExpertStore:
         if len(self.whole) == len(self.stacks):
             self.close()
             return
-        if not self._room.suits(self.whole, gradients):
+        if not self.room.suits(self.whole, gradients):
             self.close()
         if not self.open:
-            self._room.make(self.stacks.values(), self._worth)
+            self.room.make(self.stacks.values(), self._worth)
 
     def close(self) -> None:
         """Gives the expert room back, with all that is seated."""
         if self.open:
-            for seat in self._room.seats.values():
+            for seat in self.room.seats.values():
                 self._copies.settle(seat)
             self._forget_seated()
-            self._room.give_back()
+            self.room.give_back()
 
     def repair(self) -> None:
         """Gives the expert room back after an exception anywhere; nothing is under way."""
         self._uses.clear()
         self._forget_seated()
-        self._room.repair()
+        self.room.repair()
         self.way.reset()
 
     def give_way(self) -> bool:
@@ -140,12 +136,12 @@ class ExpertStore:
         if not self.open:
             return False
         self.close()
-        self._room.shrink()
+        self.room.shrink()
         return True
 
     def _forget_seated(self) -> None:
         """Empties every seat."""
-        for bank in self._room.banks.values():
+        for bank in self.room.banks.values():
             for piece in list(bank.who.seated):
                 bank.who.give_up(piece)
             for seat in bank.seats:
@@ -195,7 +191,7 @@ class ExpertStore:
 
     def _drop(self, stack: Stack) -> None:
         """Drops all pieces of a stack, which was written."""
-        for bank in self._room.banks.values():
+        for bank in self.room.banks.values():
             pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
             for piece in pieces:
                 if piece.stack != stack.number:
@@ -231,7 +227,7 @@ class ExpertStore:
         """Counts what a call chooses, and begins its copies."""
         stack, counters = use.stack, self._parts.counters
         seated = [
-            (index, self._room.bank_of[stack.number, index].who.seated) for index in stack.rows
+            (index, self.room.bank_of[stack.number, index].who.seated) for index in stack.rows
         ]
         here = 0
         for expert in use.chosen:
@@ -294,7 +290,7 @@ class ExpertStore:
             self._note_released()
         spec, streams = stack.block.tensors[tensor], tensor in stack.rows
         shape = spec.shape[1:] if streams else spec.shape
-        bank, number = self._room.bank_of[stack.number, tensor], stack.number
+        bank, number = self.room.bank_of[stack.number, tensor], stack.number
         if use.coming:
             self._go_on(use)  # seats may have come free since the last kernels were submitted
         found = []
@@ -340,7 +336,7 @@ class ExpertStore:
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
         """Returns how many pieces of a tensor can be looked at together."""
-        bank = self._room.bank_of.get((stack.number, tensor))
+        bank = self.room.bank_of.get((stack.number, tensor))
         return 0 if bank is None else len(bank.seats)
 
     # -- inside ----------------------------------------------------------
@@ -357,7 +353,7 @@ class ExpertStore:
                 seat.released = now
 
     def _bank(self, piece: Piece) -> Bank:
-        return self._room.bank_of[piece.stack, piece.tensor]
+        return self.room.bank_of[piece.stack, piece.tensor]
 
     def _go_on(self, use: Use) -> bool:
         """Begins the copies of what is wanted next; returns whether there were seats for all."""
@@ -365,7 +361,7 @@ class ExpertStore:
         while open_ones:
             tensor, pieces = min(open_ones.items(), key=_place)
             piece = pieces[0][1]
-            bank = self._room.bank_of[number, tensor]
+            bank = self.room.bank_of[number, tensor]
             needs = piece in use.wanted and piece not in bank.who.seated
             if needs and self._bring(bank, piece) is None:
                 del open_ones[tensor]

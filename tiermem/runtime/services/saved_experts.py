@@ -28,7 +28,7 @@ class SavedExperts:
             None where it is no seat, or one with bytes that are a piece's no more.
         """
         store = self._store
-        seat = store.seats.get(address)
+        seat = store.room.seats.get(address)
         if seat is None or seat.piece is None or seat.use is None or not store.is_seated(seat):
             return None
         return seat.use, seat.piece

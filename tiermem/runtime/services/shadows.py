@@ -55,9 +55,12 @@ class Shadows:
         """Bytes of DRAM that they take."""
         return sum(extent.nbytes for extent in self._spare.values())
 
-    def can_have(self, record: Record) -> bool:
-        """Whether a block may have one: it is at home in DRAM, where it can be evicted to."""
-        return record.home is Tier.DRAM and record.defined and not record.fixed
+    def can_have(self, *records: Record) -> bool:
+        """Whether blocks may have one: they are at home in DRAM, where they can be evicted to."""
+        for record in records:
+            if record.home is not Tier.DRAM or not record.defined or record.fixed:
+                return False
+        return True
 
     def reserve(self, blocks: Iterable[Block]) -> bool:
         """Reserves a shadow for each of some blocks, of those that :meth:`can_have` one.

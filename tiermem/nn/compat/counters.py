@@ -1,0 +1,34 @@
+"""Version counters of several tensors with one call, where this torch has calls for several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as _unchanged
+
+
+def _takes_several(call: Callable[[Any], object]) -> bool:
+    """Whether a function takes a tuple in place of a tensor; older ones look for its counter."""
+    try:
+        call(())
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+_INCREMENTS, _KEEPS = map(_takes_several, (torch.autograd.graph.increment_version, _unchanged))
+
+
+def increment_versions(tensors: Sequence[torch.Tensor]) -> None:
+    """Counts a write of each tensor."""
+    for several in (tensors,) if _INCREMENTS and tensors else tensors:
+        torch.autograd.graph.increment_version(several)
+
+
+def keep_versions(tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Returns contexts, entered, that leave the counters of tensors as they are at their exit."""
+    if not tensors:
+        return ()
+    return [_unchanged(tuple(tensors))] if _KEEPS else [_unchanged(tensor) for tensor in tensors]
