@@ -722,13 +722,6 @@ _ELSEWHERE = (
         ("tests/property/test_core_slots.py",),
     ),
     Mutation(
-        "plans are looked for by times that are only foretold",
-        "tiermem/runtime/lookahead/plan_maker.py",
-        "now.passes != 1 or sure(timed(spans[0][2], self._load))",
-        "now.passes",
-        ("tests/unit/test_runtime_arranged.py",),
-    ),
-    Mutation(
         "what is cleared away for a layout was fetched for nothing",
         "tiermem/runtime/lookahead/arranged.py",
         "        self._parts.transfers.waste.withdraw(record.block.id)\n",

@@ -18,8 +18,6 @@ from support_loop import PAGE, Loop, loop
 
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
-from tiermem.core.loops import Loop as Plans
-from tiermem.runtime.lookahead import plan_maker
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.metrics.pass_timer import PassTimer
@@ -515,32 +513,4 @@ def test_what_is_cleared_away_for_a_layout_was_not_fetched_for_nothing() -> None
         made.manager.begin_pass("loop")
         assert arranged(made) and ahead <= {block for what, block in made.events if what == "left"}
         assert not waste.outcomes and not waste.stopped
-        made.check()
-
-
-def test_no_other_plan_is_looked_for_by_times_that_are_only_foretold(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The plan in force lays the loop out; it is looked at again once times are measured."""
-    with loop(12, 6, depth="auto") as made:
-        manager = made.manager
-        manager.parts.pass_timer.estimates.flops = 1e3  # nothing that is foretold suits a plan
-        looked: list[int] = []
-        share = plan_maker.share_hbm
-
-        def noted(*args: Any) -> Any:
-            looked.append(load)
-            return share(*args)
-
-        monkeypatch.setattr(plan_maker, "share_hbm", noted)
-        monkeypatch.setattr(Plans, "is_good", lambda *_: False)
-        for load in (1, 64):
-            for number in range(4):
-                manager.begin_pass("loop", load=load)
-                assert arranged(made) or load == 1
-                assert 64 not in looked or number > 1
-                for block in range(12):
-                    made.use(block)
-                manager.end_pass()
-        assert 64 in looked
         made.check()

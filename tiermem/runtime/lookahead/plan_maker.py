@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
@@ -72,26 +71,6 @@ class Staying:
     rate: float = 0.0
 
 
-class _InForce(NamedTuple):
-    """The plan in force.
-
-    Attributes:
-        blocks: Which it is for.
-        room: Bytes of HBM for them.
-        passes: How many a round has; 0 where it does not come again.
-        plan: What stays.
-    """
-
-    blocks: frozenset[int]
-    room: int
-    passes: int
-    plan: Plan
-
-    def is_for(self, loop: Loop) -> bool:
-        """Whether it is for the blocks of a loop, and for as much room."""
-        return self.room == loop.room and self.blocks == loop.sizes.keys()
-
-
 class PlanMaker:
     """Makes stream plans from what was measured."""
 
@@ -109,7 +88,7 @@ class PlanMaker:
         self._settled: dict[int, tuple[_Alike, int, Plan]] = {}
         self._load = 0
         self._run = 0
-        self._in_force: _InForce | None = None
+        self._in_force: tuple[tuple[object, int], Plan] | None = None
         self._waiting: set[int] = set()
         self._through_dram = True
         self._staying = Staying()
@@ -324,8 +303,9 @@ class PlanMaker:
             loop = self._times.loop(schedule, spans, sizes, room, known, fetch, spare)
             loop = replace(loop, steady=steady)
             now = self._in_force
-            if now is not None and now.plan is not plan and self._is_enough(now, loop, spans):
-                plan = before = now.plan
+            other = now is not None and now[0] == alike[:2] and now[1] is not plan
+            if now is not None and other and loop.slower.is_good(now[1]):
+                plan = before = now[1]
             if plan is None:
                 plan = share_hbm(loop, before)
                 if plan is not before:
@@ -335,31 +315,14 @@ class PlanMaker:
             del self._settled[next(iter(self._settled))]
         if learned and not files:
             plan = self._worth_moving(loop.slower, plan)
-        self._in_force = _InForce(*alike[:2], len(spans), plan)
+        self._in_force = alike[:2], plan
         return plan
-
-    def _is_enough(
-        self, now: _InForce, loop: Loop, spans: Sequence[tuple[int, int, object]]
-    ) -> bool:
-        """Whether no other plan than the one in force is looked for, though times are new.
-
-        It is good for the loop; or it lays the loop out and the times of that are only foretold:
-        they will have been measured after two passes.
-        """
-        if not now.is_for(loop):
-            return False
-        if loop.slower.is_good(now.plan):
-            return True
-        sure = self._parts.pass_timer.estimates.sure
-        if len(spans) != 1 or now.passes != 1 or sure(timed(spans[0][2], self._load)):
-            return False
-        return loop.slower.by_laps(now.plan) is not None
 
     def _nearer(self, loop: Loop, plan: Plan) -> Plan:
         """Returns a plan that is as good and keeps what the one in force does, as far as it can."""
         if self._in_force is None or not plan.residents:
             return plan
-        before, room = self._in_force.plan.residents, loop.room - plan.reserve
+        before, room = self._in_force[1].residents, loop.room - plan.reserve
         lying = [(r.extent.offset, b) for b in loop.sizes if (r := self._parts.table[b]).extent]
         inside = [block for _, block in sorted(lying)]
         gone = [block for block in before & loop.sizes.keys() if block not in inside]
@@ -385,10 +348,9 @@ class PlanMaker:
         make it comes to the price of it: then no choice would have been much better.
         """
         self._waiting.discard(self._load)
-        force = self._in_force
-        if force is None or not force.is_for(loop):
+        if self._in_force is None or self._in_force[0] != (frozenset(loop.sizes), loop.room):
             return plan
-        now = force.plan
+        now = self._in_force[1]
         coming = plan.residents - now.residents
         if not coming:
             return plan
