@@ -722,6 +722,13 @@ _ELSEWHERE = (
         ("tests/property/test_core_slots.py",),
     ),
     Mutation(
+        "what is laid out to come first is fetched elsewhere while a plan is made",
+        "tiermem/runtime/lookahead/prefetcher.py",
+        "schedule is self._planned and not self.fetcher.laid_out else None",
+        "schedule is self._planned else None",
+        ("tests/unit/test_runtime_first.py",),
+    ),
+    Mutation(
         "what is cleared away for a layout was fetched for nothing",
         "tiermem/runtime/lookahead/arranged.py",
         "        self._parts.transfers.waste.withdraw(record.block.id)\n",

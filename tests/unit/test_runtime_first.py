@@ -37,6 +37,20 @@ def test_the_first_pass_of_a_length_is_nearly_as_fast_as_later_ones(name: str) -
             assert third >= 0.97 * fourth
 
 
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_another_length_does_not_break_off_what_is_laid_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes first is not fetched to another place while a plan is made."""
+    shape = SHAPES[name]
+    with played(shape, sum(shape.pages) // 4) as made:
+        broken: list[object] = []
+        monkeypatch.setattr(made.manager.replay._arranger, "broke_off", broken.append)
+        for tokens in (1, 2048, 512, 1):
+            phase(made, tokens)
+        assert not broken
+
+
 @pytest.mark.parametrize("name", ["alternating", "decoder", "giant", "uniform", "vision"])
 @pytest.mark.parametrize("speed", [0.2, 1.0, 4.0])
 def test_a_wrong_guess_of_the_devices_speed_costs_little(name: str, speed: float) -> None:

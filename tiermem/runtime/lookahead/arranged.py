@@ -167,11 +167,12 @@ class Arranger:
         """
         loop = self._loop(plan) if self._may(plan) else None
         if loop is None or self._pauses_in(loop):
-            self._force = None
+            self._put_into_force(None)
             return None
         force, now = self._force, self._departures.count
         if force is None or force.departures != now or not force.goes_on(loop):
-            force = self._force = self._arranged(loop)
+            force = self._arranged(loop)
+            self._put_into_force(force)
         if force is None:
             return None
         force.departures = -1
@@ -201,15 +202,18 @@ class Arranger:
             if late and not force.idle:
                 self._let_go_later(force.loop.names[force.at % len(force.loop.names)], late)
             self._pause(force.loop)
-        self._force = None
+        self._put_into_force(None)
 
     def repair(self) -> None:
         """Forgets what HBM is laid out for, after an exception anywhere."""
-        self._force = None
+        self._put_into_force(None)
         self._loops.clear()
         self._layouts.clear()
 
     # -- inside ----------------------------------------------------------
+
+    def _put_into_force(self, force: _Force | None) -> None:
+        self._force, self._fetcher.laid_out = force, force is not None
 
     def _may(self, plan: StreamPlan) -> bool:
         """Whether the pass that begins may be laid out, as far as it and the plan go."""

@@ -150,8 +150,11 @@ class Prefetcher:
         self.disk.restart(cursor)
 
     def _begin_early(self, schedule: Schedule) -> None:
-        """Begins what comes first by the plan in force, while another one is made."""
-        walk = self._walk if schedule is self._planned else None
+        """Begins what comes first by the plan in force, while another one is made.
+
+        Where HBM is laid out for the pass, what comes first has its place, and is fetched there.
+        """
+        walk = self._walk if schedule is self._planned and not self.fetcher.laid_out else None
         early = walk is not None and self._planner.last < 0 and self._planner.cursor == 0
         if walk is not None and early and self.fetcher.beside and self._parts.mover is None:
             self.fetcher.begin_schedule()

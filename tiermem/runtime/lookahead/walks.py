@@ -25,6 +25,7 @@ class Fetcher:
         number: Of the pass under way.
         fill: Begins one, if that evicts nothing needed sooner: see :meth:`BlockManager.try_fill`.
         lent: The blocks whose home is lent to code on the host, by id: nothing fetches them.
+        laid_out: Whether the next pass is expected to go as HBM is laid out.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Fetcher:
         self.number = 0
         self.fill = fill
         self.lent = host_loans.out
+        self.laid_out = False
         self._planner = parts.planner
         self._waste = parts.transfers.waste
         # of the passes foreseen the one that was asked about last: begin, end, number and name
