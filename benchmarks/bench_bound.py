@@ -67,7 +67,7 @@ class Case:
 
 @contextmanager
 def _without_memory() -> Iterator[None]:
-    """Has the zoo make models and inputs on the meta device."""
+    """Makes the zoo's models and inputs on the meta device."""
     import transformers.masking_utils as masks
 
     kept = zoo.random_bf16, zoo.Draw.normal, masks.find_packed_sequence_indices

@@ -112,7 +112,7 @@ def stand_in() -> Iterator[StandInCalls]:
 
 
 def as_on_cuda(tier: Any, by: int) -> None:
-    """Has a manager of the CPU fetch ahead, and not look after memory as on the CPU."""
+    """Makes a manager of the CPU fetch ahead, and not look after memory as on the CPU."""
     manager = tier._manager
     manager.parts.transfers.poisons = False
     manager._heap = None

@@ -43,7 +43,7 @@ class Reporting:
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        """Has timed nothing yet.
+        """Starts with nothing timed.
 
         Args:
             plan: Says what is asked for.

@@ -22,7 +22,7 @@ def ids(tokens: int) -> torch.Tensor:
 
 
 def scripted(tier: Any, monkeypatch: pytest.MonkeyPatch, whole: float, single: float) -> Any:
-    """Has the manager copy as beside a GPU, and passes take as long as is said."""
+    """Makes the manager copy as beside a GPU, and passes take as long as is said."""
     manager, way = tier._manager, tier._runtime.experts.way
     manager.prefetcher.fetcher.beside = True
     real = manager.parts.pass_timer.clock

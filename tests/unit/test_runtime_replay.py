@@ -36,7 +36,7 @@ def decide_always(made: Loop) -> None:
 
 
 def only_recorded(made: Loop) -> None:
-    """Has passes repeat what was recorded alone: nothing is laid out beforehand."""
+    """Lays nothing out beforehand: passes repeat only what was recorded."""
     made.manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
 
 

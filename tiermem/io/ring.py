@@ -140,7 +140,7 @@ class Ring:
         self._first = ctypes.c_void_p()
 
     def start(self) -> None:
-        """Has the kernel set it up.
+        """Asks the kernel to set it up.
 
         Raises:
             OSError: If it refuses a ring.

@@ -367,7 +367,7 @@ class StepsAhead:
             self._make_here(group, units)
 
     def _begin_there(self, host: HostSteps, group: Group, units: Sequence[StepUnit]) -> None:
-        """Has the host make the steps of a block while backward goes on."""
+        """Begins the host's steps of a block, made while backward goes on."""
         begin = partial(host.begin_ahead, units, self._backward.settings, self.provisional.ticket)
         try:
             self.provisional.begin(group, units, self._state, begin)

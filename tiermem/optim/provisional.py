@@ -171,7 +171,7 @@ class Provisional:
         return done
 
     def begin(self, group: Group, units: Sequence[StepUnit], state: State, begin: Begin) -> None:
-        """Has the steps of a block's units made elsewhere, under the manager's lock.
+        """Gives the steps of a block's units away to be made elsewhere, under the manager's lock.
 
         Args:
             group: Of their weights.

@@ -124,7 +124,7 @@ class ClosedBlocks:
     def watch(
         self, name: str, blocks: Sequence[int], work: Callable[[], None], *, first: bool = False
     ) -> None:
-        """Has a function called before the next use of blocks.
+        """Calls a function before the next use of blocks.
 
         Args:
             name: For messages.

@@ -375,7 +375,7 @@ class HostSide:
         self._return(runtime, job, written=False)
 
     def turn(self, runtime: ModuleRuntime, job: Job, spare: Iterable[int]) -> None:
-        """Has a step write to the homes that its blocks have by now, not to what was lent.
+        """Directs a step's writes to the homes that its blocks have by now, not to what was lent.
 
         Args:
             runtime: The modules' runtime.

@@ -246,7 +246,7 @@ class Arranger:
             del self._lates[next(iter(self._lates))]
 
     def _pause(self, loop: _Loop) -> None:
-        """Has a loop be decided for some rounds.
+        """Decides a loop use by use for some rounds.
 
         The first break of a round of several passes mostly shows that blocks are let go later than
         was expected. So after that one it is laid out again at once.

@@ -38,8 +38,6 @@ class Prefetcher:
         self._parts = parts
         self._planner = parts.planner
         self._pass_timer = parts.pass_timer
-        self._transfers = parts.transfers
-        self._waste = parts.transfers.waste
         depth = parts.settings.prefetch_depth
         least = min(_AUTO_BYTES, parts.table.hbm.capacity // 4)
         self._reach = Reach(None if depth == "auto" else depth, least)
@@ -59,7 +57,7 @@ class Prefetcher:
 
     def end_pass(self) -> None:
         """Notes that the pass under way has ended, before the next is entered in the planner."""
-        waste = self._waste
+        waste = self._parts.transfers.waste
         if waste.pending or waste.stopped:
             planner = self._planner
             wasted = waste.end(self.fetcher.number, planner.key, planner.used)
@@ -97,10 +95,11 @@ class Prefetcher:
         planner = self._planner
         if self._pass_timer.sampling:
             self.look_back(planner.last)
-        entry = self._waste.pending.pop(planner.last, None)  # Waste.used, in line
-        if entry is not None and self._waste.outcomes:
-            self._waste.judge(entry[1], planner.last, wasted=False)
-        if self._transfers.mover is not None:
+        transfers = self._parts.transfers
+        entry = transfers.waste.pending.pop(planner.last, None)  # Waste.used, in line
+        if entry is not None and transfers.waste.outcomes:
+            transfers.waste.judge(entry[1], planner.last, wasted=False)
+        if transfers.mover is not None:
             self.disk.take_up(planner.last, planner.cursor)
         self.look_ahead()
 
@@ -110,7 +109,7 @@ class Prefetcher:
         schedule, cursor = planner.schedule, planner.cursor
         if walk is None or schedule is not self._planned or planner.last < 0:
             _, walk = self._plan(schedule)
-        mover = self._transfers.mover
+        mover = self._parts.transfers.mover
         if self._reach.blocks == 0 or not (self.fetcher.beside or mover is not None):
             return
         if not schedule.order:

@@ -106,7 +106,7 @@ class ExpertRoom:
             parts.evictor.leave_behind(slot.extent, seen)
 
     def shrink(self) -> None:
-        """Has the room be half as large when it is made again."""
+        """Halves the share that the room takes when it is made again."""
         self.share *= _SHRINK
 
     def repair(self) -> None:
