@@ -178,7 +178,7 @@ class IncomingGradients:
         return stored
 
     def _join(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """Leaves a gradient that the tiers cannot take to torch, which adds the part that they have."""
+        """Leaves a gradient that the tiers cannot take to torch, which adds the part they have."""
         joined = self._store.load(entry) + gradient
         self._store.clear(entry)
         entry.param.grad = joined
