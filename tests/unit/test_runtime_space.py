@@ -72,9 +72,17 @@ def test_a_wait_for_the_disk_leaves_it_more_to_read(tmp_path: Path) -> None:
     assert len(waits) >= 2
 
 
-def test_a_fetch_ahead_evicts_nothing_needed_sooner(tmp_path: Path) -> None:
-    homes = [(2, "nvme"), (1, "dram"), (3, "nvme"), (2, "nvme"), (1, "nvme"), (2, "dram")]
-    with rig(6, homes, nvme=tmp_path, depth=4) as made:
+SEVERAL_SIZES = [(2, "nvme"), (1, "dram"), (3, "nvme"), (2, "nvme"), (1, "nvme"), (2, "dram")]
+
+
+@pytest.mark.parametrize(
+    ("pages", "homes"), [(6, SEVERAL_SIZES), (6, [(2, "nvme")] * 6), (3, [(1, "nvme")] * 6)]
+)
+def test_a_fetch_ahead_evicts_nothing_needed_sooner(
+    tmp_path: Path, pages: int, homes: list[tuple[int, str]]
+) -> None:
+    """Nor where places of one size change hands."""
+    with rig(pages, homes, nvme=tmp_path, depth=4) as made:
         manager = made.manager
         position: list[int] = []
         evicted: list[tuple[int, int]] = []
