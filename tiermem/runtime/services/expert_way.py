@@ -111,7 +111,12 @@ class ExpertWay:
 
     def reset(self) -> None:
         """Forgets what is being timed, after an exception anywhere."""
-        self._open = self._now = self._last = None
+        self._drop()
+        self._last = None
+        for timed in self._timed:
+            for stamp in (timed.begin, timed.end):
+                if stamp is not None:
+                    self._parts.pass_timer.clock.free(stamp)
         self._timed.clear()
 
     # -- inside ----------------------------------------------------------
