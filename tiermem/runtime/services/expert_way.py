@@ -111,12 +111,8 @@ class ExpertWay:
 
     def reset(self) -> None:
         """Forgets what is being timed, after an exception anywhere."""
-        self._drop()
-        self._last = None
-        for timed in self._timed:
-            for stamp in (timed.begin, timed.end):
-                if stamp is not None:
-                    self._parts.pass_timer.clock.free(stamp)
+        # stamps are not given back: where it was cut short, they may have been already
+        self._open = self._now = self._last = None
         self._timed.clear()
 
     # -- inside ----------------------------------------------------------
