@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support_ctrl_c import cut_short
 from support_experts import VOCABULARY, check, mixtral, twins
 
 MANY, FEW = 40, 1
+_FILES = ["runtime/services/expert_", "core/experts", "nn/passes/runtime"]
 
 
 def deep() -> Any:
@@ -85,3 +87,18 @@ def test_an_exception_leaves_no_pass_half_timed(monkeypatch: pytest.MonkeyPatch)
         assert way._open is None
         assert not goes(model, plain, tier, MANY)
         assert goes(model, plain, tier, MANY)
+
+
+@pytest.mark.parametrize("first", [1, 60, 200])
+def test_ctrl_c_where_the_way_is_chosen(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Everything is right again with the next call, whichever way that goes."""
+    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier), torch.no_grad():
+        scripted(tier, monkeypatch, 1.5, 2.0)
+        for number in range(first, first + 700, 97):
+            check(model, plain, ids(MANY))
+            where = cut_short(lambda: model(ids(MANY)), number, _FILES)
+            check(model, plain, ids(MANY))
+            check(model, plain, ids(FEW))
+            table = tier._manager.parts.table
+            table.check()
+            assert sum(r.block.name == "expert room" for r in table) <= 1, where
