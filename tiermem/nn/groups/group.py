@@ -57,7 +57,6 @@ class Group(Holder):
         """
         self.manager = manager
         self._acquirer = manager.acquirer
-        self._replay = manager.replay
         self.record = manager.record(block)
         self.block = block
         self.pointing = Pointing(block)
@@ -117,7 +116,7 @@ class Group(Holder):
         if again and self.soft:
             slot = self._acquirer.again(self.block)
         if slot is None:
-            slot = self._replay.use(self.block.id)  # Acquirer.acquire, in line
+            slot = self.manager.replay.use(self.block.id)  # Acquirer.acquire, in line
             if slot is None:
                 slot = self._acquirer.decide(self.block)
         for thing, kind in pointing.shown:  # ordinary ones, since their block is held
@@ -215,7 +214,7 @@ class Group(Holder):
         with manager.lock:
             if self.holds:
                 return
-            slot = self._replay.use(self.block.id)  # Acquirer.acquire, in line
+            slot = self.manager.replay.use(self.block.id)  # Acquirer.acquire, in line
             if slot is None:
                 slot = self._acquirer.decide(self.block)
             if slot is not pointing.slot:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tiermem.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from tiermem.nn.wrap.materialize import Lending
-    from tiermem.nn.wrap.wrapped import WrappedModel
 
-
-class Models(dict[int, "WrappedModel"]):
+class Models(dict[int, Any]):
     """The wrapped models, by the id of their module.
 
+    Passes keep them for the room above, whose classes they are, and look into none.
+
     Attributes:
-        wrapping: The one that is being wrapped.
+        wrapping: The one that is being wrapped; None where none is.
         lendings: What users have as ordinary tensors, and what could not be taken back from them.
         half_loaded: The error of a checkpoint that was loaded in part; empty where none was.
         owner: The manager that users see, kept alive as long as models are wrapped.
@@ -24,8 +22,8 @@ class Models(dict[int, "WrappedModel"]):
     def __init__(self) -> None:
         """Starts without any."""
         super().__init__()
-        self.wrapping: WrappedModel | None = None
-        self.lendings: list[Lending] = []
+        self.wrapping: Any = None
+        self.lendings: list[Any] = []
         self.half_loaded = ""
         self.owner: object = None
 
