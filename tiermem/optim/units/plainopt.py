@@ -103,12 +103,12 @@ class PlainOptimizer:
         if groups is None:
             return self._optimizer
         for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
-            fused = mine.get("fused")
             settings = groups[number]
             settings = settings_of(settings) if "params" in settings else settings
-            mine.update(copied(settings) if self.private else settings)
+            settings = copied(settings) if self.private else settings
             if self._unit.host is not None and "fused" in mine:
-                mine["fused"] = fused
+                settings = {**settings, "fused": mine["fused"]}  # the host's kernel stays its own
+            mine.update(settings)  # in one go, which nothing can cut short
         return self._optimizer
 
     def attach(self, slot: Slot | None) -> None:
