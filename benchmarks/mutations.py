@@ -682,7 +682,7 @@ _ELSEWHERE = (
     Mutation(
         "small blocks stream through slots of the largest",
         "tiermem/core/plans.py",
-        "    plans += _large_alone(loop)\n",
+        "    plans += () if several else _large_alone(loop)\n",
         "",
         ("tests/property/test_core_slots.py",),
     ),

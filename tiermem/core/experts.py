@@ -229,7 +229,7 @@ class Trial:
         self._best[whole] = min(seconds, self._best.get(whole, seconds))
         if self._seen < _TO_BEGIN + _COUNTED:
             return
-        if whole and seconds and self._best[whole] > _NEAR * least:
+        if whole and self._best[whole] > _NEAR * least:
             self.whole, self._seen = False, 0
             return
         self.whole = self._best[True] <= self._best.get(False, self._best[True])

@@ -262,6 +262,10 @@ class Estimates:
         recent = self._rates.get(link)
         return recent.most if recent is not None else self._known_before(link, 1 << 62)
 
+    def fastest(self, link: str) -> float:
+        """Returns the bytes a second of a link, by the best that was measured."""
+        return max(self.rate(link), self.best_rate(link) or 0.0)
+
     def samples(self, key: Hashable) -> int:
         """Returns how many passes of that name were measured."""
         known = self._passes.get(key)

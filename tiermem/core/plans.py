@@ -97,7 +97,7 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     several = len(loop.begins) > 1  # as much moves however much stays
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
     plans += _large_one_by_one(loop)
-    plans += _large_alone(loop)
+    plans += () if several else _large_alone(loop)
     roomy = _FORGIVING + max(loop.lags)
 
     def rank(plan: Plan) -> tuple[float, int]:
@@ -143,11 +143,9 @@ def _large_alone(loop: Loop) -> Iterator[Plan]:
     small = frozenset(block for block, size in sizes.items() if size < largest)
     large = {block: largest for block in sizes if block not in small}
     free = loop.room - sum(map(sizes.__getitem__, small))
-    if not small or len(loop.begins) > 1:
-        return
     for slots in _SLOTS_LAID_OUT[:2]:
         reserve = slots * largest
-        if len(large) > slots and reserve <= free:
+        if small and len(large) > slots and reserve <= free:
             kept = choose_residents(
                 [block for block in loop.order if block in large], large, free - reserve
             )

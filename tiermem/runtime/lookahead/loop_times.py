@@ -30,7 +30,7 @@ class LoopTimes:
 
     def rate_up(self) -> float:
         """Returns the bytes a second that come up from DRAM, by the best that was measured."""
-        return self._best_rate(LINK_UP[Tier.DRAM])
+        return self._parts.pass_timer.estimates.fastest(LINK_UP[Tier.DRAM])
 
     def loop(
         self,
@@ -67,7 +67,8 @@ class LoopTimes:
         on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
         files = None
         if on_disk:
-            rate = self._best_rate(link)  # a disk that was held up is no slower for it
+            # a disk that was held up is no slower for it
+            rate = self._parts.pass_timer.estimates.fastest(link)
             disk = {block: sizes[block] / rate for block in on_disk}
             staging = self._parts.homes.staging
             files = Files(disk, spare, 0 if staging is None else staging.numel())
@@ -133,11 +134,6 @@ class LoopTimes:
     def from_dram(self, record: Record) -> tuple[str, float]:
         """Returns link and seconds of a fetch of a block whose copy is in DRAM by then."""
         return LINK_UP[Tier.DRAM], seconds_from_dram(self._parts, record)
-
-    def _best_rate(self, link: str) -> float:
-        """Returns the bytes a second of a link, by the best that was measured."""
-        estimates = self._parts.pass_timer.estimates
-        return max(estimates.rate(link), estimates.best_rate(link) or 0.0)
 
 
 def seconds_from_dram(parts: Parts, record: Record) -> float:

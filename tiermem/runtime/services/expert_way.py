@@ -158,6 +158,5 @@ class ExpertWay:
         """
         estimates, link = self._parts.pass_timer.estimates, LINK_UP[Tier.DRAM]
         nbytes = sum(align_up(stack.block.nbytes) for stack in self._stacks.values())
-        rate = max(estimates.rate(link), estimates.best_rate(link) or 0.0)
         computes = estimates.computes(timed.key) if timed.whole else None
-        return max(max(0, nbytes - self._room()) / rate, computes or 0.0)
+        return max(max(0, nbytes - self._room()) / estimates.fastest(link), computes or 0.0)
