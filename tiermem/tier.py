@@ -195,6 +195,12 @@ class TierManager:
             torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
         self._runtime.models.owner = self  # a model keeps the tiers alive
         self._wraps += 1
+        try:
+            self._runtime.fill_ahead(wrapped.scopes[""].order())
+        except BaseException:
+            give_back(wrapped, self._manager.parts.device if on_device else None)
+            self._forget(id(model))
+            raise
         return wrapped
 
     @entrance

@@ -92,7 +92,7 @@ def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass(
         manager.parts.pass_timer.estimates.version += 1
         if decided:
             manager.replay.repair()
-            manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
+            manager.replay.arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
         made.go_round()
         assert arranged(made) is not decided and manager.replay.repeating is not decided
         assert manager.prefetcher.outlook.made_of == before
@@ -265,7 +265,7 @@ def test_forward_and_backward_are_laid_out_as_one_round(
         made.check()
     (tmp_path / "other").mkdir()
     with loop(12, slots, depth="auto", nvme=nvme and tmp_path / "other") as made:
-        made.manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
+        made.manager.replay.arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
         assert settled(made, passes, 20) >= 2 * (12 - slots)
         assert made.manager.replay.repeating and not arranged(made)
 
@@ -314,7 +314,7 @@ def test_a_pass_that_uses_only_what_stays_may_come_at_any_time() -> None:
             made.sweep(passes)
         made.sweep({STEP: []})  # nobody knows yet what it uses
         settled(made, passes, 2)
-        arranger, anew = made.manager.replay._arranger, list[Any]()
+        arranger, anew = made.manager.replay.arranger, list[Any]()
         arranger._arranged = anew.append  # type: ignore[method-assign, assignment]
         for often in (1, 3, 2, 1, 1, 4):
             made.sweep({STEP: []})
@@ -363,14 +363,14 @@ def test_a_file_whose_blocks_have_not_all_room_in_dram_is_not_laid_out(tmp_path:
         dram = manager.parts.homes.dram
         dram.allocate(dram.capacity - dram.used - 4 * PAGE)
         laid_out = []
-        begin = manager.replay._arranger.begin
+        begin = manager.replay.arranger.begin
 
         def beginning(*arguments: Any) -> Any:
             found = begin(*arguments)
             laid_out.append(found is not None)
             return found
 
-        manager.replay._arranger.begin = beginning  # type: ignore[method-assign]
+        manager.replay.arranger.begin = beginning  # type: ignore[method-assign]
         settled(made, {"loop": [*range(12)]}, 6)
         assert not any(laid_out)
         made.check()
@@ -451,13 +451,13 @@ def test_modules_that_hold_their_own_while_inner_ones_run_break_off_no_more(slot
     """An outermost one does to the end of forward, a layer while what is in it runs."""
     with loop(13, slots, depth="auto") as made:
         manager, broken = made.manager, []
-        broke_off = manager.replay._arranger.broke_off
+        broke_off = manager.replay.arranger.broke_off
 
         def noted(*late: Any) -> None:
             broken.append(late)
             broke_off(*late)
 
-        manager.replay._arranger.broke_off = noted  # type: ignore[method-assign]
+        manager.replay.arranger.broke_off = noted  # type: ignore[method-assign]
         for number in range(40):
             if number == 12:
                 broken.clear()
@@ -505,7 +505,7 @@ def test_a_pass_of_thousands_of_uses_is_laid_out() -> None:
 def test_what_is_cleared_away_for_a_layout_was_not_fetched_for_nothing() -> None:
     """It is used all the same: it would no longer be fetched ahead after two of them."""
     with loop(12, 6, depth="auto") as made:
-        waste, arranger = made.manager.parts.transfers.waste, made.manager.replay._arranger
+        waste, arranger = made.manager.parts.transfers.waste, made.manager.replay.arranger
         for _ in range(4):
             made.go_round()
         ahead = set(waste.pending)

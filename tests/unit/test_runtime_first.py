@@ -45,7 +45,7 @@ def test_another_length_does_not_break_off_what_is_laid_out(
     shape = SHAPES[name]
     with played(shape, sum(shape.pages) // 4) as made:
         broken: list[object] = []
-        monkeypatch.setattr(made.manager.replay._arranger, "broke_off", broken.append)
+        monkeypatch.setattr(made.manager.replay.arranger, "broke_off", broken.append)
         for tokens in (1, 2048, 512, 1):
             phase(made, tokens)
         assert not broken

@@ -207,12 +207,20 @@ class Planner:
         """Whether a pass of that name has ended, so that what it does is no guess."""
         return key in self._known and key not in self._guessed
 
-    def begin(self, key: Hashable, guess: Sequence[int] = (), *, again: bool = False) -> None:
+    def begin(
+        self,
+        key: Hashable,
+        guess: Sequence[int] = (),
+        *,
+        like: Hashable = None,
+        again: bool = False,
+    ) -> None:
         """Ends the pass under way and begins the next.
 
         Args:
             key: Which pass this is.
             guess: Order to assume where this pass has not been seen before.
+            like: Another pass, whose order is assumed rather than ``guess`` if it has been seen.
             again: Whether to assume that it comes again, where nothing is known to follow it.
         """
         self._end()
@@ -225,7 +233,7 @@ class Planner:
         self._history.append(key)
         del self._history[:-64]
         if key not in self._known:
-            self._known[key] = list(guess)
+            self._known[key] = list(self._known[like] if self.observed(like) else guess)
             self._guessed.add(key)
         self._trace = Trace(key)
         self.last = -1

@@ -28,6 +28,7 @@ from tiermem.runtime.base.forks import tell_of_forks
 from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.loans.zero_copy import ZeroCopy
+from tiermem.runtime.lookahead.first_fill import FirstFill
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
 from tiermem.runtime.memory.homes import HomeRequest, StoredBlock, ranges_of
@@ -371,13 +372,20 @@ class BlockManager:
     # -- passes ----------------------------------------------------------
 
     def begin_pass(
-        self, key: Hashable, guess: Sequence[int] = (), *, load: int = 0, again: bool = False
+        self,
+        key: Hashable,
+        guess: Sequence[int] = (),
+        *,
+        like: Hashable = None,
+        load: int = 0,
+        again: bool = False,
     ) -> None:
         """Begins a pass; see :class:`~tiermem.core.schedule.Planner`.
 
         Args:
             key: Which pass this is.
             guess: Order to assume where this pass has not been seen before.
+            like: Another pass, whose order is assumed rather than ``guess`` if it has been seen.
             load: Its tokens, rounded; 0 where they are not known.
             again: Whether to assume that it comes again, where nothing is known to follow it.
         """
@@ -393,11 +401,22 @@ class BlockManager:
             self.parts.pass_timer.begin(timed(key, load))
             self.prefetcher.end_pass()
             self.replay.end()
-            self.parts.planner.begin(key, guess, again=again)
+            self.parts.planner.begin(key, guess, like=like, again=again)
             outlook, number = self.prefetcher.plan(load)
             self.parts.evictor.rearrange(self.parts.planner.schedule)
             if not self.replay.begin(outlook, number):
                 self.prefetcher.run()
+
+    def fill_ahead(self, order: Sequence[int]) -> None:
+        """Begins to bring up what the first pass of a model begins with; see :class:`FirstFill`.
+
+        Args:
+            order: Ids of its blocks, in the order of the modules.
+        """
+        self.gate.guard()
+        with self.lock:
+            self.gate.guard()
+            FirstFill(self.parts, self.prefetcher, self.replay.arranger).fill(order)
 
     def end_pass(self) -> None:
         """Ends the pass under way; without this call it ends when the next begins."""

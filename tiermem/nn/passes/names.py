@@ -15,11 +15,15 @@ class PassNames:
 
     Attributes:
         load: Tokens of the last forward, rounded; 0 where that is unknown.
+        like: Name of the forward before the last one of the same module that uses the same blocks,
+            though arguments, or gradients, differ; None where there was none.
     """
 
     def __init__(self) -> None:
         """Starts without a pass."""
         self.load = 0
+        self.like: Hashable = None
+        self._named: dict[Hashable, Hashable] = {}
         self._forward: Hashable = None
         self._backward: Hashable = None
         self._kinds = Kinds()
@@ -49,7 +53,9 @@ class PassNames:
             key = (*key, kind)
         if whole:
             key = (*key, "whole")
-        self._forward = key
+        same = scope.name, scope.number, stepping, whole
+        self.like = self._named.get(same)
+        self._named[same] = self._forward = key
         return key
 
     def weigh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -108,6 +108,15 @@ class ModuleRuntime:
         self.away.forget(gone)
         self.backward.forget(gone)
 
+    def fill_ahead(self, order: Sequence[int]) -> None:
+        """Begins to bring up what the first pass of a model begins with, as it is wrapped.
+
+        Args:
+            order: Ids of its blocks, in the order of the modules.
+        """
+        if not self.experts.stacks:  # which experts tokens choose is not known
+            self.manager.fill_ahead(order)
+
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
@@ -154,7 +163,8 @@ class ModuleRuntime:
             guess: Sequence[int] = ()
             if not self.manager.parts.planner.knows(key):
                 guess = self.manager.parts.deferred.order(scope.order())
-            self.manager.begin_pass(key, guess, load=load, again=not training)
+            like = self.names.like
+            self.manager.begin_pass(key, guess, like=like, load=load, again=not training)
             if self.activations.store is not None and training:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()

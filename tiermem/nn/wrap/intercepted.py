@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 _OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, *OF_ALL)
 _TENSORS = ("_parameters", "_buffers")
+_MOST_PLACES = 4
+"""Of a module, on average, that are gone through."""
+
 _REPLACED = (
     *_TENSORS,
     "_compiled_call_impl",
@@ -147,6 +151,27 @@ class InterceptedModules:
                 best = (total, chain)
         return best
 
+    def order_below(self, name: str) -> list[int]:
+        """Returns the ids of the blocks at and below a module, in the order of the modules.
+
+        A module that has several places in the model is met at each of them; what it begins with
+        is used there, as is what another one begins with that shares its weights.
+
+        Args:
+            name: The module's qualified name.
+        """
+        scopes = {id(self._modules[place]): scope for place, scope in self.scopes.items()}
+        found, seen = list[int](), set[int]()
+        most = _MOST_PLACES * len(self._modules)
+        for module in islice(_places(self._modules[name]), most):
+            scope = scopes.get(id(module))
+            for group in scope.groups if scope is not None else ():
+                block = group.block.id
+                if block not in seen or (scope is not None and scope.begins and found[-1] != block):
+                    found.append(block)
+                    seen.add(block)
+        return found
+
     # -- interceptors ----------------------------------------------------
 
     def originals(self, groups: Iterable[Group]) -> Originals:
@@ -253,3 +278,12 @@ def _plain_names(module: nn.Module) -> None:
     for which in _TENSORS:
         if isinstance(module.__dict__[which], HeldDict):
             module.__dict__[which] = dict(module.__dict__[which].items())
+
+
+def _places(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[nn.Module]:
+    """Yields a module and those below it, each as often as it has places."""
+    yield module
+    above = (*above, module)
+    for child in module._modules.values():
+        if child is not None and not any(child is outer for outer in above):
+            yield from _places(child, above)

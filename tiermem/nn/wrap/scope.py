@@ -113,15 +113,12 @@ class Scope:
         self._order: tuple[int, ...] | None = None
 
     def order(self) -> tuple[int, ...]:
-        """Returns the blocks at and below this module, in the order of the modules.
+        """Returns the blocks that a call of this module is expected to use, in that order.
 
         Those of which experts come up one by one are not used themselves.
         """
         if self._order is None:
-            prefix = f"{self.name}." if self.name else ""
-            scopes = self.wrapped.scopes.items()
-            below = [s for name, s in scopes if name == self.name or name.startswith(prefix)]
-            self._order = tuple(dict.fromkeys(g.block.id for s in below for g in s.groups))
+            self._order = tuple(self.wrapped.modules.order_below(self.name))
         experts = self.wrapped.runtime.experts
         if experts.open:
             return tuple(block for block in self._order if not experts.by_rows(block))

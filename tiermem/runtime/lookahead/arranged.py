@@ -179,6 +179,27 @@ class Arranger:
         force.idle = loop.idle is not None
         return loop.idle or force.steps[force.at]
 
+    def opening(self, schedule: Schedule, plan: StreamPlan) -> list[Fetch]:
+        """Returns what HBM can be filled with before the first pass, in the order of its use.
+
+        Args:
+            schedule: What that and those after it are expected to use.
+            plan: What stays.
+
+        Returns:
+            The fetches for which nothing leaves; none where it cannot be laid out.
+        """
+        residents, changes = plan.plan.residents, self._parts.evictor.regions.changes
+        if None in plan.compute:
+            return []
+        room = self._parts.table.hbm.capacity, changes
+        loop = self._look(schedule, residents, room, plan.compute)
+        force = self._arranged(loop) if loop is not None else None
+        if force is None:
+            return []
+        first = [fetch for fetch in force.rounds.fetches[0] if not fetch.leaves]
+        return sorted(first, key=lambda fetch: fetch.use)
+
     def ended(self) -> None:
         """Notes that the pass under way went as it was laid out, to its end."""
         force = self._force
@@ -197,8 +218,8 @@ class Arranger:
         Args:
             late: Blocks that are let go later than expected.
         """
-        force = self._force
-        if force is not None:
+        force, planner = self._force, self._parts.planner
+        if force is not None and planner.observed(planner.key):  # a guess says nothing of the next
             if late and not force.idle:
                 self._let_go_later(force.loop.names[force.at % len(force.loop.names)], late)
             self._pause(force.loop)
@@ -218,10 +239,9 @@ class Arranger:
     def _may(self, plan: StreamPlan) -> bool:
         """Whether the pass that begins may be laid out, as far as it and the plan go."""
         parts = self._parts
-        planner = parts.planner
         if not self._fetcher.beside or parts.settings.prefetch_depth != "auto" or plan.turn:
             return False
-        if parts.transfers.waste.stopped or not planner.observed(planner.key):
+        if parts.transfers.waste.stopped:
             return False
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
 

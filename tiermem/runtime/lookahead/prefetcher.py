@@ -80,6 +80,19 @@ class Prefetcher:
         self.ended = False
         return outlook, self.fetcher.number
 
+    def plan_first(self, schedule: Schedule) -> StreamPlan:
+        """Decides on passes of which none has begun, as if they were of one token.
+
+        Args:
+            schedule: What they are expected to use.
+        """
+        self._maker.begin(1)
+        outlook = self._maker.make(
+            schedule, self._maker.made_of(self._held), self._held, beside=self.fetcher.beside
+        )
+        self._parts.evictor.keep(outlook.plan.residents, outlook.plan.slot)
+        return outlook
+
     def plan_next(self) -> None:
         """Decides on the next pass as one ends, where that is expected to do the same.
 

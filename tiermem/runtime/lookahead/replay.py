@@ -97,6 +97,7 @@ class Replay:
     """Replays what passes did, or are laid out to do; under the manager's lock.
 
     Attributes:
+        arranger: Lays HBM out for loops that only read.
         recordings: What passes did.
         run: The pass under way, if it repeats others.
     """
@@ -115,7 +116,7 @@ class Replay:
         self._pending = parts.transfers.waste.pending
         self._swapped = _Swapped(parts)
         self._stream = -1  # of the last use that waited for its block
-        self._arranger = Arranger(parts, prefetcher.fetcher)
+        self.arranger = Arranger(parts, prefetcher.fetcher)
         self.recordings = Recordings(parts)
         self.run: _Run | None = None
 
@@ -136,7 +137,7 @@ class Replay:
         """
         schedule, arranged = self._planner.schedule, None
         if not self.recordings.disk_at_work():
-            arranged = self._arranger.begin(outlook)
+            arranged = self.arranger.begin(outlook)
         if arranged is not None:
             self.recordings.pause()
         steps = arranged or self.recordings.begin(outlook)
@@ -155,9 +156,9 @@ class Replay:
         disturbed = run is not None and run.departures != self._departures.count
         if run is not None and run.arranged:
             if disturbed or run.cursor + 2 < len(run.steps):
-                self._arranger.broke_off()
+                self.arranger.broke_off()
             else:
-                self._arranger.ended()
+                self.arranger.ended()
         self.run = None
         self.recordings.end(disturbed=disturbed)
 
@@ -273,7 +274,7 @@ class Replay:
     def repair(self) -> None:
         """Forgets what passes did, after an exception anywhere."""
         self.recordings.repair()
-        self._arranger.repair()
+        self.arranger.repair()
         self.run = None
 
     # -- inside ----------------------------------------------------------
@@ -477,7 +478,7 @@ class Replay:
                 may_leave = self._evictor.rules.may_leave
                 inside = [record for record in leaving if record.extent is not None]
                 late = [r.block.id for r in inside if not may_leave(r, _AHEAD)]
-                self._arranger.broke_off(late)
+                self.arranger.broke_off(late)
             self.recordings.drop(run.schedule)
             self._prefetcher.start_over()
         self.run = None

@@ -101,8 +101,9 @@ class HbmLimit:
             Whether HBM has another size now, or less in it.
         """
         hbm, room = self._table.hbm, self._room
-        if self.open and not self._begun:
-            self._begin()
+        if not self._begun:
+            self.begin()
+            self._begun = True
         if room is not None and room.ran_out() and self.open:
             self._margin = min(2 * self._margin, max(self._margin, room.total // _MOST_MARGIN))
             self._begin_anew()
@@ -115,13 +116,17 @@ class HbmLimit:
             return False
         return self._comes_round(key) and self._adjust(short=False)
 
-    def _begin(self) -> None:
-        """Adds what models have left on the device as they were wrapped."""
-        self._begun = True
+    def begin(self) -> None:
+        """Adds what models have left on the device as they were wrapped, if it is to be found out.
+
+        What is little beside the limit is not worth another division of HBM.
+        """
         hbm = self._table.hbm
-        if self._room is not None:
+        if self._room is not None and self.open:
             half = (self._arena.mapped + self._room.free()) // 2
-            self._resize(max(hbm.capacity, min(self.most, half // self._unit * self._unit)))
+            wanted = min(self.most, half // self._unit * self._unit)
+            if wanted - hbm.capacity > hbm.capacity // _WORTH:
+                self._resize(wanted)
 
     def _begin_anew(self) -> None:
         self._seen.clear()

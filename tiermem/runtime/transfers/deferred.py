@@ -116,12 +116,15 @@ class DeferredWork:
 
         The deferred work of one of them uses its blocks first.
         """
-        found: list[int] = []
+        order, seen = list[int](), set[int]()
         for block_id in block_ids:
-            for debt in self.owed.get(block_id, ()):
-                found.extend(debt.blocks)
-            found.append(block_id)
-        return list(dict.fromkeys(found))
+            owed = [block for debt in self.owed.get(block_id, ()) for block in debt.blocks]
+            paid = [block for block in dict.fromkeys(owed) if block not in seen]
+            for used in (*paid, block_id):
+                if used not in order[-1:]:
+                    order.append(used)
+                seen.add(used)
+        return order
 
     def _settle(self, deferred: list[Deferred]) -> None:
         self._paying.extend(deferred)

@@ -1,0 +1,90 @@
+"""Fills HBM as a model is wrapped: its first pass then brings up only what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tiermem.core.block import Extent, Tier
+from tiermem.core.residency import Record
+from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.arranged import Arranger
+from tiermem.runtime.lookahead.plan_maker import READ_ONLY
+from tiermem.runtime.lookahead.prefetcher import Prefetcher
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
+from tiermem.runtime.parts import Parts
+
+_PASSES = 6
+"""As many as a schedule foresees; the plan of the first pass is made of as many."""
+
+
+class FirstFill:
+    """Brings up what a model's first pass begins with, and what stays; under the manager's lock.
+
+    A pass is taken to use the blocks in the order of the modules, and to take as long as one of a
+    single token: what stays is mostly the same for more.
+    """
+
+    def __init__(self, parts: Parts, prefetcher: Prefetcher, arranger: Arranger) -> None:
+        """Works on ``parts``.
+
+        Args:
+            parts: Of the manager.
+            prefetcher: Decides what stays.
+            arranger: Lays out what streams.
+        """
+        self._parts = parts
+        self._prefetcher = prefetcher
+        self._arranger = arranger
+
+    def fill(self, order: Sequence[int]) -> None:
+        """Begins the copies; they are ordered before any use, and nothing waits for them.
+
+        It does nothing where a pass has begun or HBM is in use already, where a block is not at
+        home in DRAM, and where nothing can be laid out.
+
+        Args:
+            order: Ids of a model's blocks, in the order of its modules.
+        """
+        if not self._may(order):
+            return
+        self._parts.limit.begin()
+        passes = [(number * len(order), None) for number in range(_PASSES)]
+        schedule = Schedule([*order] * _PASSES, passes)
+        plan = self._prefetcher.plan_first(schedule)
+        for record, extent in self._places(order, schedule, plan):
+            self._parts.transfers.fill(record, extent)
+            self._parts.evictor.order.note_change(record.block.id)
+            self._parts.counters.prefetches += 1
+
+    def _may(self, order: Sequence[int]) -> bool:
+        parts = self._parts
+        table, planner = parts.table, parts.planner
+        if not self._prefetcher.fetcher.beside or parts.settings.prefetch_depth != "auto":
+            return False
+        if planner.key is not None or planner.learned or parts.copy.capturing():
+            return False
+        blocks = [table[block] for block in order]
+        return (
+            len(blocks) > 1
+            and all(r.fixed or r.extent is None for r in table)
+            and all(r.defined and r.block.role in READ_ONLY for r in blocks)
+            and all(r.fixed or r.home is Tier.DRAM for r in blocks)
+        )
+
+    def _places(
+        self, order: Sequence[int], schedule: Schedule, plan: StreamPlan
+    ) -> Iterator[tuple[Record, Extent]]:
+        """Yields what comes, in the order of its use, each time with room taken for it."""
+        table, residents = self._parts.table, plan.plan.residents
+        if all(block in residents or table[block].fixed for block in order):
+            for block in order:
+                record = table[block]
+                room = None if record.fixed else self._parts.evictor.place(record.block, 0)
+                if room is not None:
+                    yield record, room.extent
+            return
+        for fetch in self._arranger.opening(schedule, plan):
+            extent = table.hbm.take_at(fetch.offset, fetch.nbytes)
+            if extent is None:
+                return  # the device has no more memory: what comes later would be in the way
+            yield table[fetch.block], extent
