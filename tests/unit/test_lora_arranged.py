@@ -197,7 +197,7 @@ def test_steps_are_laid_out_from_the_third_on(home: str, flops: float, tmp_path:
     (tmp_path / "other").mkdir()
     with streamed(home, tmp_path / "other", flops) as steps:
         replay = steps.tier._manager.replay  # type: ignore[union-attr]
-        replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
+        replay.arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
         recorded = [steps.step() for _ in range(12)]
         assert all(steps.repeated[-3:]) and not any(steps.arranged)
     assert bytes_up <= recorded[-1]
@@ -245,7 +245,7 @@ def test_no_step_breaks_off(
     with streamed(home, tmp_path, 1e12, kind, blocks or "auto", share) as steps:
         steps.backwards = plain.backwards = backwards
         breaks: list[object] = []
-        arranger = steps.tier._manager.replay._arranger  # type: ignore[union-attr]
+        arranger = steps.tier._manager.replay.arranger  # type: ignore[union-attr]
         arranger.broke_off = breaks.append  # type: ignore[method-assign]
         for number in range(7):
             steps.arranged.clear()

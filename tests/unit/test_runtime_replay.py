@@ -37,7 +37,7 @@ def decide_always(made: Loop) -> None:
 
 def only_recorded(made: Loop) -> None:
     """Lays nothing out beforehand: passes repeat only what was recorded."""
-    made.manager.replay._arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
+    made.manager.replay.arranger._fetcher = SimpleNamespace(beside=False)  # type: ignore[assignment]
 
 
 def until_it_repeats(made: Loop) -> None:

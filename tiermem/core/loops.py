@@ -192,11 +192,15 @@ class Loop:
         """
         return self.by_laps(plan) is not None or self.by_laps(other) is None
 
-    def is_good(self, plan: Plan) -> bool:
+    def is_good(self, plan: Plan, worth_it: float = _WORTH_IT_LAID_OUT) -> bool:
         """Whether no plan for rounds that are laid out would be much better than one.
 
         They wait for nothing but the busiest of link, compute and host, once the first block that
         streams has been used and until the last use, and move hardly more than with any other.
+
+        Args:
+            plan: The plan.
+            worth_it: So many times the least of any plan is not worth another one.
         """
         out = self.by_laps(plan)
         if out is None:
@@ -206,7 +210,7 @@ class Loop:
         moves = sum(copies for copies, _ in passes)
         ends = at_the_ends(out.visits, self.compute[: self.length])
         least = max(sum(map(max, passes)), self._host)
-        enough = _WORTH_IT_LAID_OUT * least + ends
+        enough = worth_it * least + ends
         return out.seconds <= enough and out.moved <= _MORE_MOVED * moves
 
     def _busy(self, blocks: Collection[int], room: int) -> list[tuple[float, float]]:

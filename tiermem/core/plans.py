@@ -95,6 +95,8 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     the compute's time it has the most room. No other is tried once none can be much better.
     """
     several = len(loop.begins) > 1  # as much moves however much stays
+    if settled is not None and not several and loop.is_good(settled, _WORTH_IT):
+        return settled
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
     plans += _large_one_by_one(loop)
     plans += () if several else _large_alone(loop)

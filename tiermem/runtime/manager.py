@@ -9,7 +9,7 @@ noticed when the manager polls; no transfer calls back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -407,16 +407,17 @@ class BlockManager:
             if not self.replay.begin(outlook, number):
                 self.prefetcher.run()
 
-    def fill_ahead(self, order: Sequence[int]) -> None:
+    def fill_ahead(self, order: Sequence[int], held: Collection[int]) -> None:
         """Begins to bring up what the first pass of a model begins with; see :class:`FirstFill`.
 
         Args:
             order: Ids of its blocks, in the order of the modules.
+            held: Ids of those that are held while others are used.
         """
         self.gate.guard()
         with self.lock:
             self.gate.guard()
-            FirstFill(self.parts, self.prefetcher, self.replay.arranger).fill(order)
+            FirstFill(self.parts, self.prefetcher, self.replay.arranger).fill(order, held)
 
     def end_pass(self) -> None:
         """Ends the pass under way; without this call it ends when the next begins."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -108,14 +108,15 @@ class ModuleRuntime:
         self.away.forget(gone)
         self.backward.forget(gone)
 
-    def fill_ahead(self, order: Sequence[int]) -> None:
+    def fill_ahead(self, order: Sequence[int], held: Collection[int]) -> None:
         """Begins to bring up what the first pass of a model begins with, as it is wrapped.
 
         Args:
             order: Ids of its blocks, in the order of the modules.
+            held: Ids of those that are held while others are used.
         """
         if not self.experts.stacks:  # which experts tokens choose is not known
-            self.manager.fill_ahead(order)
+            self.manager.fill_ahead(order, held)
 
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
@@ -162,7 +163,7 @@ class ModuleRuntime:
             key = self.names.forward(scope, modes, args, kwargs)
             guess: Sequence[int] = ()
             if not self.manager.parts.planner.knows(key):
-                guess = self.manager.parts.deferred.order(scope.order())
+                guess = self.manager.parts.deferred.order(scope.order(0 if training else load))
             like = self.names.like
             self.manager.begin_pass(key, guess, like=like, load=load, again=not training)
             if self.activations.store is not None and training:

@@ -57,6 +57,6 @@ class PassScope(Protocol):
         """The model."""
         ...
 
-    def order(self) -> tuple[int, ...]:
-        """Returns the ids of the blocks below the module, in the order of the model."""
+    def order(self, tokens: int = 0) -> tuple[int, ...]:
+        """Returns the ids of the blocks that a call is expected to use, in that order."""
         ...

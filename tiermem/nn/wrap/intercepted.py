@@ -17,7 +17,7 @@ from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
-from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup
+from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup, reads_rows
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
     OF_ALL,
@@ -151,7 +151,7 @@ class InterceptedModules:
                 best = (total, chain)
         return best
 
-    def order_below(self, name: str) -> list[int]:
+    def order_below(self, name: str, tokens: int) -> list[int]:
         """Returns the ids of the blocks at and below a module, in the order of the modules.
 
         A module that has several places in the model is met at each of them; what it begins with
@@ -159,8 +159,14 @@ class InterceptedModules:
 
         Args:
             name: The module's qualified name.
+            tokens: So few that rows of an embedding are read where they lie, which is then left
+                out; 0 where they are not.
         """
-        scopes = {id(self._modules[place]): scope for place, scope in self.scopes.items()}
+        scopes = {
+            id(module): scope
+            for place, scope in self.scopes.items()
+            if not reads_rows(module := self._modules[place], scope, tokens)
+        }
         found, seen = list[int](), set[int]()
         most = _MOST_PLACES * len(self._modules)
         for module in islice(_places(self._modules[name]), most):
@@ -170,6 +176,16 @@ class InterceptedModules:
                 if block not in seen or (scope is not None and scope.begins and found[-1] != block):
                     found.append(block)
                     seen.add(block)
+        return found
+
+    def held(self) -> set[int]:
+        """Returns the ids of blocks that calls hold while calls inside use others."""
+        found = set[int]()
+        for name in [name for name, scope in self.scopes.items() if scope.begins and name]:
+            inner = {group.block.id for group in self.scopes[name].groups}
+            for outer in [self.scopes[o] for o in names_above(name) if o in self.scopes]:
+                blocks = {group.block.id for group in outer.groups}
+                found |= blocks - inner if inner else set()
         return found
 
     # -- interceptors ----------------------------------------------------

@@ -79,7 +79,7 @@ class Scope:
     """
 
     __slots__ = (
-        "_order",
+        "_orders",
         "around",
         "begins",
         "called",
@@ -110,19 +110,23 @@ class Scope:
         self.begins = begins
         self.called = called
         self.around = around
-        self._order: tuple[int, ...] | None = None
+        self._orders: dict[int, tuple[int, ...]] = {}
 
-    def order(self) -> tuple[int, ...]:
+    def order(self, tokens: int = 0) -> tuple[int, ...]:
         """Returns the blocks that a call of this module is expected to use, in that order.
 
         Those of which experts come up one by one are not used themselves.
+
+        Args:
+            tokens: Of the call, where rows of an embedding may be read where they lie; else 0.
         """
-        if self._order is None:
-            self._order = tuple(self.wrapped.modules.order_below(self.name))
+        if tokens not in self._orders:
+            self._orders[tokens] = tuple(self.wrapped.modules.order_below(self.name, tokens))
+        order = self._orders[tokens]
         experts = self.wrapped.runtime.experts
         if experts.open:
-            return tuple(block for block in self._order if not experts.by_rows(block))
-        return self._order
+            return tuple(block for block in order if not experts.by_rows(block))
+        return order
 
 
 class Interceptor:

@@ -219,10 +219,11 @@ class Arranger:
             late: Blocks that are let go later than expected.
         """
         force, planner = self._force, self._parts.planner
-        if force is not None and planner.observed(planner.key):  # a guess says nothing of the next
+        if force is not None:
             if late and not force.idle:
                 self._let_go_later(force.loop.names[force.at % len(force.loop.names)], late)
-            self._pause(force.loop)
+            if planner.observed(planner.key):  # a guess says nothing of the next pass
+                self._pause(force.loop)
         self._put_into_force(None)
 
     def repair(self) -> None:

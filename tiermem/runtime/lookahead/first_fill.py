@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record
@@ -36,7 +36,7 @@ class FirstFill:
         self._prefetcher = prefetcher
         self._arranger = arranger
 
-    def fill(self, order: Sequence[int]) -> None:
+    def fill(self, order: Sequence[int], held: Collection[int]) -> None:
         """Begins the copies; they are ordered before any use, and nothing waits for them.
 
         It does nothing where a pass has begun or HBM is in use already, where a block is not at
@@ -44,13 +44,14 @@ class FirstFill:
 
         Args:
             order: Ids of a model's blocks, in the order of its modules.
+            held: Ids of those that are held while others are used.
         """
         if not self._may(order):
             return
         self._parts.limit.begin()
         passes = [(number * len(order), None) for number in range(_PASSES)]
         schedule = Schedule([*order] * _PASSES, passes)
-        plan = self._prefetcher.plan_first(schedule)
+        plan = self._prefetcher.plan_first(schedule, held)
         for record, extent in self._places(order, schedule, plan):
             self._parts.transfers.fill(record, extent)
             self._parts.evictor.order.note_change(record.block.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
@@ -80,12 +80,14 @@ class Prefetcher:
         self.ended = False
         return outlook, self.fetcher.number
 
-    def plan_first(self, schedule: Schedule) -> StreamPlan:
+    def plan_first(self, schedule: Schedule, held: Collection[int]) -> StreamPlan:
         """Decides on passes of which none has begun, as if they were of one token.
 
         Args:
             schedule: What they are expected to use.
+            held: Blocks that are expected to be held while others are used.
         """
+        self._held.update(held)
         self._maker.begin(1)
         outlook = self._maker.make(
             schedule, self._maker.made_of(self._held), self._held, beside=self.fetcher.beside
@@ -197,7 +199,7 @@ class Prefetcher:
         """Whether a plan does for the pass that begins, and is made anew as that ends."""
         maker = self._maker
         return (
-            outlook.foreseen
+            (outlook.foreseen or self.fetcher.laid_out)
             and (self.ended or self.overdue)  # asked once more at the begin of a decided pass
             and self._repeats(schedule)
             and maker.only_times_differ(outlook, maker.made_of(self._held))
