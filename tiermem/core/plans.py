@@ -27,6 +27,8 @@ _WORTH_IT = 1.02
 _MOST_TRIED = 5
 _MOST_TRIED_SEVERAL = 2
 """The same in rounds of several passes, in which as much moves however much stays."""
+_MOST_TRIED_AGAIN = 2
+"""The same where a plan is in force already, and only times are new."""
 _WORTH_TRYING = 1.005
 """Factor over the least that a plan may come to, where the others are not tried."""
 _WORTH_TRYING_SEVERAL = 1.03
@@ -110,7 +112,8 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     enough = _WORTH_TRYING_SEVERAL if several else _WORTH_TRYING
     best: Plan | None = None
     fastest, tried = math.inf, 0
-    most = _MOST_TRIED_SEVERAL if several else _MOST_TRIED
+    most = _MOST_TRIED_AGAIN if settled is not None else _MOST_TRIED
+    most = _MOST_TRIED_SEVERAL if several else most
     for plan in plans:
         least = loop.at_least(plan)
         if least > fastest / _AS_GOOD or tried == most:

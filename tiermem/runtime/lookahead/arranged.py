@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiermem.core.block import Tier
 from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play, postpone_more
@@ -28,6 +29,7 @@ from tiermem.runtime.parts import Parts
 
 _MOST_LOOPS = 32
 _MOST_USES = 4096
+_MOST_WAYS = 4
 _MOST_PAUSE = 64
 """Rounds that are decided, at most, after one that did not go as it was laid out."""
 
@@ -151,6 +153,7 @@ class Arranger:
         self._departures = parts.transfers.departures
         self._loops: dict[_Name, _Loop | None] = {}
         self._layouts: dict[_Loop, tuple[Round, LaidOut] | None] = {}
+        self._ways: dict[tuple[object, ...], Ways] = {}
         self._force: _Force | None = None
         self._pauses: dict[frozenset[Hashable], _Pause] = {}
         self._lates: dict[Hashable, _Late] = {}  # of passes that did not let go as expected
@@ -231,6 +234,7 @@ class Arranger:
         self._put_into_force(None)
         self._loops.clear()
         self._layouts.clear()
+        self._ways.clear()
 
     # -- inside ----------------------------------------------------------
 
@@ -263,8 +267,7 @@ class Arranger:
             late.blocks.update(blocks)
         else:
             late.lag = 1
-        if len(self._lates) > _MOST_LOOPS:
-            del self._lates[next(iter(self._lates))]
+        _drop_oldest(self._lates, _MOST_LOOPS)
 
     def _pause(self, loop: _Loop) -> None:
         """Decides a loop use by use for some rounds.
@@ -277,8 +280,7 @@ class Arranger:
         pause.passes = pause.after * len(loop.names)
         pause.after = min(_MOST_PAUSE, max(1, 2 * pause.after))
         self._pauses[name] = pause
-        if len(self._pauses) > _MOST_LOOPS:
-            del self._pauses[next(iter(self._pauses))]
+        _drop_oldest(self._pauses, _MOST_LOOPS)
 
     def _pauses_in(self, loop: _Loop) -> bool:
         """Whether the pass that begins is to be decided since one before it broke off."""
@@ -357,7 +359,10 @@ class Arranger:
         held = [block in late.blocks for order, late in both for block in order]
         lengths = [len(order) for order in loop.orders]
         one = Round(lengths, [late.lag for late in lates], held)
-        ways = Ways(loop.order, one, sizes, runs)
+        name = loop.orders, tuple(one.freed), frozenset(sizes), tuple(runs)
+        ways = self._ways.pop(name, None) or Ways(loop.order, one, sizes, runs)
+        self._ways[name] = ways  # what was found for other times is found again
+        _drop_oldest(self._ways, _MOST_WAYS)
         found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
         if found is None:
             return None
@@ -485,6 +490,12 @@ class Arranger:
         went = tuple(table[block] for block in fetch.leaves)
         fit = Fit(went, None, behind=False, delta=fetch.offset)
         return Swap(comes, comes, fetch.nbytes, fetch.use, later, key, fit)
+
+
+def _drop_oldest(known: dict[Any, Any], most: int) -> None:
+    """Drops the first of what is known, where that is more than so many."""
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 def write_home(parts: Parts, record: Record) -> bool:

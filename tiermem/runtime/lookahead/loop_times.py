@@ -26,7 +26,7 @@ class LoopTimes:
     def __init__(self, parts: Parts) -> None:
         """Works on ``parts``."""
         self._parts = parts
-        self._ways: dict[tuple[Schedule, int, frozenset[int]], dict[frozenset[int], Ways]] = {}
+        self._ways: dict[tuple[object, ...], dict[frozenset[int], Ways]] = {}
 
     def rate_up(self) -> float:
         """Returns the bytes a second that come up from DRAM, by the best that was measured."""
@@ -72,6 +72,7 @@ class LoopTimes:
             disk = {block: sizes[block] / rate for block in on_disk}
             staging = self._parts.homes.staging
             files = Files(disk, spare, 0 if staging is None else staging.numel())
+        lags = [lag_of(key) for _, _, key in spans] or [0]
         for block in on_disk:
             transfer[block] = seconds_from_dram(self._parts, self._parts.table[block])
         return Loop(
@@ -84,15 +85,16 @@ class LoopTimes:
             files,
             laid_out=bool(spans),
             begins=begins,
-            lags=[lag_of(key) for _, _, key in spans] or [0],
-            ways=self._ways_of(schedule, room, frozenset(sizes)),
+            lags=lags,
+            ways=self._ways_of((tuple(blocks), *begins, room, frozenset(sizes), *lags)),
         )
 
-    def _ways_of(
-        self, schedule: Schedule, room: int, blocks: frozenset[int]
-    ) -> dict[frozenset[int], Ways]:
-        """Returns the ways to lay a loop out that are known, so that only times are new."""
-        name = schedule, room, blocks
+    def _ways_of(self, name: tuple[object, ...]) -> dict[frozenset[int], Ways]:
+        """Returns the ways to lay a loop out that are known, so that only times are new.
+
+        Args:
+            name: All that they depend on but what stays.
+        """
         ways = self._ways.pop(name, {})
         while len(ways) > _MOST_WAYS:  # the last ones asked for are the best
             del ways[next(iter(ways))]
