@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
+from tiermem.loading.expected import HAS_VALUES
 from tiermem.loading.untouched import parameters_on_meta
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
-_HAS_VALUES = "_is_hf_initialized"
-"""The attribute by which ``transformers.initialization`` (release 5) knows it."""
 Factory = nn.Module | Callable[[], nn.Module]
 
 
@@ -74,16 +73,32 @@ def _transformers_model(
     make = cls.from_config if auto else cls._from_config
     # transformers draws no values for what is said to have them: random numbers for parameters
     # without memory took as long as all else that makes a model of 32 layers
-    with guard_torch_init_functions(), parameters_on_meta(**{_HAS_VALUES: True}):
+    # and a class that draws its own (``torch.randn``) must leave the generator alone, as it does on
+    # the meta device, where ``from_pretrained`` makes it: adapters are drawn next
+    with (
+        torch.random.fork_rng(devices=[]),
+        guard_torch_init_functions(),
+        parameters_on_meta(**{HAS_VALUES: True}),
+    ):
         model: Any = make(config, dtype=dtype)
     for param in model.parameters():
-        param.__dict__.pop(_HAS_VALUES, None)
+        param.__dict__.pop(HAS_VALUES, None)
+        _thaw(param)
     model.tie_weights()
     _keep_in_float32(model, dtype)
     model.config._name_or_path = str(folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _thaw(param: torch.Tensor) -> None:
+    """Makes a parameter one that is trained: ``from_pretrained`` makes new ones of all it reads.
+
+    Those that the class freezes as it is made, such as tables of positions, are trained then.
+    """
+    if param.is_floating_point():
+        param.requires_grad = True
 
 
 def _first_dtype(files: CheckpointFiles) -> torch.dtype:
