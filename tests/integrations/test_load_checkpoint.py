@@ -227,6 +227,58 @@ def test_tables_of_positions_that_the_class_computes(kind: str, tmp_path: Path) 
     assert not any("_is_hf_initialized" in vars(param) for param in model.parameters())
 
 
+def test_what_a_class_keeps_in_float32(tmp_path: Path) -> None:
+    cls = transformers.T5ForConditionalGeneration
+    small = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    cls(transformers.T5Config(**small, num_layers=2)).save_pretrained(tmp_path)
+    plain = cls.from_pretrained(tmp_path, dtype=torch.float16)
+    assert len({param.dtype for param in plain.parameters()}) == 2
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(cls, tmp_path, tier=tier, dtype=torch.float16)
+        check_equal(model, plain)
+    check_equal(model, plain)
+
+
+UNET: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 3,
+    "out_channels": 3,
+    "layers_per_block": 1,
+    "block_out_channels": (32, 64),
+    "attention_head_dim": 8,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_class_of_diffusers(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    diffusers: Any = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    diffusers.UNet2DModel(**UNET).save_pretrained(tmp_path)
+    plain = diffusers.UNet2DModel.from_pretrained(tmp_path, torch_dtype=dtype)
+    sample = torch.randn(2, 3, 8, 8, dtype=dtype or torch.float32)
+    with tiermem.TierManager("cpu", hbm="4MiB", dram="16MiB") as tier, torch.no_grad():
+        model: Any = tiermem.load_checkpoint(
+            diffusers.UNet2DModel, tmp_path, tier=tier, dtype=dtype
+        )
+        assert type(model) is diffusers.UNet2DModel and not model.training
+        assert dict(model.config) == {**plain.config, "_name_or_path": str(tmp_path)}
+        check_equal(model, plain)
+        for _ in range(2):
+            assert torch.equal(model(sample, 3).sample, plain(sample, 3).sample)
+
+
+def test_a_class_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    class Own(Toy):
+        from_pretrained = None
+
+    toy(tmp_path / "toy.safetensors")
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.ConfigError, match=r"Own is none of them; give it a callable"):
+            tiermem.load_checkpoint(Own, tmp_path / "toy.safetensors", tier=tier)
+
+
 def test_the_random_generator_is_left_as_from_pretrained_leaves_it(tmp_path: Path) -> None:
     """CLIP's class embedding is drawn as the model is made; adapters are drawn after that."""
     small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
