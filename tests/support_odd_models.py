@@ -252,13 +252,6 @@ def _lists() -> nn.Module:
     return Around(call, many=many, named=named)
 
 
-@_of("lazy modules", _x(32))
-def _lazy() -> nn.Module:
-    return Around(
-        lambda m, x: m.s(x), s=nn.Sequential(nn.LazyLinear(24), nn.ReLU(), nn.LazyLinear(8))
-    )
-
-
 @_of("lazy modules, called before", _x(32))
 def _lazy_called() -> nn.Module:
     m = Around(lambda m, x: m.s(x), s=nn.Sequential(nn.LazyLinear(24), nn.ReLU(), nn.LazyLinear(8)))
@@ -398,13 +391,6 @@ def _forwarding() -> nn.Module:
     return Outer(nn.Linear(32, 32))
 
 
-@_of("DataParallel on the host", _x(32))
-def _parallel() -> nn.Module:
-    return Around(
-        lambda m, x: m.p(x), p=nn.DataParallel(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)))
-    )
-
-
 @_of("convolutions, channels last, batch norm", lambda n: {"x": torch.randn(2 + n, 3, 16, 16)})
 def _channels() -> nn.Module:
     s = nn.Sequential(
@@ -516,24 +502,6 @@ def _fx() -> nn.Module:
             return self.a(x) * self.w
 
     return torch.fx.symbolic_trace(Inner())
-
-
-@_of("a script module", _x(32))
-def _scripted() -> nn.Module:
-    return Around(
-        lambda m, x: m.s(x),
-        s=torch.jit.script(nn.Sequential(nn.Linear(32, 32), nn.ReLU())),
-        l=nn.Linear(4, 4),
-    )
-
-
-@_of("a traced module inside", _x(32))
-def _traced() -> nn.Module:
-    return Around(
-        lambda m, x: m.l(m.s(x)),
-        s=torch.jit.trace(nn.Linear(32, 32), torch.randn(2, 32)),
-        l=nn.Linear(32, 4),
-    )
 
 
 @_of("weights in a plain list and in a dict", _x(32))
