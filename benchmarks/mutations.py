@@ -1294,6 +1294,34 @@ MUTATIONS = (
         "        if not as_was and leaves.in_hbm is _DIRTY and self",
         _ADAPTERS,
     ),
+    Mutation(
+        "no block begins inside a layer that one kernel computes",
+        "tiermem/nn/groups/partition.py",
+        "if uses_inside(module)}",
+        "if False}",
+        NN,
+    ),
+    Mutation(
+        "weights are away again after an encoder has looked at them",
+        "tiermem/nn/groups/group.py",
+        "                self.pointing.slot.idle = True\n            if self.pointing.bare:",
+        "                self.pointing.slot.idle = True\n            if False:",
+        NN,
+    ),
+    Mutation(
+        "a buffer without elements is in no block",
+        "tiermem/nn/groups/inspect.py",
+        "is_ordinary(found) and found.tensor.numel() > 0",
+        "is_ordinary(found)",
+        NN,
+    ),
+    Mutation(
+        "tables of positions that no checkpoint has get their values",
+        "tiermem/loading/expected.py",
+        "            model.initialize_weights()\n",
+        "            pass\n",
+        ("tests/integrations/test_load_checkpoint.py",),
+    ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]

@@ -71,6 +71,8 @@ def check_equal(model: nn.Module, plain: nn.Module) -> None:
     assert list(own) == list(other)
     for name, value in other.items():
         assert own[name].dtype is value.dtype and torch.equal(own[name], value), name
+    trained = [{n: p.requires_grad for n, p in m.named_parameters()} for m in (model, plain)]
+    assert trained[0] == trained[1]
     pairs = zip(model.named_buffers(), plain.named_buffers(), strict=True)
     for (name, buffer), (also, value) in pairs:
         assert name == also and buffer.dtype is value.dtype and torch.equal(buffer, value), name
@@ -188,6 +190,119 @@ def test_a_module_that_ties_what_differs_is_refused(tmp_path: Path) -> None:
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
         with pytest.raises(tiermem.CheckpointError, match=r"'second\.bias' are one"):
             tiermem.load_checkpoint(tied, tmp_path / "toy.safetensors", tier=tier)
+        assert not tier.residency()
+
+
+POSITIONS: dict[str, Any] = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_layers": 1,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+}
+
+
+@pytest.mark.parametrize("kind", ["MarianMTModel", "PegasusForConditionalGeneration"])
+def test_tables_of_positions_that_the_class_computes(kind: str, tmp_path: Path) -> None:
+    """Marian's are in no checkpoint; those that are there are trained by ``from_pretrained``."""
+    cls = getattr(transformers, kind)
+    torch.manual_seed(0)
+    cls(cls.config_class(**POSITIONS, decoder_start_token_id=1)).save_pretrained(tmp_path)
+    plain = cls.from_pretrained(tmp_path)
+    ids = torch.arange(3, 12)[None]
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(cls, tmp_path, tier=tier)
+        check_equal(model, plain)
+        with torch.no_grad():
+            found, expected = (
+                each(input_ids=ids, decoder_input_ids=ids).logits for each in (model, plain)
+            )
+        assert torch.equal(found, expected)
+    check_equal(model, plain)
+    assert not any("_is_hf_initialized" in vars(param) for param in model.parameters())
+
+
+def test_what_a_class_keeps_in_float32(tmp_path: Path) -> None:
+    cls = transformers.T5ForConditionalGeneration
+    small = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    cls(transformers.T5Config(**small, num_layers=2)).save_pretrained(tmp_path)
+    plain = cls.from_pretrained(tmp_path, dtype=torch.float16)
+    assert len({param.dtype for param in plain.parameters()}) == 2
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(cls, tmp_path, tier=tier, dtype=torch.float16)
+        check_equal(model, plain)
+    check_equal(model, plain)
+
+
+UNET: dict[str, Any] = {
+    "sample_size": 8,
+    "in_channels": 3,
+    "out_channels": 3,
+    "layers_per_block": 1,
+    "block_out_channels": (32, 64),
+    "attention_head_dim": 8,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_class_of_diffusers(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    diffusers: Any = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    diffusers.UNet2DModel(**UNET).save_pretrained(tmp_path)
+    plain = diffusers.UNet2DModel.from_pretrained(tmp_path, torch_dtype=dtype)
+    sample = torch.randn(2, 3, 8, 8, dtype=dtype or torch.float32)
+    with tiermem.TierManager("cpu", hbm="4MiB", dram="16MiB") as tier, torch.no_grad():
+        model: Any = tiermem.load_checkpoint(
+            diffusers.UNet2DModel, tmp_path, tier=tier, dtype=dtype
+        )
+        assert type(model) is diffusers.UNet2DModel and not model.training
+        assert dict(model.config) == {**plain.config, "_name_or_path": str(tmp_path)}
+        check_equal(model, plain)
+        for _ in range(2):
+            assert torch.equal(model(sample, 3).sample, plain(sample, 3).sample)
+
+
+def test_a_class_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    class Own(Toy):
+        from_pretrained = None
+
+    toy(tmp_path / "toy.safetensors")
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.ConfigError, match=r"Own is none of them; give it a callable"):
+            tiermem.load_checkpoint(Own, tmp_path / "toy.safetensors", tier=tier)
+
+
+def test_the_random_generator_is_left_as_from_pretrained_leaves_it(tmp_path: Path) -> None:
+    """CLIP's class embedding is drawn as the model is made; adapters are drawn after that."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = transformers.CLIPVisionConfig(
+        **small, num_hidden_layers=1, image_size=16, patch_size=8
+    )
+    cls = transformers.CLIPVisionModel
+    cls(config).save_pretrained(tmp_path)
+    left = []
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        for load in (cls.from_pretrained, lambda f: tiermem.load_checkpoint(cls, f, tier=tier)):
+            torch.manual_seed(3)
+            load(tmp_path)
+            left.append(torch.rand(4))
+    assert torch.equal(*left)
+
+
+def test_a_head_that_the_files_do_not_have_is_missing(tmp_path: Path) -> None:
+    """transformers warns and draws it at random."""
+    save(tmp_path, CONFIGS["llama"]())
+    cls = transformers.LlamaForSequenceClassification
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=r"missing: 'score\.weight'"):
+            tiermem.load_checkpoint(cls, tmp_path, tier=tier)
         assert not tier.residency()
 
 

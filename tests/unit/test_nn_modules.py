@@ -416,6 +416,122 @@ def test_the_fast_path_of_the_encoder_is_taken() -> None:
         pair.both(kernels)
 
 
+def _evaluated(build: Callable[[], nn.Module], blocks: Any, use: Callable[[Any], Any]) -> Any:
+    """Compares evaluations without gradients; returns the names of the blocks."""
+    with Pair(build, DRAM, optimizer=None, blocks=blocks) as pair:
+
+        def evaluate(model: nn.Module, optimizer: Any) -> Any:
+            with torch.no_grad():
+                return use(model)
+
+        for _ in range(3):
+            pair.both(evaluate)
+        names = {row.block for row in pair.tier.residency()}
+        pair.finish()
+        return names
+
+
+def _padding() -> torch.Tensor:
+    mask = torch.zeros(3, 6, dtype=torch.bool)
+    mask[1, 3:] = True
+    return mask
+
+
+def test_the_encoder_leaves_padding_out() -> None:
+    """It does where none of its first layer's weights intercepts operations."""
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, 3).eval()
+
+    def use(model: Any) -> Any:
+        found = model(torch.randn(3, 6, 16), src_key_padding_mask=_padding())
+        assert not found[1, 3:].any()  # else numbers
+        return found
+
+    _evaluated(build, "auto", use)
+
+
+def test_weights_are_away_again_after_the_encoder_has_looked_at_them() -> None:
+    class Raises(nn.TransformerEncoderLayer):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise ZeroDivisionError
+
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3)
+    encoder.eval()
+    weight, value = encoder.layers[0].linear1.weight, encoder.layers[0].linear1.weight.clone()
+    x = torch.randn(3, 6, 16)
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB") as tier, torch.no_grad():
+        tier.wrap(encoder)
+        encoder.layers[0].__class__ = Raises
+        with pytest.raises(ZeroDivisionError):
+            encoder(x, src_key_padding_mask=_padding())
+        assert type(weight) is nn.Parameter  # still as the encoder saw it
+        encoder.layers[0].__class__ = nn.TransformerEncoderLayer
+        encoder.layers[1](x)  # another pass
+        assert type(weight) is not nn.Parameter
+        assert torch.equal(weight, value)
+
+
+@pytest.mark.parametrize("blocks", ["auto", lambda name, module: isinstance(module, nn.Linear)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_one_kernel_takes_is_one_block(blocks: Any, masked: bool) -> None:
+    """However large: with a part of it elsewhere torch would take another way."""
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(128, 2, 512, batch_first=True)
+        return nn.TransformerEncoder(layer, 3).eval()
+
+    def use(model: Any) -> Any:
+        mask = _padding() if masked else None
+        return model(torch.randn(3, 6, 128), src_key_padding_mask=mask)
+
+    names = _evaluated(build, blocks, use)
+    assert names == {f"TransformerEncoder.layers.{i}" for i in range(3)}
+
+
+def test_attention_that_one_kernel_computes_is_one_block() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(256, 4, batch_first=True)
+            self.up = nn.Linear(256, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(self.attention(x, x, x, need_weights=False)[0])
+
+    def build() -> nn.Module:
+        return nn.ModuleDict({"0": Block(), "1": Block()}).eval()
+
+    def use(model: Any) -> Any:
+        x = torch.randn(2, 5, 256)
+        return model["0"](x), model["1"](x)
+
+    names = _evaluated(build, "auto", use)
+    assert any("attention" in name for name in names)
+    assert not any("out_proj" in name for name in names)
+
+
+def test_a_buffer_that_grows_in_place_leaves_its_neighbours_alone() -> None:
+    """As torch's observers do: the least and the largest values of each channel."""
+
+    class Observer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Buffer(torch.arange(3))
+            self.low = nn.Buffer(torch.tensor([]))
+            self.enabled = nn.Buffer(torch.ones(40))
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = x.detach().amin(0)
+            known = self.low if self.low.numel() else found
+            self.low.resize_(found.shape).copy_(torch.minimum(known, found))
+            return self.linear(x - self.low) * self.enabled[:16] + self.before.sum()
+
+    compare_training(Observer, vector(), DRAM, steps=3)
+
+
 def test_only_the_experts_that_are_used_move() -> None:
     with Pair(Experts, DRAM, optimizer=None) as pair:
         x = torch.randn(4, 64)

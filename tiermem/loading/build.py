@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
+from tiermem.loading.expected import HAS_VALUES
 from tiermem.loading.untouched import parameters_on_meta
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
-_HAS_VALUES = "_is_hf_initialized"
-"""The attribute by which ``transformers.initialization`` (release 5) knows it."""
 Factory = nn.Module | Callable[[], nn.Module]
 
 
@@ -25,10 +24,11 @@ def model_of(
 
     Args:
         made_by: A module; a callable without arguments that makes one; or a class of transformers
-            (``AutoModelForCausalLM``, ``LlamaForCausalLM``), made from the folder's config.json.
+            (``AutoModelForCausalLM``, ``LlamaForCausalLM``) or of diffusers, made from the folder's
+            config.json.
         path: The checkpoint.
         files: The same, opened.
-        dtype: Of a class of transformers' parameters; None for what ``from_pretrained`` takes.
+        dtype: Of such a class's parameters; None for what ``from_pretrained`` takes.
 
     Raises:
         CheckpointError: If the folder has no configuration for a class.
@@ -36,12 +36,15 @@ def model_of(
     """
     if isinstance(made_by, nn.Module):
         return made_by
-    if isinstance(made_by, type) and hasattr(made_by, "from_pretrained"):
-        return _transformers_model(made_by, path, files, dtype)
+    if is_pretrained_class(made_by):
+        folder = _with_config(made_by, path)
+        if hasattr(made_by, "load_config"):
+            return _diffusers_model(made_by, folder, dtype)
+        return _transformers_model(made_by, folder, files, dtype)
     if not callable(made_by):
         raise ConfigError(
             "load_checkpoint takes a module, a callable that makes one or a class of "
-            f"transformers, not {made_by!r}"
+            f"transformers or diffusers, not {made_by!r}"
         )
     with parameters_on_meta():
         model = made_by()
@@ -50,15 +53,67 @@ def model_of(
     return model
 
 
-def _transformers_model(
-    cls: Any, path: Path, files: CheckpointFiles, dtype: torch.dtype | None
-) -> nn.Module:
+def is_pretrained_class(made_by: Any) -> bool:
+    """Whether models are made of a folder's config.json by it, in the dtypes that they are to have.
+
+    Raises:
+        ConfigError: If it has ``from_pretrained`` but nobody here knows how it makes models.
+    """
+    if not isinstance(made_by, type) or not hasattr(made_by, "from_pretrained"):
+        return False
+    module = issubclass(made_by, nn.Module)
+    if hasattr(made_by, "load_config") and module:  # of diffusers
+        return True
+    if (
+        hasattr(made_by, "config_class")
+        if module
+        else made_by.__module__.startswith("transformers")
+    ):
+        return True
+    raise ConfigError(
+        f"load_checkpoint knows the classes of transformers' and diffusers' models, and "
+        f"{made_by.__module__}.{made_by.__name__} is none of them; give it a callable that makes "
+        "the model, such as `lambda: Model(config)`"
+    )
+
+
+def _with_config(cls: Any, path: Path) -> Path:
+    """Returns the folder of a checkpoint that has a config.json."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder}: there is no config.json, which {cls.__name__} is made from; give a module "
             "or a callable that makes one"
         )
+    return folder
+
+
+def _diffusers_model(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    """Makes a model as ``from_pretrained`` of diffusers does."""
+    try:
+        config = cls.load_config(folder, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder}/config.json: {error}") from error
+    if config.get("quantization_config") is not None:
+        raise _quantized(folder)
+    with torch.random.fork_rng(devices=[]), parameters_on_meta():
+        model: Any = cls.from_config(config)
+    model.register_to_config(_name_or_path=str(folder))
+    kept = set(cls._keep_in_fp32_modules or ())
+    for name, param in model.named_parameters():
+        if dtype is not None and param.is_floating_point():
+            own = torch.float32 if kept.intersection(name.split(".")) else dtype
+            param.data = param.data.to(own)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _quantized(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder}/config.json: quantized checkpoints cannot be loaded yet")
+
+
+def _transformers_model(
+    cls: Any, folder: Path, files: CheckpointFiles, dtype: torch.dtype | None
+) -> nn.Module:
     from transformers import AutoConfig, GenerationConfig
     from transformers.initialization import guard_torch_init_functions
 
@@ -69,21 +124,37 @@ def _transformers_model(
     except (ValueError, OSError, KeyError) as error:
         raise CheckpointError(f"{folder}/config.json: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
-        raise CheckpointError(f"{folder}/config.json: quantized checkpoints cannot be loaded yet")
+        raise _quantized(folder)
     dtype = dtype or getattr(config, "dtype", None) or _first_dtype(files)
     make = cls.from_config if auto else cls._from_config
     # transformers draws no values for what is said to have them: random numbers for parameters
     # without memory took as long as all else that makes a model of 32 layers
-    with guard_torch_init_functions(), parameters_on_meta(**{_HAS_VALUES: True}):
+    # and a class that draws its own (``torch.randn``) must leave the generator alone, as it does on
+    # the meta device, where ``from_pretrained`` makes it: adapters are drawn next
+    with (
+        torch.random.fork_rng(devices=[]),
+        guard_torch_init_functions(),
+        parameters_on_meta(**{HAS_VALUES: True}),
+    ):
         model: Any = make(config, dtype=dtype)
     for param in model.parameters():
-        param.__dict__.pop(_HAS_VALUES, None)
+        param.__dict__.pop(HAS_VALUES, None)
+        _thaw(param)
     model.tie_weights()
     _keep_in_float32(model, dtype)
     model.config._name_or_path = str(folder)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _thaw(param: torch.Tensor) -> None:
+    """Makes a parameter one that is trained: ``from_pretrained`` makes new ones of all it reads.
+
+    Those that the class freezes as it is made, such as tables of positions, are trained then.
+    """
+    if param.is_floating_point():
+        param.requires_grad = True
 
 
 def _first_dtype(files: CheckpointFiles) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
-from tiermem.loading.build import model_of
+from tiermem.loading.build import is_pretrained_class, model_of
 from tiermem.loading.origins import FileOrigins
 from tiermem.loading.sources import Names, Source, sources_of, wanted_by
 from tiermem.loading.tied import untie
@@ -40,15 +40,17 @@ def load_checkpoint(
     Args:
         model_or_factory: A module, whose parameters may be on the meta device; a callable that
             makes one, whose parameters take no memory; or a class of transformers, such as
-            ``AutoModelForCausalLM``, which is made from the folder's ``config.json`` with the
-            dtypes, buffers and tied weights of ``from_pretrained``.
+            ``AutoModelForCausalLM``, or of diffusers, such as ``UNet2DConditionModel``, which is
+            made from the folder's ``config.json`` with the dtypes, buffers and tied weights of
+            ``from_pretrained``.
         path: A safetensors file, or a folder with ``model.safetensors`` or an index.
         tier: The manager.
         names: The file's name for each of the model's parameters and persistent buffers: a
             mapping (names that are not in it stay) or a callable. With it, other tensors of the
             files are left alone.
-        dtype: Parameters of floating dtype get this one; by default a module's stay as they are,
-            and those of a class of transformers are as ``from_pretrained`` makes them.
+        dtype: Parameters of floating dtype get this one; by default a module's stay as they are.
+            Those of a class of transformers or diffusers are as ``from_pretrained`` makes them,
+            with and without it.
         lora: Puts adapters around frozen weights: a :class:`tiermem.Lora` or a ``peft.LoraConfig``.
         blocks: As :meth:`tiermem.TierManager.wrap` takes it.
 
@@ -64,6 +66,8 @@ def load_checkpoint(
     """
     if not isinstance(tier, TierManager):
         raise ConfigError(f"tier must be a TierManager, not {tier!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype must be a floating dtype, not {dtype}")
     where = Path(path)
     files = CheckpointFiles.open(where)
     model = model_of(model_or_factory, where, files, dtype)
@@ -75,7 +79,8 @@ def load_checkpoint(
         from tiermem.lora.adapters import add_adapters
 
         add_adapters(model, settings)
-    _wrap(model, files, sources, tier, dtype, blocks)
+    own = None if is_pretrained_class(model_or_factory) else dtype  # such are made in it
+    _wrap(model, files, sources, tier, own, blocks)
     return model
 
 
@@ -120,8 +125,6 @@ def _casts(
     """Returns the dtypes of the parameters that get another one, by id."""
     if dtype is None:
         return {}
-    if not dtype.is_floating_point:
-        raise ConfigError(f"dtype must be a floating dtype, not {dtype}")
     params = dict(model.named_parameters(remove_duplicate=False))
     return {
         id(params[name]): dtype

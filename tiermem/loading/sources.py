@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
+from tiermem.loading.expected import complained_of, make_expected
 from tiermem.loading.traced import NotTracedError, Run, StoredView
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
@@ -59,12 +59,15 @@ def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) ->
     else:
         found = {name: view_of(files, name) for name in wanted if name in files.tensors}
         used = set(found)
-    _check_missing(wanted, found, files)
+    missing = _missing(wanted, found)
+    if missing and of_transformers and names is None:
+        missing = make_expected(model, missing)
+    _check_missing(missing, files)
     if names is None:  # with names given, the other tensors are left out
         used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
         unexpected = files.tensors.keys() - used
         if unexpected and of_transformers:
-            unexpected = _complained_of(model, unexpected)
+            unexpected = complained_of(model, unexpected=unexpected)
         _check_unexpected(files, unexpected)
     _check_shapes(wanted, found, files)
     return found
@@ -225,25 +228,17 @@ def _not_converted(
 # -- checks --------------------------------------------------------------------------
 
 
-def _check_missing(
-    wanted: Mapping[str, torch.Tensor],
-    found: Mapping[str, Source],
-    files: CheckpointFiles,
-) -> None:
+def _missing(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Source]) -> list[str]:
     there = {id(wanted[name]) for name in found if name in wanted}
-    missing = [name for name, tensor in wanted.items() if id(tensor) not in there]
+    return [name for name, tensor in wanted.items() if id(tensor) not in there]
+
+
+def _check_missing(missing: Sequence[str], files: CheckpointFiles) -> None:
     if missing:
         raise CheckpointError(
             f"{files.paths[0].parent}: {len(missing)} tensors of the model are missing: "
             f"{_some(missing)}; if the files call them otherwise, give names="
         )
-
-
-def _complained_of(model: Any, names: set[str]) -> set[str]:
-    """Returns those of the names of which transformers would warn as well."""
-    info = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
-    model._adjust_missing_and_unexpected_keys(info)
-    return names & set(info.unexpected_keys)
 
 
 def _check_unexpected(files: CheckpointFiles, unexpected: set[str]) -> None:

@@ -74,6 +74,10 @@ class Lender(Protocol):
         """Points a group at its block, for a tensor of it that is looked up."""
         ...
 
+    def show(self, group: Group) -> None:
+        """Does what :meth:`demand` does, for code that asks for a tensor's class."""
+        ...
+
     def lend(self, group: Group) -> int:
         """Holds a group for one operation; returns the token for :meth:`lent`."""
         ...

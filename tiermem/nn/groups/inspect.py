@@ -161,6 +161,20 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def can_move(found: Found) -> bool:
     """Whether a buffer can live in a block."""
+    return is_ordinary(found) and found.tensor.numel() > 0
+
+
+def stays_apart(found: Found) -> bool:
+    """Whether a buffer has no elements yet.
+
+    Such are made longer in place (minima that an observer keeps), in a block over what is beside
+    them.
+    """
+    return is_ordinary(found) and found.tensor.numel() == 0
+
+
+def is_ordinary(found: Found) -> bool:
+    """Whether a buffer is a tensor whose bytes can be moved."""
     tensor = found.tensor
     return (
         not is_uninitialized(tensor)

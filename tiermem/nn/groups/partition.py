@@ -15,6 +15,7 @@ from torch import nn
 
 from tiermem.config import Home
 from tiermem.errors import ConfigError
+from tiermem.nn.compat.fastpaths import uses_inside
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.stacks import experts_of
 
@@ -97,7 +98,8 @@ def territories(
         largest: Bytes above which a block is divided if it can be.
 
     Returns:
-        Modules by qualified name; the root (``""``) is always among them.
+        Modules by qualified name; the root (``""``) is always among them, and none inside a module
+        whose kernel takes the weights of all that is in it: that one is, in its place.
 
     Raises:
         ConfigError: If a name is not one of a module.
@@ -114,8 +116,14 @@ def territories(
         unknown = sorted(chosen - set(modules))
         if unknown:
             raise ConfigError(f"blocks: the model has no modules named {unknown[:5]}")
-    chosen.add("")
+    whole = {name for name, module in modules.items() if uses_inside(module)}
+    chosen = {_around(name, whole) for name in chosen} | {""}
     return {name: module for name, module in modules.items() if name in chosen}
+
+
+def _around(name: str, whole: set[str]) -> str:
+    """Returns the outermost module around one of which no part is a block; else itself."""
+    return next(reversed([above for above in names_above(name) if above in whole]), name)
 
 
 def runs(

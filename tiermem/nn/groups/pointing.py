@@ -29,6 +29,7 @@ class Pointing:
     What is done to them at every use is laid out beforehand, so that it takes a loop each.
 
     Attributes:
+        bare: Whether they may be shown although the block is not held.
         members: What lives in the block: parameters, then buffers.
         tensors: Those that are not materialized, which point here or there.
         plain: Whether those are of classes that intercept nothing while they are shown.
@@ -40,8 +41,8 @@ class Pointing:
     """
 
     __slots__ = (
-        "_apart", "_block", "_indices", "_names", "hidden", "members", "plain", "rows", "shown",
-        "slot", "tensors",
+        "_apart", "_block", "_indices", "_names", "bare", "hidden", "members", "plain", "rows",
+        "shown", "slot", "tensors",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -53,7 +54,7 @@ class Pointing:
         self._block = block
         self.members: Sequence[Member] = ()
         self.tensors: Sequence[torch.Tensor] = ()
-        self.plain = False
+        self.plain = self.bare = False
         self.shown: Sequence[tuple[Any, type]] = ()
         self.hidden: Sequence[tuple[Any, type]] = ()
         self.slot: Slot | None = None
@@ -165,11 +166,17 @@ class Pointing:
 
     def hide(self) -> None:
         """Intercepts every operation on the tensors, whether or not their block is held."""
+        self.bare = False
         _change(self.hidden)
 
     def show(self) -> None:
         """Ends :meth:`hide`."""
         _change(self.shown)
+
+    def show_softly(self) -> None:
+        """Shows tensors that are pointed at their block without a lease, until it may leave."""
+        self.bare = True
+        self.show()
 
 
 def _change(classes: Sequence[tuple[Any, type]]) -> None:

@@ -49,6 +49,13 @@ class AwayUses:
         self._keep_soft(group)
 
     @inside
+    def show(self, group: Group) -> None:
+        """Fetches a group whose parameter's class is looked at, and shows it as if it were held."""
+        self.demand(group)
+        with self.manager.lock:
+            group.pointing.show_softly()
+
+    @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.gate.guard()

@@ -200,6 +200,7 @@ class Leaving:
                 self._free(member, member.tensor.detach().clone().to(self._target))
                 self._not_ours.add(id(member))
         self._gradients.clear()
+        self.wrapped.move_apart(self._target)
         self.wrapped.uninstall()
 
     def _is_begun(self, member: Member) -> bool:

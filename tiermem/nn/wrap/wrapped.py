@@ -16,7 +16,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.entry import Entry, Member
 from tiermem.nn.groups.group import Group
-from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
+from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners, stays_apart
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
@@ -87,7 +87,9 @@ class WrappedModel:
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         params = find(model, "_parameters")
         link_shared(params)
-        buffers = [f for f in find(model, "_buffers") if can_move(f)]
+        every = find(model, "_buffers")
+        buffers = [f for f in every if can_move(f)]
+        self._apart = [f.tensor for f in every if stays_apart(f)]
         modules = dict(model.named_modules())
         own = checked_homes(homes, modules)
         inventory = Inventory(model, blocks, params, buffers, own, resident)
@@ -264,6 +266,14 @@ class WrappedModel:
             if old is not None:
                 entry.param.grad = old.to(self.runtime.manager.parts.device)
         self.modules.install()
+        self.move_apart(self.runtime.manager.parts.device)
+
+    def move_apart(self, device: torch.device) -> None:
+        """Moves the buffers that had no elements and are in no block."""
+        with torch.no_grad():
+            for tensor in self._apart:
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
 
     def _begin_reading(self) -> None:
         """Begins to read what has its values in files, while there is still work for the host."""

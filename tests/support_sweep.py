@@ -1,0 +1,551 @@
+"""What the sweep over architectures does with one model, beside the plain one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from support_nn import asked, assert_same, check_table, leaves, scalar_of, seed
+from support_shrunk import Inputs, NotSmallError, said, small_model, weights
+from torch import nn
+
+import tiermem
+
+DRAM = 256 << 20
+SLOW = 20
+"""Times the plain model's time from which it is said how slow one is."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A class to be tried.
+
+    Attributes:
+        name: What it is called.
+        group: Its kind.
+        small: Returns what makes a small model, and what makes inputs for it by a number (0, 1).
+        cls: Returns the class with ``from_pretrained``, or None.
+    """
+
+    name: str
+    group: str
+    small: Callable[[], tuple[Callable[[], nn.Module], Inputs]]
+    cls: Callable[[], Any] = lambda: None
+
+
+class DifferError(Exception):
+    """Results that are not the plain model's."""
+
+
+Outcome = dict[str, Any]
+
+
+def of_transformers(kind: str, model_type: str, name: str) -> Case:
+    """Returns the case of a class of transformers."""
+
+    def cls() -> Any:
+        import transformers
+
+        found = getattr(transformers, name, None)
+        if found is None or not hasattr(found, "_from_config"):
+            raise NotSmallError(f"{name} is no class that can be made here")
+        return found
+
+    def config() -> Any:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        own = getattr(cls(), "config_class", None)
+        made = (own or CONFIG_MAPPING[model_type])()
+        made._experts_implementation = "eager"  # others round differently by where bytes lie
+        return made
+
+    def build(made: Any) -> nn.Module:
+        own = copy.deepcopy(made)
+        own._experts_implementation = "eager"
+        model = cls()._from_config(own)
+        return (
+            model.float() if any(p.dtype == torch.bfloat16 for p in model.parameters()) else model
+        )
+
+    return Case(name, kind, lambda: small_model(cls(), config, build), cls)
+
+
+def of_diffusers() -> list[Case]:
+    """Returns cases of models of diffusers."""
+    from support_odd_models import DIFFUSERS
+
+    return [Case(name, "diffusers", made, cls) for name, (made, cls) in DIFFUSERS.items()]
+
+
+def of_torch() -> list[Case]:
+    """Returns cases of modules of torch in odd shapes."""
+    from support_odd_models import TORCH
+
+    return [Case(name, "torch", lambda pair=pair: pair) for name, pair in TORCH.items()]
+
+
+def try_case(case: Case, parts: list[str], folder: Path) -> Iterator[tuple[str, Outcome]]:
+    """Tries the parts of a case; yields what came of each."""
+    began = time.monotonic()
+    try:
+        make, inputs = case.small()
+        make()
+    except NotSmallError as error:
+        yield "wrap", {"kind": "skipped", "why": str(error)[:600]}
+        return
+    took = time.monotonic() - began
+    todo: dict[str, Callable[[], str]] = {}
+    if "wrap" in parts:
+        todo["wrap"] = lambda: wrapped(make, inputs)
+    if "load" in parts and case.cls() is not None:
+        todo["load"] = lambda: loaded(case.cls(), make, inputs, folder / "model")
+    if "lora" in parts and case.group == "CAUSAL_LM":
+        todo["lora"] = lambda: adapted(case.cls(), inputs, folder / "model")
+        if "load" not in parts:
+            todo["lora"] = lambda: (
+                saved(make, folder / "model"),
+                adapted(case.cls(), inputs, folder / "model"),
+            )[1]
+    for part, what in todo.items():
+        began = time.monotonic()
+        outcome: Outcome
+        try:
+            note = what()
+            outcome = {"kind": "same", "why": note}
+        except SkippedError as error:
+            outcome = {"kind": "skipped", "why": str(error)}
+        except tiermem.TierError as error:
+            outcome = {"kind": "refused", "why": str(error)[:800], "trace": _trace()}
+        except (DifferError, AssertionError) as error:
+            outcome = {"kind": "differs", "why": str(error)[:600], "trace": _trace()}
+        except Exception as error:
+            outcome = {"kind": "failed", "why": said(error), "trace": _trace()}
+        outcome["took"] = round(time.monotonic() - began, 2)
+        outcome["making"] = round(took, 2)
+        yield part, outcome
+        gc.collect()
+
+
+def _trace() -> str:
+    return traceback.format_exc()[-5000:]
+
+
+class SkippedError(Exception):
+    """The plain model does not do that either."""
+
+
+# -- what is compared ------------------------------------------------------------------------
+
+
+def run_eval(model: Any, inputs: Inputs) -> list[Any]:
+    """Returns the outputs of three forward passes of two lengths."""
+    model.eval()
+    outputs = []
+    for turn, length in enumerate((0, 1, 0)):
+        seed(3 + turn)
+        given = inputs(length)
+        seed(5 + turn)
+        with torch.no_grad():
+            outputs.append(_cloned(model(**given)))
+    return outputs
+
+
+def _cloned(value: Any) -> list[tuple[str, Any]]:
+    seen = [(p, v.detach().clone() if isinstance(v, torch.Tensor) else v) for p, v in leaves(value)]
+    return [(p, v) for p, v in seen if not isinstance(v, str)]
+
+
+def run_generate(model: Any, inputs: Inputs) -> Any:
+    """Returns what ``generate`` makes, greedily and with a cache."""
+    model.eval()
+    seed(7)
+    given = {k: v for k, v in inputs(0).items() if not k.startswith("decoder")}
+    seed(8)
+    with torch.no_grad():
+        return _cloned(model.generate(**given, max_new_tokens=5, do_sample=False))
+
+
+def run_training(model: Any, optimizer: Any, inputs: Inputs, steps: int = 3) -> list[Any]:
+    """Trains; returns the losses, and which parameters had gradients."""
+    model.train()
+    seen: list[Any] = []
+    for step in range(steps):
+        seed(20 + step)
+        given = inputs(step % 2)
+        seed(30 + step)
+        loss = scalar_of(model(**given))
+        if loss is None:
+            raise SkippedError("no output has a gradient")
+        loss.backward()
+        seen.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def tensors_of(model: nn.Module) -> dict[str, Any]:
+    """Returns state, buffers that are not in it, and which parameters are one."""
+    state = {
+        f"state {k}": v.detach().clone()
+        for k, v in model.state_dict().items()
+        if isinstance(v, torch.Tensor)
+    }
+    state.update(
+        {f"buffer {k}": v.detach().clone() for k, v in model.named_buffers(remove_duplicate=False)}
+    )
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        state[f"tie {name}"] = first.setdefault(id(param), name)
+        state[f"kind {name}"] = (str(param.dtype), param.requires_grad, tuple(param.shape))
+        state[f"stride {name}"] = torch.empty_like(param, device="meta").stride()  # without gaps
+    state["training"] = model.training
+    return state
+
+
+def _plain(make: Callable[[], Any], inputs: Inputs, what: Callable[..., Any]) -> Any:
+    """Returns what a plain model gives; SkippedError where it fails."""
+    try:
+        return what(make(), inputs)
+    except Exception as error:
+        raise SkippedError(f"the plain model: {said(error)}") from error
+
+
+@contextmanager
+def comparing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except AssertionError as error:
+        raise DifferError(f"{what}: {str(error)[:400]}") from error
+
+
+def elsewhere(model: nn.Module, shift: int = 1) -> nn.Module:
+    """Moves each parameter to other bytes, to see whether results are rounded by where they lie."""
+    seen: dict[int, torch.Tensor] = {}
+    for param in model.parameters():
+        if id(param) in seen or not param.is_contiguous():
+            continue
+        seen[id(param)] = param
+        room = torch.empty(param.numel() + shift, dtype=param.dtype)
+        moved = room[shift:].view(param.shape)
+        moved.copy_(param.detach())
+        param.data = moved
+    return model
+
+
+def _stable(make: Callable[[], Any], use: Callable[[Any], Any], expected: Any) -> None:
+    """Raises SkippedError where a plain model's results depend on the run or on addresses."""
+    for shift in (0, 1, 4, 16):
+        try:
+            assert_same(expected, use(elsewhere(make(), shift)), "plain")
+        except AssertionError as error:
+            raise SkippedError("the plain model rounds by where its weights lie") from error
+
+
+def wrapped(make: Callable[[], Any], inputs: Inputs) -> str:
+    """Compares a wrapped model with a plain one; returns what is worth a note."""
+    notes: list[str] = []
+    plain = make()
+    total = weights(plain)
+    times = {"plain": 0.0, "tiered": 0.0}
+    began = time.monotonic()
+    expected = _plain(make, inputs, run_eval)
+    evaluated = make()
+    run_eval(evaluated, inputs)
+    after = tensors_of(evaluated)
+    times["plain"] += time.monotonic() - began
+    generated = trains = None
+    if hasattr(plain, "generate"):
+        try:
+            generated = run_generate(make(), inputs)
+        except Exception as error:
+            notes.append(f"no generate: {said(error)}")
+    try:
+        began = time.monotonic()
+        run_eval(plain, inputs)
+        optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3)
+        trains = run_training(plain, optimizer, inputs)
+        times["plain"] += time.monotonic() - began
+    except Exception as error:
+        notes.append(f"no training: {said(error)}")
+
+    def evaluate(tier: tiermem.TierManager, model: Any) -> None:
+        began = time.monotonic()
+        found = run_eval(model, inputs)
+        times["tiered"] = time.monotonic() - began
+        with comparing("forward"):
+            _same(
+                expected,
+                found,
+                "output",
+                lambda: _stable(make, lambda m: run_eval(m, inputs), expected),
+            )
+        if generated is not None:
+            found = run_generate(model, inputs)
+            with comparing("generate"):
+                assert_same(generated, found, "ids")
+        check_table(tier)
+
+    def train(tier: tiermem.TierManager, model: Any) -> None:
+        if trains is None:
+            return
+        began = time.monotonic()
+        run_eval(model, inputs)
+        stepper = tier.optimizer(
+            [p for p in model.parameters() if p.requires_grad], torch.optim.AdamW, lr=1e-3
+        )
+        found = run_training(model, stepper, inputs)
+        times["tiered"] += time.monotonic() - began
+        with comparing("training"):
+            _same(
+                trains,
+                found,
+                "losses",
+                lambda: _stable(make, _trains(inputs), (trains, tensors_of(plain))),
+            )
+        del stepper
+
+    for what, use in (("forward", evaluate), ("training", train)):
+        other = plain if what == "training" and trains is not None else None
+        budget = under_budget(
+            make, max(total // 3, 4096), use, after if other is None else None, other
+        )
+        if budget > (3 if what == "forward" else 6) * total + (256 << 10):
+            notes.append(f"{what} needs hbm={budget} for {total} bytes of weights")
+    if times["tiered"] > SLOW * times["plain"] + 1:
+        notes.append(f"slow: {times['tiered']:.2f} s, plain {times['plain']:.2f} s")
+    return "; ".join(notes)
+
+
+def _trains(inputs: Inputs) -> Callable[[Any], Any]:
+    def use(model: Any) -> Any:
+        run_eval(model, inputs)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        return run_training(model, optimizer, inputs), tensors_of(model)
+
+    return use
+
+
+def _same(expected: Any, found: Any, what: str, stable: Callable[[], None]) -> None:
+    try:
+        assert_same(expected, found, what)
+    except AssertionError:
+        stable()
+        raise
+
+
+def under_budget(
+    make: Callable[[], Any],
+    hbm: int,
+    use: Callable[[tiermem.TierManager, Any], None],
+    after: dict[str, Any] | None,
+    plain: Any,
+) -> int:
+    """Wraps and uses a model under the least budget that errors ask for; compares it in the end."""
+    dram = DRAM
+    for _ in range(12):
+        model = make()
+        tied = tensors_of(model)
+        try:
+            with tiermem.TierManager(device="cpu", hbm=hbm, dram=dram) as tier:
+                tier.wrap(model)
+                with comparing("wrapped"):
+                    assert_same(
+                        {k: v for k, v in tied.items() if k[:4] != "buff"},
+                        {k: v for k, v in tensors_of(model).items() if k[:4] != "buff"},
+                        "",
+                    )
+                use(tier, model)
+                expected = tensors_of(plain) if plain is not None else after
+                with comparing("state_dict"):
+                    assert_same(expected | {"training": model.training}, tensors_of(model), "")
+            with comparing("closed"):
+                assert_same(expected | {"training": model.training}, tensors_of(model), "")
+            return hbm
+        except tiermem.CapacityError as error:
+            which, least = asked(error)
+            if which == "hbm" and least > hbm:
+                hbm = least
+            elif which == "dram" and least > dram:
+                dram = least
+            else:
+                raise DifferError(f"asks for {which}={least} and has it: {error}") from error
+    raise DifferError("the least budget was never enough")
+
+
+def saved(make: Callable[[], Any], folder: Path) -> Any:
+    """Saves a plain model."""
+    try:
+        make().save_pretrained(folder)
+    except Exception as error:
+        raise SkippedError(f"save_pretrained: {said(error)}") from error
+
+
+def _from_pretrained(cls: Any, folder: Path) -> Any:
+    try:
+        more = {"experts_implementation": "eager"} if hasattr(cls, "_from_config") else {}
+        try:
+            model = cls.from_pretrained(folder, **more)
+        except (TypeError, ValueError):
+            model = cls.from_pretrained(folder)
+    except Exception as error:
+        raise SkippedError(f"from_pretrained: {said(error)}") from error
+    for param in model.parameters():
+        param.data = param.data.clone(memory_format=torch.preserve_format)
+    return model
+
+
+def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> str:
+    """Compares load_checkpoint with from_pretrained."""
+    saved(make, folder)
+    seed(40)
+    plain = _from_pretrained(cls, folder)
+    first = tensors_of(plain)
+    again = tensors_of(_from_pretrained(cls, folder))
+    unsaid = {
+        k
+        for k in first
+        if isinstance(first[k], torch.Tensor)
+        and not torch.equal(torch.nan_to_num(first[k]), torch.nan_to_num(again[k]))
+    }
+    if unsaid:
+        raise SkippedError(f"from_pretrained draws at random: {sorted(unsaid)[:3]}")
+    try:
+        expected = run_eval(plain, inputs)
+    except Exception as error:
+        raise SkippedError(f"the plain model: {said(error)}") from error
+    generated = None
+    if hasattr(plain, "generate"):
+        try:
+            generated = run_generate(plain, inputs)
+        except Exception:
+            generated = None
+    after = tensors_of(plain)
+    hbm = max(weights(plain) // 3, 4096)
+    for _ in range(12):
+        try:
+            with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+                model: Any = tiermem.load_checkpoint(cls, folder, tier=tier)
+                if hasattr(model, "config"):
+                    _eager(model)
+                with comparing("loaded"):
+                    assert_same(first, tensors_of(model), "")
+                found = run_eval(model, inputs)
+                with comparing("forward"):
+                    _same(
+                        expected,
+                        found,
+                        "output",
+                        lambda: _stable(
+                            lambda: _from_pretrained(cls, folder),
+                            lambda m: run_eval(m, inputs),
+                            expected,
+                        ),
+                    )
+                if generated is not None:
+                    with comparing("generate"):
+                        assert_same(generated, run_generate(model, inputs), "ids")
+                with comparing("state"):
+                    assert_same(after, tensors_of(model), "")
+            with comparing("closed"):
+                assert_same(after, tensors_of(model), "")
+            return ""
+        except tiermem.CapacityError as error:
+            which, least = asked(error)
+            if which != "hbm" or least <= hbm:
+                raise
+            hbm = least
+    raise DifferError("the least budget was never enough")
+
+
+def _eager(model: Any) -> None:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "_experts_implementation", None):
+            config._experts_implementation = "eager"
+
+
+def adapted(cls: Any, inputs: Inputs, folder: Path) -> str:
+    """Compares a step of adapters with peft's."""
+    import peft
+
+    note = ""
+    try:
+        seed(50)
+        resident = peft.get_peft_model(
+            _from_pretrained(cls, folder), peft.LoraConfig(r=4, lora_alpha=8)
+        )
+        targets = None
+    except SkippedError:
+        raise
+    except Exception as error:
+        note = said(error)
+        try:
+            seed(50)
+            targets = "all-linear"
+            resident = peft.get_peft_model(
+                _from_pretrained(cls, folder),
+                peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets),
+            )
+        except Exception as second:
+            raise SkippedError(f"peft: {said(second)}") from second
+    trained = [p for p in resident.parameters() if p.requires_grad]
+    try:
+        expected = _adapter_step(resident, torch.optim.AdamW(trained, lr=1e-2), inputs)
+    except Exception as error:
+        raise SkippedError(f"peft's step: {said(error)}") from error
+    hbm = max(weights(resident) // 3, 4096)
+    for _ in range(12):
+        try:
+            with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+                seed(50)
+                model: Any = tiermem.load_checkpoint(
+                    cls, folder, tier=tier, lora=tiermem.Lora(r=4, alpha=8, target_modules=targets)
+                )
+                _eager(model)
+                own = [p for p in model.parameters() if p.requires_grad]
+                found = _adapter_step(
+                    model, tier.optimizer(own, torch.optim.AdamW, lr=1e-2), inputs
+                )
+                with comparing("adapters"):
+                    assert_same(expected, found, "")
+            return note
+        except tiermem.CapacityError as error:
+            which, least = asked(error)
+            if which != "hbm" or least <= hbm:
+                raise
+            hbm = least
+    raise DifferError("the least budget was never enough")
+
+
+_PREFIX = re.compile(r"base_model\.model\.|\.default|\.base_layer|\.modules_to_save")
+
+
+def _adapter_step(model: Any, optimizer: Any, inputs: Inputs) -> Any:
+    model.train()
+    seed(60)
+    given = inputs(0)
+    seed(61)
+    loss = scalar_of(model(**given))
+    assert loss is not None
+    loss.backward()
+    grads = {
+        _PREFIX.sub("", name): param.grad.detach().clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+    optimizer.step()
+    after = {
+        _PREFIX.sub("", n): p.detach().clone()
+        for n, p in model.named_parameters()
+        if p.requires_grad
+    }
+    return loss.detach().clone(), dict(sorted(grads.items())), dict(sorted(after.items()))
