@@ -195,10 +195,13 @@ class Evictor:
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:
         """Makes room where the ring has come to, if nothing there is needed soon."""
         ring = self.ring
-        window = ring.window(nbytes, position)
-        if window is None or not self.clear(window.victims, wait=position is None):
+        found = ring.next_run(nbytes, position)
+        if found is None:
             return None
-        extent = self.table.hbm.take_at(window.extent.offset, nbytes)
+        offset, victims = found
+        if victims and not self.clear(victims, wait=position is None):
+            return None
+        extent = self.table.hbm.take_at(offset, nbytes)
         if extent is not None:
             ring.at = extent.offset + nbytes
         return extent
