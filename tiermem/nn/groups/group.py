@@ -116,7 +116,8 @@ class Group(Holder):
         if again and self.soft:
             slot = self._acquirer.again(self.block)
         if slot is None:
-            slot = self.manager.replay.use(self.block.id)  # Acquirer.acquire, in line
+            replay = self.manager.replay  # Acquirer.acquire, in line
+            slot = None if replay.run is None else replay.use(self.block.id)
             if slot is None:
                 slot = self._acquirer.decide(self.block)
         for thing, kind in pointing.shown:  # ordinary ones, since their block is held
@@ -214,7 +215,8 @@ class Group(Holder):
         with manager.lock:
             if self.holds:
                 return
-            slot = self.manager.replay.use(self.block.id)  # Acquirer.acquire, in line
+            replay = self.manager.replay  # Acquirer.acquire, in line
+            slot = None if replay.run is None else replay.use(self.block.id)
             if slot is None:
                 slot = self._acquirer.decide(self.block)
             if slot is not pointing.slot:

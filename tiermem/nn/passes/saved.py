@@ -131,6 +131,14 @@ class SavedHooks:
         _push(*pair)
         return True
 
+    def is_thrown_away(self) -> bool:
+        """Whether what is computed now is a checkpoint's recomputation: no graph of it is used.
+
+        Only what it saves is, detached, by the nodes of the first computation.
+        """
+        outer = top_pair()
+        return outer is not None and type(outer[0]) is _Covering and outer[0].recomputing
+
     def cover(self, outer: Pair) -> tuple[_Covering, Callable[[Any], torch.Tensor]]:
         """Returns a pair of tiermem's over another one."""
         return _Covering(self, outer), self._unpack
@@ -444,13 +452,15 @@ class WithBytes:
 class _Covering:
     """A pack hook over another pair."""
 
-    __slots__ = ("hooks", "only_keeps", "outer", "recomputes")
+    __slots__ = ("hooks", "only_keeps", "outer", "recomputes", "recomputing")
 
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
         self.outer = outer
         # a checkpoint computes with the weights of then, changed or not
         self.recomputes = _is_of_checkpoint(outer)
+        name = getattr(outer[0], "__qualname__", "")
+        self.recomputing = self.recomputes and name.startswith("_recomputation_hook.")
         self.only_keeps = self.recomputes or _only_keeps(outer)
 
     @property

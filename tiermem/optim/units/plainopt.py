@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,9 @@ class PlainOptimizer:
         self._placed: list[tuple[int, Place]] = []  # and the number of its member
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
+        # once a step has left everything in its place: the state of each member, and of each tensor
+        # the state that it is in, its key there, its number in the block and its stand-in
+        self._settled: tuple[list[Any], list[tuple[State, str, int, LazyTensor]]] | None = None
         self._numbers = list(dict.fromkeys(number for _, number in unit.members))
 
     def owns(self) -> list[torch.Tensor]:
@@ -64,6 +68,7 @@ class PlainOptimizer:
             kept = zip(self._members, self._states(), strict=True)
             self._carried = [(param, state) for (param, _), state in kept if state]
             by_own = self._optimizer.state
+            self._settled = None
             self._optimizer = None  # from here on the carried state counts
             self._owns = []
             by_own.clear()  # it has one owner
@@ -116,6 +121,13 @@ class PlainOptimizer:
         if slot is None:
             return
         views = slot.views
+        for state, key, first, stand_in in self._in_place(self._states()):
+            if state.get(key) is not stand_in:
+                break
+            state[key] = views[first]
+        else:
+            if self._settled is not None:
+                return
         for state, place in self.stored_state():
             if state is not None and isinstance(state.get(place.key), LazyTensor):
                 plain = place.shell is None
@@ -139,11 +151,23 @@ class PlainOptimizer:
         if slot is None or self._unit.block is None:
             return shown
         views, stand_ins = slot.views, self._stand_ins
+        for own, key, first, stand_in in self._in_place(states):
+            value = own.get(key)
+            if value is not views[first]:
+                break
+            own[key] = stand_in
+            if stand_in._kept is not None:
+                shown.append((stand_in, value))
+        else:
+            if self._settled is not None:  # nothing is new, as after most steps
+                return shown
+        self._settled = None
+        settled: list[tuple[State, str, int, LazyTensor]] = []
         for number, place in self._placed:
             own = states[number]
             value = own.get(place.key) if own is not None else None
             stand_in = stand_ins.get(place.first)
-            if (  # nothing new, as after most steps
+            if (
                 stand_in is not None
                 and own is not None
                 and value is views[place.first]
@@ -152,6 +176,7 @@ class PlainOptimizer:
                 and stand_in._dtype is value.dtype
             ):
                 own[place.key] = stand_in
+                settled.append((own, place.key, place.first, stand_in))
                 if stand_in._kept is not None:
                     shown.append((stand_in, value))
                 continue
@@ -165,7 +190,22 @@ class PlainOptimizer:
             own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
+        if len(settled) == len(self._placed):
+            self._settled = list(states), settled
         return shown
+
+    def _in_place(self, states: Sequence[Any]) -> Sequence[tuple[State, str, int, LazyTensor]]:
+        """Returns where a step has left the tensors of the state; none where that is not known.
+
+        Args:
+            states: What the plain optimizer has of each member.
+        """
+        if self._settled is not None:
+            known, found = self._settled
+            if len(known) == len(states) and all(map(is_, known, states)):
+                return found
+            self._settled = None
+        return ()
 
     def publish(self, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
@@ -246,6 +286,7 @@ class PlainOptimizer:
         if self._unit.block is None:
             raise RuntimeError(f"{self._unit.name}: no state")
         slot = runtime.manager.acquire(self._unit.block)
+        self._settled = None
         try:
             with torch.no_grad():
                 if not place.put(value, slot.views):

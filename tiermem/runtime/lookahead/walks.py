@@ -266,7 +266,7 @@ class SequenceWalk:
                 if record.in_hbm is State.ABSENT:
                     if record.block.id in fetcher.lent:
                         return begun  # once back, its copy would wait for those of what follows
-                    if fetcher.is_due(record, self._schedule, self.position):
+                    if record.defined and fetcher.is_due(record, self._schedule, self.position):
                         if begun == _BURST or not self._fetch(record):
                             return begun
                         begun += 1

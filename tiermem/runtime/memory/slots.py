@@ -210,7 +210,10 @@ class SlotCache:
 
     def enter(self, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block at the address where it is from now on."""
-        slot = self.slot(block, extent)
+        kept = self.kept.get(block.id)
+        slot = None if kept is None else kept.get(extent.offset)
+        if slot is None:
+            slot = self.slot(block, extent)
         if block.id in self.current:
             self.leave(block.id)
         self.current[block.id] = slot

@@ -154,8 +154,10 @@ class DeferredWork:
 
     def _strike(self, debt: Deferred) -> None:
         for block_id in dict.fromkeys(debt.blocks):
-            left = [other for other in self.owed.get(block_id, ()) if other is not debt]
-            if left:
-                self.owed[block_id] = left
+            owed = self.owed.get(block_id, ())
+            if debt not in owed:
+                continue
+            if len(owed) > 1:
+                self.owed[block_id] = [other for other in owed if other is not debt]
             else:
                 self.owed.pop(block_id, None)
