@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 _REFERRED = (Role.PARAM, Role.BUFFER)
 _push = torch._C._autograd._push_saved_tensors_default_hooks  # not as it is changed below
 _is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_Tensor, _STRIDED = torch.Tensor, torch.strided
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it a parameter that is away is asked as an ordinary tensor is."""
 
@@ -173,7 +174,7 @@ class SavedHooks:
         """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
         if type(tensor) not in _PLAIN_TYPES:
             return _whole(tensor)
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED:
             return None
         try:
             slot = self._slot_at(tensor.untyped_storage().data_ptr())
@@ -183,7 +184,11 @@ class SavedHooks:
             found = self.rows.reference(tensor)
             if found is not None:
                 return found
-        if slot is None or slot.block.role not in _REFERRED:
+        return None if slot is None else self._view_in(slot, tensor)
+
+    def _view_in(self, slot: Slot, tensor: torch.Tensor) -> SavedView | None:
+        """Returns a reference in place of a tensor whose bytes are in a block, if that has any."""
+        if slot.block.role not in _REFERRED:
             return None
         block, offset, dtype, owner = slot.block, int(tensor.storage_offset()), tensor.dtype, None
         known = self._owners.get(block.id)
@@ -201,7 +206,14 @@ class SavedHooks:
     @_passed_over
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         try:
-            found = self.reference(tensor)
+            if type(tensor) is not _Tensor or self.rows.copies or self._room.seats:
+                found = self.reference(tensor)
+            else:
+                try:  # the same in line: mostly it is no weight
+                    slot = self._slot_at(tensor.untyped_storage().data_ptr())
+                except RuntimeError:  # not strided, or without memory
+                    slot = None
+                found = None if slot is None else self._view_in(slot, tensor)
             if found is not None:
                 record = self._record_of(found.block.id)
                 fixed = record is None or record.fixed  # of another manager's, it is not known
@@ -474,13 +486,21 @@ class _Covering:
         return getattr(self.outer[0], "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Any:
+        hooks = self.hooks
         try:  # the other pair's own exceptions (a checkpoint's stop) pass by
-            found = self.hooks.reference(tensor)
+            if type(tensor) is not _Tensor or hooks.rows.copies or hooks._room.seats:
+                found = hooks.reference(tensor)
+            else:
+                try:  # the same in line, as in _pack_plain
+                    slot = hooks._slot_at(tensor.untyped_storage().data_ptr())
+                except RuntimeError:
+                    slot = None
+                found = None if slot is None else hooks._view_in(slot, tensor)
         except REFUSALS:
             raise
         except BaseException as error:  # as the decorator ``inside`` does
             if OUTSIDE not in error.__dict__:
-                self.hooks.manager.gate.torn = self.hooks.manager.gate.unsure = True
+                hooks.manager.gate.torn = hooks.manager.gate.unsure = True
             raise
         if found is None:
             pack, unpack = self.outer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +41,9 @@ class PlainOptimizer:
         self._placed: list[tuple[int, Place]] = []  # and the number of its member
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
-        # once a step has left everything in its place: the state of each member, and of each tensor
-        # the state that it is in, its key there, its number in the block and its stand-in
-        self._settled: tuple[list[Any], list[tuple[State, str, int, LazyTensor]]] | None = None
+        # of each tensor, once a step has left all in their places: the number of the member, the
+        # key, its number in the block and its stand-in. References to the state itself are counted.
+        self._settled: list[tuple[int, str, int, LazyTensor]] = []
         self._numbers = list(dict.fromkeys(number for _, number in unit.members))
 
     def owns(self) -> list[torch.Tensor]:
@@ -68,7 +67,7 @@ class PlainOptimizer:
             kept = zip(self._members, self._states(), strict=True)
             self._carried = [(param, state) for (param, _), state in kept if state]
             by_own = self._optimizer.state
-            self._settled = None
+            self._settled = []
             self._optimizer = None  # from here on the carried state counts
             self._owns = []
             by_own.clear()  # it has one owner
@@ -121,12 +120,14 @@ class PlainOptimizer:
         if slot is None:
             return
         views = slot.views
-        for state, key, first, stand_in in self._in_place(self._states()):
-            if state.get(key) is not stand_in:
+        states = self._states() if self._settled else []
+        for number, key, first, stand_in in self._settled:
+            own = states[number]
+            if own is None or own.get(key) is not stand_in:
                 break
-            state[key] = views[first]
+            own[key] = views[first]
         else:
-            if self._settled is not None:
+            if states:
                 return
         for state, place in self.stored_state():
             if state is not None and isinstance(state.get(place.key), LazyTensor):
@@ -151,18 +152,19 @@ class PlainOptimizer:
         if slot is None or self._unit.block is None:
             return shown
         views, stand_ins = slot.views, self._stand_ins
-        for own, key, first, stand_in in self._in_place(states):
-            value = own.get(key)
+        for number, key, first, stand_in in self._settled:
+            own = states[number]
+            value = None if own is None else own.get(key)
             if value is not views[first]:
                 break
             own[key] = stand_in
             if stand_in._kept is not None:
                 shown.append((stand_in, value))
         else:
-            if self._settled is not None:  # nothing is new, as after most steps
+            if self._settled:  # nothing is new, as after most steps
                 return shown
-        self._settled = None
-        settled: list[tuple[State, str, int, LazyTensor]] = []
+        self._settled = []
+        settled: list[tuple[int, str, int, LazyTensor]] = []
         for number, place in self._placed:
             own = states[number]
             value = own.get(place.key) if own is not None else None
@@ -176,7 +178,7 @@ class PlainOptimizer:
                 and stand_in._dtype is value.dtype
             ):
                 own[place.key] = stand_in
-                settled.append((own, place.key, place.first, stand_in))
+                settled.append((number, place.key, place.first, stand_in))
                 if stand_in._kept is not None:
                     shown.append((stand_in, value))
                 continue
@@ -191,21 +193,8 @@ class PlainOptimizer:
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
         if len(settled) == len(self._placed):
-            self._settled = list(states), settled
+            self._settled = settled
         return shown
-
-    def _in_place(self, states: Sequence[Any]) -> Sequence[tuple[State, str, int, LazyTensor]]:
-        """Returns where a step has left the tensors of the state; none where that is not known.
-
-        Args:
-            states: What the plain optimizer has of each member.
-        """
-        if self._settled is not None:
-            known, found = self._settled
-            if len(known) == len(states) and all(map(is_, known, states)):
-                return found
-            self._settled = None
-        return ()
 
     def publish(self, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
@@ -286,7 +275,7 @@ class PlainOptimizer:
         if self._unit.block is None:
             raise RuntimeError(f"{self._unit.name}: no state")
         slot = runtime.manager.acquire(self._unit.block)
-        self._settled = None
+        self._settled = []
         try:
             with torch.no_grad():
                 if not place.put(value, slot.views):
