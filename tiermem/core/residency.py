@@ -193,8 +193,8 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.in_hbm is not State.DRAINING:
             raise self._wrong(record, "said to be drained")
-        record.in_hbm = State.VALID if ok else State.DIRTY
         record.at_home = State.VALID if ok else State.ABSENT
+        record.in_hbm = State.VALID if ok else State.DIRTY  # last: until then it can be said again
 
     def drop(self, block_id: int, *, free: bool = True) -> Extent:
         """Takes a clean copy out of HBM and returns the extent it had.

@@ -116,8 +116,7 @@ class Group(Holder):
         if again and self.soft:
             slot = self._acquirer.again(self.block)
         if slot is None:
-            replay = self.manager.replay  # Acquirer.acquire, in line
-            slot = None if replay.run is None else replay.use(self.block.id)
+            slot = self.manager.replay.use(self.block.id)  # Acquirer.acquire, in line
             if slot is None:
                 slot = self._acquirer.decide(self.block)
         for thing, kind in pointing.shown:  # ordinary ones, since their block is held
@@ -215,8 +214,7 @@ class Group(Holder):
         with manager.lock:
             if self.holds:
                 return
-            replay = self.manager.replay  # Acquirer.acquire, in line
-            slot = None if replay.run is None else replay.use(self.block.id)
+            slot = self.manager.replay.use(self.block.id)  # Acquirer.acquire, in line
             if slot is None:
                 slot = self._acquirer.decide(self.block)
             if slot is not pointing.slot:

@@ -152,14 +152,14 @@ class PlainOptimizer:
         if slot is None or self._unit.block is None:
             return shown
         views, stand_ins = slot.views, self._stand_ins
-        for number, key, first, stand_in in self._settled:
+        for number, key, first, same in self._settled:
             own = states[number]
             value = None if own is None else own.get(key)
             if value is not views[first]:
                 break
-            own[key] = stand_in
-            if stand_in._kept is not None:
-                shown.append((stand_in, value))
+            own[key] = same
+            if same._kept is not None:
+                shown.append((same, value))
         else:
             if self._settled:  # nothing is new, as after most steps
                 return shown

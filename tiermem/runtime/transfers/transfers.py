@@ -214,8 +214,8 @@ class Transfers:
                 if event is not None:
                     self.home_ready[block.id] = event
                 self._copied("hbm->dram", block, started)
-                record.in_hbm = State.VALID  # ResidencyTable.end_drain, in line
-                record.at_home = State.VALID
+                record.at_home = State.VALID  # ResidencyTable.end_drain, in line
+                record.in_hbm = State.VALID  # last: cut short before it, it drains still
                 self.log.counters.write_backs += 1
             else:
                 self.copy.prepare_down()
