@@ -28,7 +28,14 @@ import torch
 from tiermem.core.block import Block, Role
 from tiermem.errors import REFUSALS, ParameterError
 from tiermem.nn.compat.entrances import inside
-from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
+from tiermem.nn.compat.hookpair import (
+    Pair,
+    change_pushed,
+    is_of_checkpoint,
+    is_recomputation,
+    passed_over,
+    top_pair,
+)
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.writes import refuse_changed
@@ -48,17 +55,6 @@ _is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_ena
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it a parameter that is away is asked as an ordinary tensor is."""
-
-
-def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a pack hook that covers no other as none of a user's.
-
-    From torch 2.15 on, selective checkpoints hand what they keep to the user's hooks if they are
-    told to, and warn where they are not told. They pass over hooks of checkpoints, which they know
-    by these two names; and tiermem's have to be passed over as well.
-    """
-    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
-    return pack
 
 
 class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
@@ -105,7 +101,7 @@ class SavedHooks:
         and once more on its own: both times it has to see the same tensors.
         """
         outer = top_pair()
-        return not (outer is not None and _is_of_checkpoint(outer)) and self.push()
+        return not (outer is not None and is_of_checkpoint(outer)) and self.push()
 
     def push(self) -> bool:
         """Pushes a pair of tiermem's, unless one is on top or none can be.
@@ -203,7 +199,7 @@ class SavedHooks:
         """Returns the group of a block that has one."""
         return self._runtime.groups.by_block[block.id]
 
-    @_passed_over
+    @passed_over
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         try:
             if type(tensor) is not _Tensor or self.rows.copies or self._room.seats:
@@ -396,7 +392,7 @@ def _covered(pair: Pair) -> Pair:
 
     Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
     """
-    if not group_of or _hooks_of(pair) is not None or _is_of_checkpoint(pair):
+    if not group_of or _hooks_of(pair) is not None or is_of_checkpoint(pair):
         return pair
     outer = top_pair()
     hooks = None if outer is None else _hooks_of(outer)
@@ -431,17 +427,12 @@ def _whole(tensor: torch.Tensor) -> SavedView | None:
         return SavedView(group.lender.saved, group.block, tensor, view, tensor)
 
 
-def _is_of_checkpoint(pair: Pair) -> bool:
-    """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
-    return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
-
-
 def _only_keeps(pair: Pair) -> bool:
     """Whether a pair returns what it is given, and would only make copies of weights."""
     if isinstance(pair[0], _Covering):
         return _only_keeps(pair[0].outer)
     name = getattr(pair[0], "__qualname__", "")
-    return _hooks_of(pair) is not None or _is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
+    return _hooks_of(pair) is not None or is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
 
 
 class WithBytes:
@@ -470,14 +461,13 @@ class _Covering:
         self.hooks = hooks
         self.outer = outer
         # a checkpoint computes with the weights of then, changed or not
-        self.recomputes = _is_of_checkpoint(outer)
-        name = getattr(outer[0], "__qualname__", "")
-        self.recomputing = self.recomputes and name.startswith("_recomputation_hook.")
+        self.recomputes = is_of_checkpoint(outer)
+        self.recomputing = is_recomputation(outer)
         self.only_keeps = self.recomputes or _only_keeps(outer)
 
     @property
     def _checkpoint_internal(self) -> bool:
-        """As :func:`_passed_over` says, where it covers a checkpoint's pair."""
+        """As :func:`passed_over` says, where it covers a checkpoint's pair."""
         return getattr(self.outer[0], "_checkpoint_internal", False)
 
     @property

@@ -152,17 +152,8 @@ class PlainOptimizer:
         if slot is None or self._unit.block is None:
             return shown
         views, stand_ins = slot.views, self._stand_ins
-        for number, key, first, same in self._settled:
-            own = states[number]
-            value = None if own is None else own.get(key)
-            if value is not views[first]:
-                break
-            own[key] = same
-            if same._kept is not None:
-                shown.append((same, value))
-        else:
-            if self._settled:  # nothing is new, as after most steps
-                return shown
+        if self._is_as_before(views, states, shown):
+            return shown
         self._settled = []
         settled: list[tuple[int, str, int, LazyTensor]] = []
         for number, place in self._placed:
@@ -192,9 +183,22 @@ class PlainOptimizer:
             own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
-        if len(settled) == len(self._placed):
-            self._settled = settled
+        self._settled = settled if len(settled) == len(self._placed) else []
         return shown
+
+    def _is_as_before(
+        self, views: Sequence[torch.Tensor], states: Sequence[Any], shown: list[Shown]
+    ) -> bool:
+        """Puts the stand-ins back; whether nothing is new, as after most steps."""
+        for number, key, first, stand_in in self._settled:
+            own = states[number]
+            value = None if own is None else own.get(key)
+            if value is not views[first]:
+                return False
+            own[key] = stand_in
+            if stand_in._kept is not None:
+                shown.append((stand_in, value))
+        return bool(self._settled)
 
     def publish(self, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
