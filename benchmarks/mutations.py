@@ -614,7 +614,7 @@ _ELSEWHERE = (
         "tiermem/optim/units/plainopt.py",
         "            if value is not views[first]:\n",
         "            if value is None:\n",
-        ("tests/unit/test_optim_groups.py", "tests/property/test_optim_edits.py"),
+        ("tests/unit/test_optim_groups.py",),
     ),
     Mutation(
         "a gradient that a program holds goes to the tiers",
