@@ -322,7 +322,7 @@ _ELSEWHERE = (
     Mutation(
         "a block that was copied home counts as on its way there",
         _RUNTIME + "transfers/transfers.py",
-        "                record.at_home = State.VALID\n",
+        "                record.at_home = State.VALID  # ResidencyTable.end_drain, in line\n",
         "                pass\n",
         MANAGER,
     ),
@@ -357,8 +357,8 @@ _ELSEWHERE = (
     Mutation(
         "bytes that leave are not poisoned",
         _RUNTIME + "transfers/transfers.py",
-        "if slot is not None and self.poisons and not seen:",
-        "if slot is not None and self.poisons and seen and not seen:",
+        "if self.poisons and not seen and block_id in self.slots.current:",
+        "if self.poisons and seen and not seen:",
         FAULTS,
     ),
     # space and order
@@ -386,8 +386,8 @@ _ELSEWHERE = (
     Mutation(
         "the circle goes over what stays",
         _RUNTIME + "placement/ring.py",
-        "        return self._regions.border\n",
-        "        return self._hbm.capacity\n",
+        "        end = self._regions.border  # the first byte behind the ring\n",
+        "        end = self._hbm.capacity\n",
         ("tests/unit/test_runtime_ring.py",),
     ),
     Mutation(
@@ -584,9 +584,37 @@ _ELSEWHERE = (
     Mutation(
         "gradients wait although hooks of users are shown them",
         "tiermem/nn/groups/newgrads.py",
-        "        if len(hooks) > 1:\n",
+        "        if hooks is None or len(hooks) > 1:\n",
         "        if not hooks:\n",
         _NEW_GRADS,
+    ),
+    Mutation(
+        "a stand-in that a program has marked stands for the next gradient",
+        "tiermem/nn/groups/grads.py",
+        " = stand_in if len(stand_in.__dict__) == ways.marks else None\n",
+        " = stand_in\n",
+        ("tests/unit/test_nn_lazy.py",),
+    ),
+    Mutation(
+        "a stand-in that a program watches stands for the next gradient",
+        "tiermem/nn/groups/grads.py",
+        "if not (held or ways is None or getweakrefcount(stand_in)):",
+        "if not (held or ways is None):",
+        ("tests/unit/test_nn_lazy.py",),
+    ),
+    Mutation(
+        "a stand-in that a program holds stands for the next gradient",
+        "tiermem/nn/groups/grads.py",
+        "if not (held or ways is None or getweakrefcount(stand_in)):",
+        "if not (stand_in is None or ways is None or getweakrefcount(stand_in)):",
+        ("tests/unit/test_nn_lazy.py",),
+    ),
+    Mutation(
+        "state that was replaced is taken for what the last step has left",
+        "tiermem/optim/units/plainopt.py",
+        "            if value is not views[first]:\n",
+        "            if value is None:\n",
+        ("tests/unit/test_optim_groups.py",),
     ),
     Mutation(
         "a gradient that a program holds goes to the tiers",

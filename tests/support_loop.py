@@ -102,15 +102,15 @@ def loop(
     for number, (block, p) in enumerate(zip(made, pages, strict=True)):
         manager.write_home(block, [torch.full((p * PAGE,), number, dtype=torch.uint8)])
     found = Loop(manager, made, list(range(blocks)))
-    up, left, swap = manager.parts.copy.up, manager.parts.transfers.left, manager.replay._swap
+    up, left, swap = manager.parts.copy.up, manager.parts.transfers.leave, manager.replay._swap
 
     def rising(target: torch.Tensor, *args: Any) -> Any:
         found.events.append(("up", target.data_ptr() - manager.parts.slots.arena.address))
         return up(target, *args)
 
-    def leaving(block_id: int) -> None:
+    def leaving(block_id: int, **how: bool) -> None:
         found.events.append(("left", block_id))
-        left(block_id)
+        left(block_id, **how)
 
     def swapping(run: Any, made: Swap) -> bool:
         before = len(found.events)
@@ -120,7 +120,7 @@ def loop(
         return done
 
     manager.parts.copy.up = rising  # type: ignore[method-assign]
-    manager.parts.transfers.left = leaving  # type: ignore[method-assign]
+    manager.parts.transfers.leave = leaving  # type: ignore[method-assign]
     manager.replay._swap = swapping  # type: ignore[method-assign]
     try:
         yield found

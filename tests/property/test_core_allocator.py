@@ -198,7 +198,7 @@ def test_only_what_was_handed_out_comes_back() -> None:
 
 
 @given(st.integers(1, PAGES), steps, st.integers(0, PAGES), st.integers(1, 8), st.data())
-def test_the_next_window_is_the_first_that_may_be_had(capacity, script, start, pages, data) -> None:
+def test_the_next_run_is_the_first_that_may_be_had(capacity, script, start, pages, data) -> None:
     allocator, oracle = Allocator(capacity * ALIGNMENT), ByteMap(capacity)
     for what, amount in script:
         extent = allocator.allocate(amount) if what == "allocate" else None
@@ -225,18 +225,19 @@ def test_the_next_window_is_the_first_that_may_be_had(capacity, script, start, p
             if expected is None and may_be_had(first):
                 expected = first
     offsets = {e.offset: n for n, e in oracle.extents.items()}
-    found = allocator.next_window(
+    found = allocator.next_run(
         start * ALIGNMENT,
         pages * ALIGNMENT,
         lambda offset: offsets[offset] not in stays,
         None if end is None else end * ALIGNMENT,
     )
-    assert (None if found is None else found.extent.offset // ALIGNMENT) == expected
+    assert (None if found is None else found[0] // ALIGNMENT) == expected
     if found is not None:
-        first, last = found.extent.offset // ALIGNMENT, found.extent.end // ALIGNMENT
-        assert {offsets[v] for v in found.victims} >= set(oracle.cells[first:last]) - {0}
-        assert not {offsets[v] for v in found.victims} & stays
-        for victim in found.victims:
+        made, victims = Extent(found[0], pages * ALIGNMENT), found[1]
+        first, last = made.offset // ALIGNMENT, made.end // ALIGNMENT
+        assert {offsets[v] for v in victims} >= set(oracle.cells[first:last]) - {0}
+        assert not {offsets[v] for v in victims} & stays
+        for victim in victims:
             allocator.free(oracle.drop(offsets[victim]))
-        assert allocator.take_at(found.extent.offset, found.extent.nbytes) == found.extent
-        assert allocator.take_at(found.extent.offset, found.extent.nbytes) is None
+        assert allocator.take_at(made.offset, made.nbytes) == made
+        assert allocator.take_at(made.offset, made.nbytes) is None

@@ -229,7 +229,7 @@ def test_a_window_does_not_pass_a_wall() -> None:
 
     assert store.cheapest_window(2 * CHUNK, leaves) is None
     assert store.window_around(0, 2 * CHUNK, leaves) is None
-    assert store.next_window(0, 2 * CHUNK, lambda o: leaves(o) is not None) is None
+    assert store.next_run(0, 2 * CHUNK, lambda o: leaves(o) is not None) is None
     store.free(first)
     assert store.allocate(CHUNK) == first
     memory.left = 2

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+import tiermem
 from tiermem.nn.tensors.lazy import is_held
 
 
@@ -28,3 +34,45 @@ def test_one_reference_elsewhere_does() -> None:
     assert taken(owner)
     del kept
     assert not taken(Owner())
+
+
+def test_a_stand_in_is_used_again_where_no_program_could_tell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, made = torch.Tensor._make_subclass, list[Any]()
+
+    def making(*given: Any) -> Any:
+        made.append(given)
+        return make(*given)
+
+    model = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+
+        def step() -> torch.Tensor:
+            model.zero_grad()
+            model(x).sum().backward()
+            assert model.weight.grad is not None
+            return model.weight.grad
+
+        step()
+        monkeypatch.setattr(torch.Tensor, "_make_subclass", staticmethod(making))
+        step()
+        assert not made
+
+        step().mark = 1  # type: ignore[attr-defined]
+        assert not hasattr(step(), "mark")
+
+        watched = weakref.ref(step())
+        step()
+        assert watched() is None
+
+        held = step()
+        before = held.clone()
+        with torch.no_grad():
+            model.weight.grad[0].zero_()  # type: ignore[index]
+        changed = held.clone()
+        assert step() is not held
+        assert torch.equal(held, changed) and not torch.equal(held, before)
+        assert torch.equal(step(), before)

@@ -363,6 +363,38 @@ def test_pairs_are_changed_as_they_are_pushed() -> None:
     assert pushed == [(KEEP[1], KEEP[0])]
 
 
+def test_nothing_waits_for_the_backward_of_what_a_checkpoint_computes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has none: only what it saves is used."""
+    plain, model = nn.ModuleList([Layer(), Layer()]), nn.ModuleList([Layer(), Layer()])
+    model.load_state_dict(plain.state_dict())
+    hooked: list[torch.Tensor] = []
+    register = torch.Tensor.register_hook
+
+    def registering(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        hooked.append(tensor)
+        return register(tensor, hook)
+
+    def run(layers: nn.ModuleList) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH).requires_grad_()
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().sum()
+
+    run(plain).backward()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        monkeypatch.setattr(torch.Tensor, "register_hook", registering)
+        result = run(model)
+        assert hooked
+        del hooked[:]
+        result.backward()
+        assert not hooked
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+
+
 def test_what_a_checkpoint_began_with_is_kept_by_its_graph_alone() -> None:
     """One is covered for each module in it, by a pair that is found again: not beyond the call."""
 

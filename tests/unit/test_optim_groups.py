@@ -374,3 +374,42 @@ def test_clipping_where_parameters_of_one_block_have_two_units() -> None:
             if mine.grad is not None:
                 assert_same(theirs.grad, mine.grad.clone(), "gradient")
         both.check()
+
+
+class _Renewed(torch.optim.Optimizer):
+    """Keeps a mean in place for three steps, and makes a new one in each later step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state["number"], state["mean"] = 0, torch.zeros_like(param)
+                state["number"] += 1
+                if state["number"] > 3:
+                    state["mean"] = state["mean"] * 0.5 + param.grad
+                else:
+                    state["mean"].mul_(0.5).add_(param.grad)
+                param.sub_(state["mean"], alpha=group["lr"])
+
+
+def test_state_that_is_made_anew_after_steps_in_place_is_kept() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = copy.deepcopy(plain)
+    x = torch.randn(3, 4)
+    theirs = _Renewed(plain.parameters())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        mine = tier.optimizer(model, _Renewed)
+        for _ in range(7):
+            for which, optimizer in ((plain, theirs), (model, mine)):
+                optimizer.zero_grad()
+                which(x).square().sum().backward()
+                optimizer.step()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other)

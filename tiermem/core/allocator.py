@@ -178,8 +178,9 @@ class Allocator(WindowSearch):
         behind = start + room - offset - size
         if behind < 0:
             return None
-        extent = Extent(offset, size)
-        if self._backing is not None and not self._backed(extent):
+        extent, backing = Extent(offset, size), self._backing
+        if backing is not None and not backing.back(extent):
+            self._wall_off(backing, extent)
             return None
         rest = [(offset + size, behind)] if behind else []
         gaps[index : index + 1] = [(start, offset - start), *rest] if start < offset else rest
@@ -281,6 +282,11 @@ class Allocator(WindowSearch):
         backing = self._backing
         if backing is None or backing.back(extent):
             return True
+        self._wall_off(backing, extent)
+        return False
+
+    def _wall_off(self, backing: Backing, extent: Extent) -> None:
+        """Makes walls where memory behind an extent was refused."""
         for run in backing.missing():
             for gap in self.gaps_in(run.offset, run.end):
                 self._walls[gap.offset] = gap.nbytes
@@ -289,7 +295,6 @@ class Allocator(WindowSearch):
                 self.used, self.peak = used, peak
         if all(not self._cut(run, extent) for run in backing.missing()):
             raise InvariantError(f"{extent} has memory, and it was refused")
-        return False
 
     @staticmethod
     def _cut(one: Extent, other: Extent) -> bool:

@@ -193,8 +193,8 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.in_hbm is not State.DRAINING:
             raise self._wrong(record, "said to be drained")
-        record.in_hbm = State.VALID if ok else State.DIRTY
         record.at_home = State.VALID if ok else State.ABSENT
+        record.in_hbm = State.VALID if ok else State.DIRTY  # last: until then it can be said again
 
     def drop(self, block_id: int, *, free: bool = True) -> Extent:
         """Takes a clean copy out of HBM and returns the extent it had.
@@ -205,18 +205,15 @@ class ResidencyTable:
                 there.
         """
         record = self._records[block_id]
-        clean = record.in_hbm is State.VALID and (
-            record.at_home is State.VALID or not record.defined
-        )
+        clean = record.in_hbm is _VALID and (record.at_home is _VALID or not record.defined)
         if not clean or record.leases or record.extent is None or record.fixed:
             raise self._wrong(record, "dropped")
         extent = record.extent
+        del self.by_offset[extent.offset]
         if free:
-            self._leave(record)
-        else:
-            del self.by_offset[extent.offset]
-            record.extent = None
-            record.in_hbm = State.ABSENT
+            self.hbm.free(extent)
+        record.extent = None
+        record.in_hbm = _ABSENT
         return extent
 
     def relocate(self, block_id: int, offset: int) -> Extent:
@@ -336,7 +333,9 @@ class ResidencyTable:
             changed: Is given the block.
         """
         record = self._records[block_id]
-        if not record.usable or not record.defined or record.home_extent is None:
+        state = record.in_hbm
+        usable = state is _VALID or state is _DIRTY
+        if not usable or not record.defined or record.home_extent is None:
             raise self._wrong(record, "given another home")
         former, later, i = record.home_extent, places[block_id], block_id
         record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost

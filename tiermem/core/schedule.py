@@ -251,7 +251,12 @@ class Planner:
             return False
         schedule, cursor, trace = self.schedule, self.cursor, self._trace
         if cursor < len(schedule.order) and schedule.order[cursor] == block:
-            self.follow(block)
+            if trace is not None and trace.blocks is not None:  # follow, in line
+                self._remember(trace.blocks, block)
+            self.last = block
+            self.cursor = cursor + 1
+            if self.doubt:
+                self.doubt -= 1
             return True
         self.last = block
         self.exact = False

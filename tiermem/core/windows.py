@@ -154,25 +154,27 @@ class WindowSearch:
         begin = max(start, min(first, end - size), low)
         return Window(Extent(begin, size), tuple(sorted(victims)), total)
 
-    def next_window(
+    def next_run(
         self, start: int, nbytes: int, leaves: Callable[[int], bool], end: int | None = None
-    ) -> Window | None:
+    ) -> tuple[int, list[int]] | None:
         """Finds the first run at or behind an address of gaps and extents that may leave.
 
-        Handing out one such window behind the other goes through the store in circles: what
+        Handing out one such run behind the other goes through the store in circles: what
         leaves next has been there longest.
 
         Args:
-            start: First byte that the window may have; if there is none, the search begins anew
+            start: First byte that the run may have; if there is none, the search begins anew
                 at 0.
             nbytes: Bytes wanted; rounded up to the alignment.
             leaves: Whether the extent at an offset may leave.
-            end: Where the window ends at the latest; by default where the store does.
+            end: Where the run ends at the latest; by default where the store does.
 
         Returns:
-            A window at no cost, or None.
+            Its first byte, and the offsets of the extents inside, ascending; None where there is
+            no such run.
         """
-        size, last = self._size(nbytes), self.capacity if end is None else end
+        whole = nbytes > 0 and not nbytes % self.alignment
+        size, last = nbytes if whole else self._size(nbytes), self.capacity if end is None else end
         order, taken = self._order, self._taken
         for low in (start, 0) if start else (0,):
             index = bisect_left(order, low)
@@ -193,7 +195,7 @@ class WindowSearch:
                     begin, victims = until, []
             if last - begin < size:
                 continue
-            return Window(Extent(begin, size), tuple(victims), 0.0)
+            return begin, victims
         return None
 
     def _with_gaps(self, start: int, end: int, low: int, high: int) -> tuple[int, int]:

@@ -121,9 +121,9 @@ class Provisional:
 
     def has_room(self, group: Group, units: Sequence[StepUnit]) -> bool:
         """Whether the steps of all units of a block can be provisional."""
-        table = self._manager.parts.table
-        weights = table[group.block.id]
-        kept = [table[block.id] for unit in units for block in unit.kept_blocks()]
+        record_of = self._manager.parts.table.of
+        weights = record_of(group.block.id)
+        kept = [record_of(block.id) for unit in units for block in unit.kept_blocks()]
         if not self._shadows.can_have(weights, *kept):
             return False
         # state that stays in HBM, and is newer there, need not be moved at all: that comes later

@@ -114,8 +114,10 @@ class Acquirer:
         if modes():
             with without_modes():
                 return self.decide(block)
-        block_id = block.id
-        record = self._let_in(block_id)
+        block_id, gate, deferred = block.id, self._gate, self._deferred
+        if gate.closed or gate.torn or deferred.owed:
+            self._let_in(block_id)
+        record = self._get(block_id) or self._table[block_id]
         if self._copy.capturing():
             return self._captured(record)
         leases = record.leases
@@ -133,18 +135,30 @@ class Acquirer:
         One that is in HBM for good has no place in the order of use: nothing is fetched for it or
         leaves for it, and whether a pass uses it as well is no reason to plan anew.
         """
-        block_id = record.block.id
+        block_id, evictor = record.block.id, self._evictor
+        moved_on = False
         if record.fixed:
             self._counters.hits += 1
-            record.leases += 1
-            self._copy.use(self._ready.get(block_id))
-            return
-        moved_on = self._make_usable(record)
+        else:
+            moved_on = self._planner.touch(block_id)
+            if moved_on and self._pass_timer.sampling:
+                self._pass_timer.arrived()
+            state = record.in_hbm
+            if state is _VALID or state is _DIRTY:
+                self._counters.hits += 1
+            else:
+                self._bring(record)
+            extent, later = record.extent, evictor.largest_later
+            if extent is not None and extent.offset < later and not record.leases:
+                evictor.tidy(record, later)
         record.leases += 1  # that it can be has just been looked at
-        self._copy.use(self._ready.get(block_id))
+        ready, stream = self._ready.get(block_id), self._copy.stream()
+        if stream != self._stream or (ready is not None and ready.waiter != stream):
+            self._copy.use(ready)
+            self._stream = stream  # known from now on
         if moved_on:
             if self._replay.run is None or not self._replay.advance():
-                self._evictor.order.note_change(block_id)
+                evictor.order.note_change(block_id)
                 self._prefetcher.run()
             if self._pass_timer.sampling:
                 self._pass_timer.started(record, self._ready.get(block_id))
@@ -159,8 +173,8 @@ class Acquirer:
         self._transfers.blank(record, extent)
         record.fixed = True
 
-    def _let_in(self, block_id: int) -> Record:
-        """Returns the record of a block that may be used now, its deferred work done.
+    def _let_in(self, block_id: int) -> None:
+        """Does the deferred work of a block that is to be used now.
 
         Raises:
             ClosedError: If blocks can no longer be used.
@@ -168,31 +182,10 @@ class Acquirer:
         gate, deferred = self._gate, self._deferred
         if gate.closed or gate.torn:
             gate.guard()
-        if deferred.owed:
-            if block_id in deferred.owed:
-                deferred.pay(block_id)
+        if block_id in deferred.owed:
+            deferred.pay(block_id)
+        if deferred.elsewhere:
             deferred.collect()
-        return self._get(block_id) or self._table[block_id]
-
-    def _make_usable(self, record: Record) -> bool:
-        """Brings a block into HBM, its bytes there or on their way by a stream.
-
-        Returns:
-            Whether the schedule has moved on; not where the same block was used last.
-        """
-        moved_on = self._planner.touch(record.block.id)
-        if moved_on and self._pass_timer.sampling:
-            self._pass_timer.arrived()
-        state = record.in_hbm
-        if state is _VALID or state is _DIRTY:
-            self._counters.hits += 1
-        else:
-            self._bring(record)
-        later = self._evictor.largest_later
-        extent = record.extent
-        if later and not record.leases and extent is not None and extent.offset < later:
-            self._evictor.tidy(record, later)
-        return moved_on
 
     def _bring(self, record: Record) -> None:
         """Makes the HBM copy usable, waiting for what has to be waited for.

@@ -300,7 +300,7 @@ class DriverCalls:
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
         if again is None:
-            event = self._event(None)
+            event = Event(self, self.spare.pop() if self.spare else self.new_event())
         else:  # the same in line
             event = again
             event._over = False

@@ -1,4 +1,4 @@
-"""Which pair of saved-tensor hooks is in force: asked of torch, or tracked here.
+"""Which pair of saved-tensor hooks is in force, and whose: asked of torch, or tracked here.
 
 torch 2.6 has no function that returns the pair on top. There, the two functions that push and pop
 pairs (``torch.autograd.graph.saved_tensors_hooks`` and all that derives from it go through these
@@ -81,3 +81,25 @@ def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._auto
         push(*change((pack, unpack)))
 
     autograd._push_saved_tensors_default_hooks = changed_push
+
+
+def is_of_checkpoint(pair: Pair) -> bool:
+    """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
+    return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_recomputation(pair: Pair) -> bool:
+    """Whether a pair is the one with which a checkpoint computes again."""
+    name = getattr(pair[0], "__qualname__", "")
+    return is_of_checkpoint(pair) and name.startswith("_recomputation_hook.")
+
+
+def passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a pack hook that covers no other as none of a user's.
+
+    From torch 2.15 on, selective checkpoints hand what they keep to the user's hooks if they are
+    told to, and warn where they are not told. They pass over hooks of checkpoints, which they know
+    by these two names; and tiermem's have to be passed over as well.
+    """
+    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
+    return pack

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from sys import getrefcount
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 
@@ -185,6 +186,7 @@ class GradStore:
             with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
                 for entry in entries:
                     stand_in: Any = entry.lazy
+                    held = True
                     if isinstance(stand_in, LazyTensor):
                         if entry.param.grad is stand_in:
                             entry.param.grad = None
@@ -194,6 +196,9 @@ class GradStore:
                             orphan(stand_in)
                     entry.lazy = None  # after references to it have the value
                     entry.has_grad = False
+                    ways = entry.ways
+                    if not (held or ways is None or getweakrefcount(stand_in)):
+                        ways.spare = stand_in if len(stand_in.__dict__) == ways.marks else None
         finally:
             for unit in units:
                 self._clear_if_empty(unit)

@@ -56,9 +56,8 @@ class NewGradients:
             return
         # nothing can see that it is taken in a little later: one that is added to is only a part
         # of its sum until then, and hooks after accumulation are shown what is in the tiers
-        with torch._C.DisableTorchFunctionSubclass():
-            hooks = entry.param._post_accumulate_grad_hooks
-        if len(hooks) > 1:
+        hooks = entry.hooks[1].hooks_dict_ref()  # all of the parameter's
+        if hooks is None or len(hooks) > 1:
             self.take()
 
     def take(self) -> None:

@@ -28,7 +28,14 @@ import torch
 from tiermem.core.block import Block, Role
 from tiermem.errors import REFUSALS, ParameterError
 from tiermem.nn.compat.entrances import inside
-from tiermem.nn.compat.hookpair import Pair, change_pushed, top_pair
+from tiermem.nn.compat.hookpair import (
+    Pair,
+    change_pushed,
+    is_of_checkpoint,
+    is_recomputation,
+    passed_over,
+    top_pair,
+)
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.writes import refuse_changed
@@ -45,19 +52,9 @@ if TYPE_CHECKING:
 _REFERRED = (Role.PARAM, Role.BUFFER)
 _push = torch._C._autograd._push_saved_tensors_default_hooks  # not as it is changed below
 _is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_Tensor, _STRIDED = torch.Tensor, torch.strided
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it a parameter that is away is asked as an ordinary tensor is."""
-
-
-def _passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a pack hook that covers no other as none of a user's.
-
-    From torch 2.15 on, selective checkpoints hand what they keep to the user's hooks if they are
-    told to, and warn where they are not told. They pass over hooks of checkpoints, which they know
-    by these two names; and tiermem's have to be passed over as well.
-    """
-    pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
-    return pack
 
 
 class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
@@ -104,7 +101,7 @@ class SavedHooks:
         and once more on its own: both times it has to see the same tensors.
         """
         outer = top_pair()
-        return not (outer is not None and _is_of_checkpoint(outer)) and self.push()
+        return not (outer is not None and is_of_checkpoint(outer)) and self.push()
 
     def push(self) -> bool:
         """Pushes a pair of tiermem's, unless one is on top or none can be.
@@ -130,6 +127,14 @@ class SavedHooks:
                 self._last = pack, pair
         _push(*pair)
         return True
+
+    def is_thrown_away(self) -> bool:
+        """Whether what is computed now is a checkpoint's recomputation: no graph of it is used.
+
+        Only what it saves is, detached, by the nodes of the first computation.
+        """
+        outer = top_pair()
+        return outer is not None and type(outer[0]) is _Covering and outer[0].recomputing
 
     def cover(self, outer: Pair) -> tuple[_Covering, Callable[[Any], torch.Tensor]]:
         """Returns a pair of tiermem's over another one."""
@@ -165,7 +170,7 @@ class SavedHooks:
         """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
         if type(tensor) not in _PLAIN_TYPES:
             return _whole(tensor)
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not _STRIDED:
             return None
         try:
             slot = self._slot_at(tensor.untyped_storage().data_ptr())
@@ -175,7 +180,11 @@ class SavedHooks:
             found = self.rows.reference(tensor)
             if found is not None:
                 return found
-        if slot is None or slot.block.role not in _REFERRED:
+        return None if slot is None else self._view_in(slot, tensor)
+
+    def _view_in(self, slot: Slot, tensor: torch.Tensor) -> SavedView | None:
+        """Returns a reference in place of a tensor whose bytes are in a block, if that has any."""
+        if slot.block.role not in _REFERRED:
             return None
         block, offset, dtype, owner = slot.block, int(tensor.storage_offset()), tensor.dtype, None
         known = self._owners.get(block.id)
@@ -190,10 +199,17 @@ class SavedHooks:
         """Returns the group of a block that has one."""
         return self._runtime.groups.by_block[block.id]
 
-    @_passed_over
+    @passed_over
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         try:
-            found = self.reference(tensor)
+            if type(tensor) is not _Tensor or self.rows.copies or self._room.seats:
+                found = self.reference(tensor)
+            else:
+                try:  # the same in line: mostly it is no weight
+                    slot = self._slot_at(tensor.untyped_storage().data_ptr())
+                except RuntimeError:  # not strided, or without memory
+                    slot = None
+                found = None if slot is None else self._view_in(slot, tensor)
             if found is not None:
                 record = self._record_of(found.block.id)
                 fixed = record is None or record.fixed  # of another manager's, it is not known
@@ -376,7 +392,7 @@ def _covered(pair: Pair) -> Pair:
 
     Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
     """
-    if not group_of or _hooks_of(pair) is not None or _is_of_checkpoint(pair):
+    if not group_of or _hooks_of(pair) is not None or is_of_checkpoint(pair):
         return pair
     outer = top_pair()
     hooks = None if outer is None else _hooks_of(outer)
@@ -411,17 +427,12 @@ def _whole(tensor: torch.Tensor) -> SavedView | None:
         return SavedView(group.lender.saved, group.block, tensor, view, tensor)
 
 
-def _is_of_checkpoint(pair: Pair) -> bool:
-    """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
-    return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
-
-
 def _only_keeps(pair: Pair) -> bool:
     """Whether a pair returns what it is given, and would only make copies of weights."""
     if isinstance(pair[0], _Covering):
         return _only_keeps(pair[0].outer)
     name = getattr(pair[0], "__qualname__", "")
-    return _hooks_of(pair) is not None or _is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
+    return _hooks_of(pair) is not None or is_of_checkpoint(pair) or name.startswith("save_on_cpu.")
 
 
 class WithBytes:
@@ -444,18 +455,19 @@ class WithBytes:
 class _Covering:
     """A pack hook over another pair."""
 
-    __slots__ = ("hooks", "only_keeps", "outer", "recomputes")
+    __slots__ = ("hooks", "only_keeps", "outer", "recomputes", "recomputing")
 
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
         self.outer = outer
         # a checkpoint computes with the weights of then, changed or not
-        self.recomputes = _is_of_checkpoint(outer)
+        self.recomputes = is_of_checkpoint(outer)
+        self.recomputing = is_recomputation(outer)
         self.only_keeps = self.recomputes or _only_keeps(outer)
 
     @property
     def _checkpoint_internal(self) -> bool:
-        """As :func:`_passed_over` says, where it covers a checkpoint's pair."""
+        """As :func:`passed_over` says, where it covers a checkpoint's pair."""
         return getattr(self.outer[0], "_checkpoint_internal", False)
 
     @property
@@ -464,13 +476,21 @@ class _Covering:
         return getattr(self.outer[0], "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Any:
+        hooks = self.hooks
         try:  # the other pair's own exceptions (a checkpoint's stop) pass by
-            found = self.hooks.reference(tensor)
+            if type(tensor) is not _Tensor or hooks.rows.copies or hooks._room.seats:
+                found = hooks.reference(tensor)
+            else:
+                try:  # the same in line, as in _pack_plain
+                    slot = hooks._slot_at(tensor.untyped_storage().data_ptr())
+                except RuntimeError:
+                    slot = None
+                found = None if slot is None else hooks._view_in(slot, tensor)
         except REFUSALS:
             raise
         except BaseException as error:  # as the decorator ``inside`` does
             if OUTSIDE not in error.__dict__:
-                self.hooks.manager.gate.torn = self.hooks.manager.gate.unsure = True
+                hooks.manager.gate.torn = hooks.manager.gate.unsure = True
             raise
         if found is None:
             pack, unpack = self.outer

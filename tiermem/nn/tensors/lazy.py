@@ -278,9 +278,12 @@ class Ways:
 
     Attributes:
         dtype: Of the real tensor.
+        marks: How many attributes a stand-in has.
+        spare: One that nothing refers to any more: to make one takes longer. It is none that other
+            code has marked, or looks at by a weak reference.
     """
 
-    __slots__ = ("_clippable", "_load", "_placeholder", "_store", "dtype")
+    __slots__ = ("_has", "_placeholder", "dtype", "marks", "spare")
 
     def __init__(
         self,
@@ -304,16 +307,20 @@ class Ways:
             clippable: Of the gradient of a parameter: knows its norm, and what it awaits.
         """
         self.dtype = dtype
-        self._load, self._store, self._clippable = load, store, clippable
+        self._has: dict[str, Any]
+        self._has = {"_dtype": dtype, "_load": load, "_store": store, "_kept": None}
+        if clippable is not None:
+            self._has["_clippable"] = clippable
+        self.marks = len(self._has)
+        self.spare: LazyTensor | None = None
         self._placeholder = shared_placeholder(shape, formal or dtype, device)
 
     def stand_in(self) -> LazyTensor:
-        """Returns a new lazy tensor."""
-        tensor: LazyTensor = torch.Tensor._make_subclass(LazyTensor, self._placeholder)
-        tensor._dtype = self.dtype
-        tensor._load, tensor._store, tensor._kept = self._load, self._store, None
-        if self._clippable is not None:
-            tensor._clippable = self._clippable
+        """Returns a lazy tensor that nothing else has: a new one, or the spare one."""
+        tensor, self.spare = self.spare, None
+        if tensor is None:
+            tensor = torch.Tensor._make_subclass(LazyTensor, self._placeholder)
+        tensor.__dict__.update(self._has)
         return tensor
 
 

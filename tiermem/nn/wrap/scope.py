@@ -304,7 +304,7 @@ class CallInterceptor(Interceptor):
         """Registers a hook that announces when backward reaches this module."""
         if not pushed and runtime.saved.refused():
             runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
-        if not scope.begins or transforming():
+        if not scope.begins or transforming() or runtime.saved.is_thrown_away():
             return
         plain = type(result) is torch.Tensor and result.requires_grad
         for tensor in [result] if plain else outputs_with_grad(result)[:1]:

@@ -28,15 +28,8 @@ class UnitGradients:
 
     def grad_units(self) -> list[GradUnit]:
         """Returns the blocks of gradients of these parameters; normally one."""
-        found: list[GradUnit] = []
-        last = None
-        for entry in self.entries:
-            unit = entry.unit
-            if unit is not last and unit is not None:
-                last = unit
-                if unit not in found:
-                    found.append(unit)
-        return found
+        units = dict.fromkeys([entry.unit for entry in self.entries])
+        return [unit for unit in units if unit is not None]
 
     def entries_in(self, unit: GradUnit) -> list[Entry]:
         """Returns those of its parameters that have their gradients in a block."""

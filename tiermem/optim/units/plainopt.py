@@ -41,6 +41,9 @@ class PlainOptimizer:
         self._placed: list[tuple[int, Place]] = []  # and the number of its member
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
+        # of each tensor, once a step has left all in their places: the number of the member, the
+        # key, its number in the block and its stand-in. References to the state itself are counted.
+        self._settled: list[tuple[int, str, int, LazyTensor]] = []
         self._numbers = list(dict.fromkeys(number for _, number in unit.members))
 
     def owns(self) -> list[torch.Tensor]:
@@ -64,6 +67,7 @@ class PlainOptimizer:
             kept = zip(self._members, self._states(), strict=True)
             self._carried = [(param, state) for (param, _), state in kept if state]
             by_own = self._optimizer.state
+            self._settled = []
             self._optimizer = None  # from here on the carried state counts
             self._owns = []
             by_own.clear()  # it has one owner
@@ -116,6 +120,15 @@ class PlainOptimizer:
         if slot is None:
             return
         views = slot.views
+        states = self._states() if self._settled else []
+        for number, key, first, stand_in in self._settled:
+            own = states[number]
+            if own is None or own.get(key) is not stand_in:
+                break
+            own[key] = views[first]
+        else:
+            if states:
+                return
         for state, place in self.stored_state():
             if state is not None and isinstance(state.get(place.key), LazyTensor):
                 plain = place.shell is None
@@ -139,11 +152,15 @@ class PlainOptimizer:
         if slot is None or self._unit.block is None:
             return shown
         views, stand_ins = slot.views, self._stand_ins
+        if self._is_as_before(views, states, shown):
+            return shown
+        self._settled = []
+        settled: list[tuple[int, str, int, LazyTensor]] = []
         for number, place in self._placed:
             own = states[number]
             value = own.get(place.key) if own is not None else None
             stand_in = stand_ins.get(place.first)
-            if (  # nothing new, as after most steps
+            if (
                 stand_in is not None
                 and own is not None
                 and value is views[place.first]
@@ -152,6 +169,7 @@ class PlainOptimizer:
                 and stand_in._dtype is value.dtype
             ):
                 own[place.key] = stand_in
+                settled.append((number, place.key, place.first, stand_in))
                 if stand_in._kept is not None:
                     shown.append((stand_in, value))
                 continue
@@ -165,7 +183,22 @@ class PlainOptimizer:
             own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
+        self._settled = settled if len(settled) == len(self._placed) else []
         return shown
+
+    def _is_as_before(
+        self, views: Sequence[torch.Tensor], states: Sequence[Any], shown: list[Shown]
+    ) -> bool:
+        """Puts the stand-ins back; whether nothing is new, as after most steps."""
+        for number, key, first, stand_in in self._settled:
+            own = states[number]
+            value = None if own is None else own.get(key)
+            if value is not views[first]:
+                return False
+            own[key] = stand_in
+            if stand_in._kept is not None:
+                shown.append((stand_in, value))
+        return bool(self._settled)
 
     def publish(self, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
@@ -246,6 +279,7 @@ class PlainOptimizer:
         if self._unit.block is None:
             raise RuntimeError(f"{self._unit.name}: no state")
         slot = runtime.manager.acquire(self._unit.block)
+        self._settled = []
         try:
             with torch.no_grad():
                 if not place.put(value, slot.views):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -23,6 +24,8 @@ from tiermem.nn.tensors.shells import insides
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+_KINDS = {torch.Tensor, LazyTensor}
 
 Put = Callable[[int], torch.Tensor]
 
@@ -117,16 +120,14 @@ class Undo:
 
     def keep_entries(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
         """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""
-        ordinary: list[torch.Tensor] = []
-        for key, entry in zip(keys, states_of(state, keys), strict=True):
-            before = {} if entry is None else dict(entry)
-            self._entries.append((state, key, entry, before))
-            for value in before.values():
-                kind = type(value)
-                if kind is torch.Tensor:
-                    ordinary.append(value)
-                elif kind is not LazyTensor and isinstance(value, torch.Tensor):
-                    ordinary += [tensor for _, tensor in insides(value)]
+        entries = states_of(state, keys)
+        befores = [{} if entry is None else dict(entry) for entry in entries]
+        self._entries.extend(zip(repeat(state), keys, entries, befores, strict=False))
+        values = list(chain.from_iterable([before.values() for before in befores]))
+        ordinary = [value for value in values if type(value) is torch.Tensor]
+        for value in values if set(map(type, values)) - _KINDS else ():
+            if type(value) not in _KINDS and isinstance(value, torch.Tensor):
+                ordinary += [tensor for _, tensor in insides(value)]
         self.keep_values(ordinary)
 
     def keep_shown(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:

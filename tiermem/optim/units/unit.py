@@ -150,15 +150,16 @@ class StepUnit(UnitGradients):
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
-            revocable: Whether the caller can take it back, made or cut short in the middle: then
-                the state before the step is not kept here.
+            revocable: Whether the caller can take it back, made or cut short in the middle, and
+                has found that the gradients are its own (:meth:`can_wait`): then the state before
+                the step is not kept here, and no user's change of a gradient looked for.
         """
         self.recover()
         if self.made is not ticket:
             if self.group is not None and self.group.freed:
                 self.refuse_freed()
             optimizer = self.plain.optimizer_for(groups)
-            if not owed:
+            if not (owed or revocable):
                 runtime.grads.sync_all(self.entries)
             self.flush()
             options = {"owed": owed, "revocable": revocable}

@@ -118,37 +118,40 @@ class _Ahead:
 
     Attributes:
         uses: Position and block of each, in order.
+        often: How many uses of each block there are, by id.
         nbytes: Of the blocks, each counted once.
     """
 
     def __init__(self) -> None:
         """Starts with none."""
         self.uses: deque[tuple[int, Block]] = deque()
+        self.often: dict[int, int] = {}
         self.nbytes = 0
-        self._often: dict[int, int] = {}
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks there are."""
-        return len(self._often)
 
     def clear(self) -> None:
         """Counts none any more."""
         self.uses.clear()
-        self._often.clear()
+        self.often.clear()
         self.nbytes = 0
 
     def append(self, position: int, block: Block) -> None:
         """Counts a use; a block that is used again takes no more room."""
-        often = self._often.get(block.id, 0)
-        self._often[block.id] = often + 1
-        self.nbytes += 0 if often else block.nbytes
+        often = self.often.get(block.id, 0)
+        self.often[block.id] = often + 1
+        if not often:
+            self.nbytes += block.nbytes
         self.uses.append((position, block))
 
     def leave_before(self, cursor: int) -> None:
         """Counts no use before a cursor any more."""
-        while self.uses and self.uses[0][0] < cursor:
-            self._leave_out(self.uses.popleft()[1])
+        uses, often = self.uses, self.often
+        while uses and uses[0][0] < cursor:
+            block = uses.popleft()[1]  # _leave_out, in line
+            left = often.pop(block.id) - 1
+            if left:
+                often[block.id] = left
+            else:
+                self.nbytes -= block.nbytes
 
     def leave_from(self, position: int) -> None:
         """Counts no use at or behind a position any more."""
@@ -156,9 +159,9 @@ class _Ahead:
             self._leave_out(self.uses.pop()[1])
 
     def _leave_out(self, block: Block) -> None:
-        often = self._often.pop(block.id)
-        if often > 1:
-            self._often[block.id] = often - 1
+        left = self.often.pop(block.id) - 1
+        if left:
+            self.often[block.id] = left
         else:
             self.nbytes -= block.nbytes
 
@@ -253,20 +256,22 @@ class SequenceWalk:
         if self._cursor <= self._idle:
             return 0
         get, residents = self._get, self._regions.residents
-        order, fetcher = self._schedule.order, self._fetcher
-        begun = 0
-        while self.position < end and self._wants_more():
+        order, fetcher, ahead = self._schedule.order, self._fetcher, self._ahead
+        begun, enough = 0, self._enough()
+        while self.position < end and (
+            self._wants_more() if enough is None else not ahead.often or ahead.nbytes < enough
+        ):
             record = get(order[self.position])
             if record is not None:
                 if record.in_hbm is State.ABSENT:
                     if record.block.id in fetcher.lent:
                         return begun  # once back, its copy would wait for those of what follows
-                    if fetcher.is_due(record, self._schedule, self.position):
+                    if record.defined and fetcher.is_due(record, self._schedule, self.position):
                         if begun == _BURST or not self._fetch(record):
                             return begun
                         begun += 1
                 if not (record.block.id in residents and record.usable):
-                    self._ahead.append(self.position, record.block)
+                    ahead.append(self.position, record.block)
                     self._lacking = True
             self.position += 1
         if not self._lacking and self.position == len(order):
@@ -285,9 +290,13 @@ class SequenceWalk:
         """Whether something has left HBM, so that all has to be looked at again."""
         return self._seen != self._departures.count
 
+    def _enough(self) -> int | None:
+        """Returns the bytes ahead that are enough; None where each use is asked about."""
+        return None
+
     def _wants_more(self) -> bool:
         """Whether more is to be ahead of the compute than is."""
-        blocks, nbytes, reach = self._ahead.blocks, self._ahead.nbytes, self._reach
+        blocks, nbytes, reach = len(self._ahead.often), self._ahead.nbytes, self._reach
         if reach.blocks is not None:
             return blocks < reach.blocks
         timetable = self._outlook.timetable
@@ -322,7 +331,5 @@ class RingWalk(SequenceWalk):
             self.position = first
             self._ahead.leave_from(first)
 
-    def _wants_more(self) -> bool:
-        if self._reach.blocks is not None:
-            return super()._wants_more()
-        return not self._ahead.blocks or self._ahead.nbytes < self._outlook.ahead
+    def _enough(self) -> int | None:
+        return self._outlook.ahead if self._reach.blocks is None else None

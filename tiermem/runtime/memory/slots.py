@@ -210,7 +210,10 @@ class SlotCache:
 
     def enter(self, block: Block, extent: Extent) -> Slot:
         """Returns the slot of a block at the address where it is from now on."""
-        slot = self.slot(block, extent)
+        kept = self.kept.get(block.id)
+        slot = None if kept is None else kept.get(extent.offset)
+        if slot is None:
+            slot = self.slot(block, extent)
         if block.id in self.current:
             self.leave(block.id)
         self.current[block.id] = slot
@@ -294,18 +297,16 @@ class SlotCache:
         if modes():
             with without_modes():
                 return self._look(block, extent)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             whole = self.arena.bytes_of(extent)
-            storage = whole.untyped_storage()
-            views = []
+            storage, device, views = whole.untyped_storage(), whole.device, []
             for spec in block.tensors:
                 dtype = spec.dtype
                 if not isinstance(dtype, torch.dtype):
                     raise TypeError(f"{spec.name}: {dtype!r} is not a torch dtype")
-                item = dtype.itemsize
-                views.append(
-                    typed_view(storage, dtype, spec.offset // item, spec.shape, spec.stride)
-                )
+                empty = torch.empty(0, dtype=dtype, device=device)
+                offset = spec.offset // dtype.itemsize
+                views.append(empty.set_(storage, offset, spec.shape, spec.stride))  # typed_view
             reading = self.arena.bytes_of(extent).untyped_storage()
         handles = storage._cdata, reading._cdata
         own, own_reading = map(use_count, handles)

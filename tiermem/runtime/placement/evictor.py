@@ -194,13 +194,12 @@ class Evictor:
 
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:
         """Makes room where the ring has come to, if nothing there is needed soon."""
-        ring = self.ring
-        window = ring.window(nbytes, position)
-        if window is None or not self.clear(window.victims, wait=position is None):
+        found = self.ring.next_run(nbytes, position)
+        if found is None or (found[1] and not self.clear(found[1], wait=position is None)):
             return None
-        extent = self.table.hbm.take_at(window.extent.offset, nbytes)
+        extent = self.table.hbm.take_at(found[0], nbytes)
         if extent is not None:
-            ring.at = extent.offset + nbytes
+            self.ring.at = extent.offset + nbytes
         return extent
 
     def _search(

@@ -13,7 +13,6 @@ from functools import partial
 
 from tiermem.core.residency import ResidencyTable
 from tiermem.core.schedule import Planner, Schedule
-from tiermem.core.windows import Window
 from tiermem.runtime.placement.leaving import LeavingOrder
 from tiermem.runtime.placement.regions import Regions
 
@@ -66,25 +65,22 @@ class Ring:
         if len(self._starts) > _MOST_STARTS:
             del self._starts[next(iter(self._starts))]
 
-    def window(self, nbytes: int, position: int | None) -> Window | None:
-        """Returns the next place of ``nbytes``, and the blocks to evict from it.
+    def next_run(self, nbytes: int, position: int | None) -> tuple[int, list[int]] | None:
+        """Returns where the next place of ``nbytes`` begins, and whom to evict from it.
 
-        There are none where it is free: as a rule that is what a larger block has left behind it.
+        That is nobody where it is free: as a rule it is what a larger block has left behind it.
 
         Args:
             nbytes: Bytes wanted.
             position: Uses until they are needed; None for now.
 
         Returns:
-            None where a block there is needed soon, or may not leave.
+            Its offset, and those of the blocks; None where a block there is needed soon, or may
+            not leave.
         """
-        if self.at + nbytes > self._end:
+        end = self._regions.border  # the first byte behind the ring
+        if self.at + nbytes > end:
             self.at = 0
         soon = self._planner.cursor + (position or 0) + self.uses
         leaves = partial(self._order.unused_until, position=soon)
-        return self._hbm.next_window(self.at, nbytes, leaves, self._end)
-
-    @property
-    def _end(self) -> int:
-        """The first byte behind the ring."""
-        return self._regions.border
+        return self._hbm.next_run(self.at, nbytes, leaves, end)

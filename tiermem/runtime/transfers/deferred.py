@@ -44,12 +44,16 @@ class DeferredWork:
 
     Every access to a block calls :meth:`pay` first. So no access sees the block as it was before
     the work, and the work may wait until the blocks are fetched anyway.
+
+    Attributes:
+        owed: The work of each block that has any, by id.
+        elsewhere: What goes on in other threads, in the order in which it was registered.
     """
 
     def __init__(self) -> None:
         """Starts without deferred work."""
         self.owed: dict[int, list[Deferred]] = {}
-        self._elsewhere: deque[Deferred] = deque()
+        self.elsewhere: deque[Deferred] = deque()
         self._paying: list[Deferred] = []
 
     def __bool__(self) -> bool:
@@ -74,7 +78,7 @@ class DeferredWork:
             owed = self.owed.setdefault(block_id, [])
             owed.insert(0 if first else len(owed), debt)
         if debt.elsewhere is not None:
-            self._elsewhere.append(debt)
+            self.elsewhere.append(debt)
 
     def cancel(self, debt: Deferred) -> None:
         """Forgets a piece of work that need not be done any more."""
@@ -97,17 +101,17 @@ class DeferredWork:
 
         So its blocks can be prefetched. Work that failed waits for the next access.
         """
-        while self._elsewhere:
-            debt = self._elsewhere[0]
+        while self.elsewhere:
+            debt = self.elsewhere[0]
             if debt.elsewhere is None or not debt.elsewhere.succeeded():
                 return
-            self._elsewhere.popleft()
+            self.elsewhere.popleft()
             if debt in self.owed.get(debt.blocks[-1], ()):
                 self._settle([debt])  # and nothing else, which might have to be waited for
 
     def wait(self) -> None:
         """Waits for other threads without taking their work up: the blocks are not used again."""
-        for debt in self._elsewhere:
+        for debt in self.elsewhere:
             if debt.elsewhere is not None:
                 debt.elsewhere.wait()
 
@@ -153,8 +157,10 @@ class DeferredWork:
 
     def _strike(self, debt: Deferred) -> None:
         for block_id in dict.fromkeys(debt.blocks):
-            left = [other for other in self.owed.get(block_id, ()) if other is not debt]
-            if left:
-                self.owed[block_id] = left
+            owed = self.owed.get(block_id, ())
+            if debt not in owed:
+                continue
+            if len(owed) > 1:
+                self.owed[block_id] = [other for other in owed if other is not debt]
             else:
                 self.owed.pop(block_id, None)

@@ -204,15 +204,18 @@ class Transfers:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
                 started = time.perf_counter_ns()
-                target = self._home_bytes(move.target_extent)
+                home = move.target_extent
+                target = self.homes.bytes.get(home.offset)
+                if target is None:
+                    target = self._home_bytes(home)
                 event = self.copy.down(
                     target, slot.bytes, move.source_extent, self.ready.get(block.id)
                 )
                 if event is not None:
                     self.home_ready[block.id] = event
                 self._copied("hbm->dram", block, started)
-                record.in_hbm = State.VALID  # ResidencyTable.end_drain, in line
-                record.at_home = State.VALID
+                record.at_home = State.VALID  # ResidencyTable.end_drain, in line
+                record.in_hbm = State.VALID  # last: cut short before it, it drains still
                 self.log.counters.write_backs += 1
             else:
                 self.copy.prepare_down()
@@ -373,12 +376,15 @@ class Transfers:
             block_id: The block.
             seen: Whether there may be aliases of the bytes, so that they must stay.
         """
-        slot = self.slots.current.get(block_id)
-        if slot is not None and self.poisons and not seen:
+        if self.poisons and not seen and block_id in self.slots.current:
+            slot = self.slots.current[block_id]
             self.copy.poison(slot.bytes, slot.extent)
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
-        self.left(block_id)
+        self.departures.count += 1
+        self.departures.unread.add(block_id)
+        if block_id in self.waste.pending:  # it was fetched ahead for nothing
+            self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def left_unused(self, block_id: int, slot: Slot, extent: Extent) -> None:
         """Overwrites the bytes of a block that has left, and counts it if nothing has used it.
@@ -391,13 +397,6 @@ class Transfers:
         if self.poisons:
             self.copy.poison(slot.bytes, extent)
         if block_id in self.waste.pending:
-            self.log.counters.prefetch_wasted += self.waste.left(block_id)
-
-    def left(self, block_id: int) -> None:
-        """Notifies the observers that a block has left HBM."""
-        self.departures.count += 1
-        self.departures.unread.add(block_id)
-        if block_id in self.waste.pending:  # it was fetched ahead for nothing
             self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def relocated(self, block_id: int) -> None:
