@@ -196,7 +196,7 @@ class TierManager:
         self._runtime.models.owner = self  # a model keeps the tiers alive
         self._wraps += 1
         try:
-            self._runtime.fill_ahead(wrapped.scopes[""].order(1), wrapped.modules.held())
+            self._runtime.fill_ahead(wrapped.scopes[""], wrapped.modules.held())
         except BaseException:
             give_back(wrapped, self._manager.parts.device if on_device else None)
             self._forget(id(model))

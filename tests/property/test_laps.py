@@ -24,7 +24,7 @@ from tiermem.core.laps import (
     visits_of,
 )
 from tiermem.core.layouts import layouts
-from tiermem.core.rounds import Fetch, Round, Rounds, postponed
+from tiermem.core.rounds import Fetch, Round, Rounds, first_in_place, postponed
 
 ROUNDS = 7
 
@@ -383,3 +383,15 @@ def test_many_blocks_of_many_sizes_take_little_work(monkeypatch: pytest.MonkeyPa
     looked = 0
     assert lay_out(ways, [1e-6] * 2000, transfer, 0.0) == found
     assert not looked, "only times are new: nothing is played again"
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), max_size=24))
+def test_first_in_place_is_what_no_other_comes_before(places: list[tuple[int, int]]) -> None:
+    fetches = [Fetch(0, n, nbytes, at, (), False, 0) for n, (at, nbytes) in enumerate(places)]
+    taken, expected = set[int](), list[Fetch]()
+    for fetch in fetches:
+        there = set(range(fetch.offset, fetch.offset + fetch.nbytes))
+        if taken.isdisjoint(there):
+            expected.append(fetch)
+        taken |= there
+    assert list(first_in_place(fetches)) == expected

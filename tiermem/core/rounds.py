@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
@@ -130,6 +130,25 @@ def busy_in(
         found.append((copies * passes / len(again), sum(compute[first : first + length])))
         first += length
     return found
+
+
+def first_in_place(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
+    """Yields the fetches to bytes that none before them comes to.
+
+    Args:
+        fetches: Those of a pass, in order.
+    """
+    taken: list[tuple[int, int]] = []  # disjoint and ascending, first byte and end
+    for fetch in fetches:
+        begin, end = fetch.offset, fetch.offset + fetch.nbytes
+        low = bisect_right(taken, (begin, begin))
+        low -= low > 0 and taken[low - 1][1] > begin
+        high = bisect_right(taken, (end, 0))
+        if low == high:
+            yield fetch
+        else:
+            begin, end = min(begin, taken[low][0]), max(end, taken[high - 1][1])
+        taken[low:high] = [(begin, end)]
 
 
 def postponed(rounds: Rounds, count: int, lengths: Sequence[int]) -> Rounds:

@@ -108,15 +108,20 @@ class ModuleRuntime:
         self.away.forget(gone)
         self.backward.forget(gone)
 
-    def fill_ahead(self, order: Sequence[int], held: Collection[int]) -> None:
+    def fill_ahead(self, scope: PassScope, held: Collection[int]) -> None:
         """Begins to bring up what the first pass of a model begins with, as it is wrapped.
 
         Args:
-            order: Ids of its blocks, in the order of the modules.
-            held: Ids of those that are held while others are used.
+            scope: Of the model itself.
+            held: Ids of its blocks that are held while others are used.
         """
         if not self.experts.stacks:  # which experts tokens choose is not known
-            self.manager.fill_ahead(order, held)
+            self.manager.fill_ahead(scope.order(self._looked_up(1)), held)
+
+    def _looked_up(self, tokens: int) -> int:
+        """Returns a call's tokens where rows of embeddings are read in DRAM, else 0."""
+        table = self.manager.parts.table
+        return tokens if table.nbytes > table.hbm.capacity else 0
 
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
@@ -163,7 +168,9 @@ class ModuleRuntime:
             key = self.names.forward(scope, modes, args, kwargs)
             guess: Sequence[int] = ()
             if not self.manager.parts.planner.knows(key):
-                guess = self.manager.parts.deferred.order(scope.order(0 if training else load))
+                guess = self.manager.parts.deferred.order(
+                    scope.order(0 if training else self._looked_up(load))
+                )
             like = self.names.like
             self.manager.begin_pass(key, guess, like=like, load=load, again=not training)
             if self.activations.store is not None and training:

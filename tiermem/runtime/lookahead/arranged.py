@@ -18,7 +18,7 @@ from typing import Any
 from tiermem.core.block import Tier
 from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play, postpone_more
 from tiermem.core.residency import Record, State
-from tiermem.core.rounds import Fetch, Round, Rounds, postponed
+from tiermem.core.rounds import Fetch, Round, Rounds, first_in_place, postponed
 from tiermem.core.schedule import Schedule, lag_of
 from tiermem.runtime.lookahead.loop_times import SLOT_LATENCY, seconds_from_dram
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY
@@ -190,7 +190,7 @@ class Arranger:
             plan: What stays.
 
         Returns:
-            The fetches for which nothing leaves; none where it cannot be laid out.
+            The fetches to places that nothing has before; none where it cannot be laid out.
         """
         residents, changes = plan.plan.residents, self._parts.evictor.regions.changes
         if None in plan.compute:
@@ -200,8 +200,7 @@ class Arranger:
         force = self._arranged(loop) if loop is not None else None
         if force is None:
             return []
-        first = [fetch for fetch in force.rounds.fetches[0] if not fetch.leaves]
-        return sorted(first, key=lambda fetch: fetch.use)
+        return sorted(first_in_place(force.rounds.fetches[0]), key=lambda fetch: fetch.use)
 
     def ended(self) -> None:
         """Notes that the pass under way went as it was laid out, to its end."""
