@@ -17,7 +17,7 @@ from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
-from tiermem.nn.wrap.lookup import LookupInterceptor, is_lookup, reads_rows
+from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
     OF_ALL,
@@ -151,30 +151,27 @@ class InterceptedModules:
                 best = (total, chain)
         return best
 
-    def order_below(self, name: str, tokens: int) -> list[int]:
-        """Returns the ids of the blocks at and below a module, in the order of the modules.
+    def uses_below(self, name: str) -> list[tuple[int, int]]:
+        """Returns the blocks at and below a module, in the order of the modules.
 
         A module that has several places in the model is met at each of them; what it begins with
         is used there, as is what another one begins with that shares its weights.
 
         Args:
             name: The module's qualified name.
-            tokens: So few that rows of an embedding are read where they lie, which is then left
-                out; 0 where they are not.
+
+        Returns:
+            The id of each block, and up to how many tokens rows of it are read where they lie.
         """
-        scopes = {
-            id(module): scope
-            for place, scope in self.scopes.items()
-            if not reads_rows(module := self._modules[place], scope, tokens)
-        }
-        found, seen = list[int](), set[int]()
+        scopes = {id(self._modules[place]): scope for place, scope in self.scopes.items()}
+        found, seen = list[tuple[int, int]](), set[int]()
         most = _MOST_PLACES * len(self._modules)
         for module in islice(_places(self._modules[name]), most):
             scope = scopes.get(id(module))
             for group in scope.groups if scope is not None else ():
                 block = group.block.id
-                if block not in seen or (scope is not None and scope.begins and found[-1] != block):
-                    found.append(block)
+                if scope is not None and (block not in seen or scope.begins):
+                    found.append((block, few_tokens(module, scope)))
                     seen.add(block)
         return found
 

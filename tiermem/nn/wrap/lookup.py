@@ -6,7 +6,6 @@ other blocks are, all of it would move, or stay in HBM in the place of what is u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -154,18 +153,12 @@ def is_lookup(module: nn.Module, scope: Scope) -> bool:
     return any(entry.param is weight and entry.kind in ORDINARY for entry in group.entries)
 
 
-def reads_rows(module: nn.Module, scope: Scope, tokens: int) -> bool:
-    """Whether a call is expected to read an embedding's rows where they lie.
-
-    Args:
-        module: The module.
-        scope: Its scope.
-        tokens: Of the call; 0 where it needs the weight as a whole, for gradients say.
-    """
-    if not tokens or not is_lookup(module, scope):
-        return False
-    block = scope.groups[0].block
-    return tokens * _SHARE * block.tensors[0].shape[1] <= math.prod(block.tensors[0].shape)
+def few_tokens(module: nn.Module, scope: Scope) -> int:
+    """Returns up to how many tokens a call reads rows where they lie; 0 where it never does."""
+    if not is_lookup(module, scope):
+        return 0
+    rows, *_ = scope.groups[0].block.tensors[0].shape
+    return rows // _SHARE
 
 
 def has_modes() -> bool:

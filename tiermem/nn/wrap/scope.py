@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from itertools import groupby
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,7 +80,7 @@ class Scope:
     """
 
     __slots__ = (
-        "_orders",
+        "_uses",
         "around",
         "begins",
         "called",
@@ -110,7 +111,7 @@ class Scope:
         self.begins = begins
         self.called = called
         self.around = around
-        self._orders: dict[int, tuple[int, ...]] = {}
+        self._uses: list[tuple[int, int]] | None = None
 
     def order(self, tokens: int = 0) -> tuple[int, ...]:
         """Returns the blocks that a call of this module is expected to use, in that order.
@@ -120,13 +121,13 @@ class Scope:
         Args:
             tokens: Of the call, where rows of an embedding may be read where they lie; else 0.
         """
-        if tokens not in self._orders:
-            self._orders[tokens] = tuple(self.wrapped.modules.order_below(self.name, tokens))
-        order = self._orders[tokens]
+        if self._uses is None:
+            self._uses = self.wrapped.modules.uses_below(self.name)
+        found = [block for block, few in self._uses if not 0 < tokens <= few]
         experts = self.wrapped.runtime.experts
         if experts.open:
-            return tuple(block for block in order if not experts.by_rows(block))
-        return order
+            found = [block for block in found if not experts.by_rows(block)]
+        return tuple(block for block, _ in groupby(found))
 
 
 class Interceptor:
