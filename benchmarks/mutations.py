@@ -24,6 +24,7 @@ STREAMS = ("tests/property/test_streams.py",)
 _COPIES_DOWN = ("tests/unit/test_copy_down.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
+_FILL = ("tests/unit/test_runtime_first_fill.py",)
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 CRASHES = ("tests/faults/test_saving_faults.py",)
 
@@ -748,6 +749,70 @@ _ELSEWHERE = (
         "sum(compute[: visits[0].first + 1]) + compute[-1]",
         "sum(compute[: visits[0].first + 1])",
         ("tests/property/test_core_slots.py",),
+    ),
+    Mutation(
+        "what calls hold while others run is expected to stream",
+        "tiermem/runtime/lookahead/prefetcher.py",
+        "        self._held.update(held)\n",
+        "",
+        _FILL,
+    ),
+    Mutation(
+        "HBM is filled with what something else comes to before",
+        _CORE + "rounds.py",
+        "        if low == high:\n",
+        "        if True:\n",
+        ("tests/property/test_laps.py", *_FILL),
+    ),
+    Mutation(
+        "HBM is filled where blocks are in it",
+        "tiermem/runtime/lookahead/first_fill.py",
+        "            and all(r.fixed or r.extent is None for r in table)\n",
+        "",
+        _FILL,
+    ),
+    Mutation(
+        "a wrong guess of the first pass pauses the loop",
+        "tiermem/runtime/lookahead/arranged.py",
+        "if planner.observed(planner.key):",
+        "if planner is not None:",
+        _FILL,
+    ),
+    Mutation(
+        "the second pass waits for a plan",
+        "tiermem/runtime/lookahead/prefetcher.py",
+        "(outlook.foreseen or self.fetcher.laid_out)",
+        "outlook.foreseen",
+        _FILL,
+    ),
+    Mutation(
+        "an order that was only guessed is an example for others",
+        _CORE + "schedule.py",
+        "self._known[like] if self.observed(like) else guess",
+        "self._known.get(like, guess)",
+        _FILL,
+    ),
+    Mutation(
+        "a module with several places is used at the first",
+        "tiermem/nn/wrap/intercepted.py",
+        "(block not in seen or scope.begins)",
+        "block not in seen",
+        _FILL,
+    ),
+    Mutation(
+        "an embedding is expected to be used whole where its rows are read",
+        "tiermem/nn/wrap/lookup.py",
+        "return rows // _SHARE",
+        "return 0",
+        _FILL,
+    ),
+    Mutation(
+        "a model stays wrapped whose wrap was cut short as HBM was filled",
+        "tiermem/tier.py",
+        "            give_back(wrapped, self._manager.parts.device if on_device else None)\n"
+        "            self._forget(id(model))\n",
+        "",
+        _FILL,
     ),
     Mutation(
         "what is laid out to come first is fetched elsewhere while a plan is made",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_examples import examples
 from support_first import BUS, SHAPES, Played, Shape, played
 from torch import nn
 
@@ -15,6 +19,7 @@ from tiermem.core.block import Tier
 from tiermem.core.residency import State
 from tiermem.core.schedule import Planner
 from tiermem.nn.wrap.wrapped import WrappedModel
+from tiermem.runtime.lookahead.plan_maker import PlanMaker
 
 _PAGES = Shape((6,) * 24)
 
@@ -64,11 +69,47 @@ def test_as_much_comes_as_has_room(filled: Played) -> None:
     assert filled.manager.stats().prefetches == len(inside(filled))
 
 
-def test_all_comes_where_all_has_room() -> None:
+def test_all_comes_once_where_all_has_room() -> None:
     with played(_PAGES, 6 * 24) as made:
-        fill(made)
+        fill(made, [*range(24), 0])
         assert inside(made) == set(range(24))
+        assert made.manager.stats().prefetches == 24
         assert made.call(1).moved == 0
+
+
+@given(data=st.data())
+@settings(max_examples=examples(60))
+def test_any_order_can_be_filled_for(data: st.DataObject) -> None:
+    pages = data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=16))
+    number = st.integers(0, len(pages) - 1)
+    order = data.draw(st.lists(number, min_size=2, max_size=40))
+    least = 2 * max(pages)
+    with played(Shape(tuple(pages)), data.draw(st.integers(least, least + 40))) as made:
+        fill(made, order, data.draw(st.lists(number, max_size=3)))
+        table = made.manager.parts.table
+        extents = sorted((e.offset, e.end) for e in table.hbm.extents())
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(extents))
+        assert inside(made) <= set(order)
+        uses = data.draw(st.sampled_from([order, order[::-1], range(len(pages))]))
+        for _ in range(3):
+            made.call(1, uses=uses)
+        assert all(made.manager.record(block).at_home is State.VALID for block in made.blocks)
+
+
+def test_the_second_pass_begins_without_a_plan(
+    filled: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first one has measured is planned with as the second one ends."""
+    filled.call(1)
+    made, make = list[object](), PlanMaker.make
+    monkeypatch.setattr(PlanMaker, "make", lambda *a, **k: made.append(a) or make(*a, **k))
+    filled.begin("forward", 1)
+    assert not made
+    for block in filled.blocks:
+        filled.manager.acquire(block)
+        filled.manager.release(block)
+    filled.manager.end_pass()
+    assert made
 
 
 def test_what_is_used_twice_comes_once() -> None:

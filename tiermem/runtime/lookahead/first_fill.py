@@ -80,11 +80,14 @@ class FirstFill:
         if all(block in residents or table[block].fixed for block in order):
             for block in order:
                 record = table[block]
-                room = None if record.fixed else self._parts.evictor.place(record.block, 0)
+                there = record.extent is not None
+                room = None if there else self._parts.evictor.place(record.block, 0)
                 if room is not None:
                     yield record, room.extent
             return
         for fetch in self._arranger.opening(schedule, plan):
+            if table[fetch.block].extent is not None:
+                continue  # it comes a second time, to another place
             extent = table.hbm.take_at(fetch.offset, fetch.nbytes)
             if extent is None:
                 return  # the device has no more memory: what comes later would be in the way
