@@ -150,8 +150,10 @@ def test_nothing_comes(reason: str) -> None:
                 manager.discard(block)
                 manager.record(block).defined, manager.record(block).at_home = True, State.VALID
         elif reason == "in use":
-            manager.acquire(made.blocks[3])
-            manager.release(made.blocks[3])
+            for block in reversed(made.blocks[17:]):
+                manager.acquire(block)
+                manager.release(block)
+            made.world.advance(made.world.now + 1.0)
         elif reason == "undefined":
             record.defined = False
         elif reason == "disk":
