@@ -751,6 +751,13 @@ _ELSEWHERE = (
         ("tests/property/test_core_slots.py",),
     ),
     Mutation(
+        "a copy whose event is recorded again counts as made before others",
+        _COPY,
+        "        del self.fences[offset]\n        self.fences[offset] = fence\n",
+        "",
+        STREAMS,
+    ),
+    Mutation(
         "what calls hold while others run is expected to stream",
         "tiermem/runtime/lookahead/prefetcher.py",
         "        self._held.update(held)\n",

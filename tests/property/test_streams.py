@@ -535,6 +535,27 @@ def test_a_copy_whose_event_says_it_again_is_waited_for_however_many_there_were(
     assert seen == [PAGE]
 
 
+def test_a_copy_whose_event_is_recorded_again_is_the_last_one() -> None:
+    """What overlapped its place was submitted before it, though after the event was made."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN, FILES)
+    target, source = torch.zeros(3 * PAGE, dtype=torch.uint8), torch.ones(PAGE, dtype=torch.uint8)
+    twice = torch.ones(2 * PAGE, dtype=torch.uint8)
+    first = engine.up(target[: 2 * PAGE], twice, Extent(0, 2 * PAGE), None)
+    engine.up(target[PAGE:], twice, Extent(PAGE, 2 * PAGE), None)
+    device.synchronize()
+    target.zero_()
+    assert engine.up(target[:PAGE], source, Extent(0, PAGE), None, first) is first
+    engine.claim(Extent(0, 3 * PAGE))
+    seen: list[int] = []
+    device.submit(device.stream, lambda: seen.append(int(target.sum())))
+    while device.advance(device.stream):
+        pass
+    assert not seen, "compute writes the place before the copy up has been made"
+    device.synchronize()
+    assert seen == [PAGE]
+
+
 def test_what_a_file_mover_may_look_at_is_not_recorded_again() -> None:
     """A copy into the place of what came from a file waits for that, and has its own event."""
     device = SimulatedDevice(Random(0))

@@ -42,6 +42,18 @@ class Fences:
         if len(fences) > self._most:
             self._tidy()
 
+    def renew(self, offset: int, event: Event) -> bool:
+        """Makes the copy that begins at a place the last one, if an event is of that.
+
+        The event is recorded anew: it stands for a later copy from now on than others behind it.
+        """
+        fence = self.fences.get(offset)
+        if fence is None or fence[1] is not event:
+            return False
+        del self.fences[offset]
+        self.fences[offset] = fence
+        return True
+
     def last(self, extent: Extent) -> Event | None:
         """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
         first = extent.offset
@@ -114,10 +126,8 @@ class StreamCopyEngine:
         if self._landed.fences and (landed := self._landed.last(extent)) is not None:
             waits = (*waits, landed)
         self._compute[calls.current()] = None
-        if again is not None:
-            fence = self._rising.fences.get(extent.offset)
-            if fence is None or fence[1] is not again:
-                again = None  # a file mover may look at it
+        if again is not None and not self._rising.renew(extent.offset, again):
+            again = None  # a file mover may look at it
         to, at = target.data_ptr(), source.data_ptr()
         event = calls.copy_behind(up, self._compute, to, at, target.numel(), again, waits)
         if again is None:
