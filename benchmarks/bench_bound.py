@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import zoo
+import zoo_kind
 from common import report
 from torch import nn
+from zoo import KINDS
 
 from tiermem.core.block import align_up
 from tiermem.core.laps import play, postpone_more
@@ -70,7 +71,7 @@ def _without_memory() -> Iterator[None]:
     """Makes the zoo's models and inputs on the meta device."""
     import transformers.masking_utils as masks
 
-    kept = zoo.random_bf16, zoo.Draw.normal, masks.find_packed_sequence_indices
+    kept = zoo_kind.random_bf16, zoo_kind.Draw.normal, masks.find_packed_sequence_indices
 
     @contextmanager
     def bf16(device: torch.device) -> Iterator[None]:
@@ -84,7 +85,7 @@ def _without_memory() -> Iterator[None]:
     def normal(_: Any, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
-    own: Any = zoo
+    own: Any = zoo_kind
     own.random_bf16, own.Draw.normal = bf16, normal
     masks.find_packed_sequence_indices = lambda *_, **__: None  # it looks at values
     try:
@@ -93,14 +94,14 @@ def _without_memory() -> Iterator[None]:
         own.random_bf16, own.Draw.normal, masks.find_packed_sequence_indices = kept
 
 
-def calls_of(kind: zoo.Kind, model: nn.Module) -> list[tuple[bool, str]]:
+def calls_of(kind: zoo_kind.Kind, model: nn.Module) -> list[tuple[bool, str]]:
     """Returns the calls of modules in a forward of one token: begins (True) and ends."""
     seen: list[tuple[bool, str]] = []
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda *_, n=name: seen.append((True, n)))
         module.register_forward_hook(lambda *_, n=name: seen.append((False, n)))
     with torch.no_grad():
-        model(**kind.given(model, 1, zoo.Draw(torch.device("meta"), 1), False))
+        model(**kind.given(model, 1, zoo_kind.Draw(torch.device("meta"), 1), False))
     return seen
 
 
@@ -127,7 +128,7 @@ def uses_of(blocks: BlockPlan, seen: Sequence[tuple[bool, str]]) -> tuple[list[s
 
 def case_of(name: str, share: float) -> Case:
     """Returns the blocks and a pass of a model of the zoo with a share of its bytes as HBM."""
-    kind = zoo.KINDS[name]
+    kind = KINDS[name]
     with _without_memory():
         model = kind.build("quick", torch.device("meta"))
         tie = getattr(model, "tie_weights", None)

@@ -2,9 +2,13 @@
 
 A caller who measures makes one or two calls to warm up and times the next few, so what counts is
 how soon passes are no longer measured, planned and decided. Each call is timed by itself, the
-device idle before it::
+device idle before it. ``later`` is the median of those from the third on, as a share of the bound,
+and ``first of later`` the first call's speed as a share of theirs; ``equal`` says whether the first
+call's output and a last one's have the bits of the model in HBM. A model that fails is a row that
+says so. Any model of :mod:`zoo`, those of :mod:`zoo_more` included::
 
     python benchmarks/bench_calls.py llama vit layers --tokens 1 2048 --calls 8 --out calls.json
+    python benchmarks/bench_calls.py phi3 bert swin --device cpu --set tiny --tokens 1 128
 """
 
 from __future__ import annotations
@@ -12,16 +16,22 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from common import report
-from llama import give_back, nbytes_of
+from common import failure, report
+from llama import give_back, nbytes_of, on_host
 from raw import raw_copy
-from zoo import KINDS, SETS, Draw
+from torch import Tensor
+from zoo import KINDS
+from zoo_kind import SETS, Draw, first_of
 
 import tiermem
+
+Row = dict[str, Any]
 
 
 class Watch:
@@ -54,19 +64,36 @@ class Watch:
         return sum(self.manager.parts.counters.bytes_by_link().values())  # stats() would measure
 
 
-def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a call to its end on the device, and to its return."""
+def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[float, float, Any]:
+    """Returns the seconds of a call to its end on the device, those to its return, its output."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
-    call()
+    output = call()
     returned = time.perf_counter()
     wait()
-    return time.perf_counter() - began, returned - began
+    return time.perf_counter() - began, returned - began, output
 
 
-def measure(name: str, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    """Measures one model; returns a row for each length."""
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, element by element, NaN equal to NaN."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(
+        one.nan_to_num(), other.nan_to_num()
+    )
+
+
+def later(times: Sequence[float], bound: float) -> Row:
+    """Returns the figures of the calls from the third on, where there are any."""
+    if len(times) < 3:
+        return {}
+    usual = statistics.median(times[2:])
+    return {"later": bound / usual, "first of later": usual / times[0]}
+
+
+def measure(
+    name: str, options: argparse.Namespace, device: torch.device, keep: Callable[[Row], None]
+) -> None:
+    """Measures one model; ``keep`` is called with a row for each length."""
     kind = KINDS[name]
     torch.manual_seed(0)
     model = kind.build(options.set, device)
@@ -75,15 +102,13 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> lis
     draws = {
         tokens: kind.given(model, tokens, Draw(device, tokens), False) for tokens in options.tokens
     }
+    inside, expected = {}, {}
     with torch.no_grad():
-        inside = {
-            tokens: statistics.median(
-                seconds_of(lambda given=given: model(**given), device)[0] for _ in range(8)
-            )
-            for tokens, given in draws.items()
-        }
+        for tokens, given in draws.items():
+            call = partial(model, **given)
+            inside[tokens] = statistics.median(seconds_of(call, device)[0] for _ in range(8))
+            (expected[tokens],) = on_host((first_of(call()),))
     give_back(device)
-    rows = []
     with tiermem.TierManager(device=device, hbm=hbm) as tier, torch.no_grad():
         model = tier.wrap(model)
         give_back(device)
@@ -91,27 +116,39 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> lis
         raw = statistics.median(seconds_of(copy, device)[0] for _ in range(3))
         watch = Watch(tier)
         for tokens, given in draws.items():
-            bound, calls = max(inside[tokens], raw), []
-            for _ in range(options.calls):
-                before, watch.seconds = watch.moved(), 0.0
-                took, host = seconds_of(lambda given=given: model(**given), device)
-                text = f"{bound / took:.2f} ({1e3 * took:.1f} ms, {watch.how()}"
-                text += f", plan {1e3 * watch.seconds:.0f} ms)" if watch.seconds else ")"
-                calls.append((text, host, watch.moved() - before))
-            rows.append(
-                {
-                    "model": name,
-                    "tokens": tokens,
-                    "GB": nbytes / 1e9,
-                    "in HBM ms": 1e3 * inside[tokens],
-                    "raw ms": 1e3 * raw,
-                    **{f"call {number + 1}": text for number, (text, _, _) in enumerate(calls)},
-                    "host ms, last": 1e3 * calls[-1][1],
-                    "GB moved, last": calls[-1][2] / 1e9,
-                }
-            )
+            call, bound = partial(model, **given), max(inside[tokens], raw)
+            row = {"model": name, "tokens": tokens, "GB": nbytes / 1e9}
+            row |= {"in HBM ms": 1e3 * inside[tokens], "raw ms": 1e3 * raw}
+            keep(row | in_turn(call, watch, bound, options.calls, device, expected[tokens]))
         tier.close(discard=True)
-    return rows
+
+
+def in_turn(
+    call: Callable[[], Any],
+    watch: Watch,
+    bound: float,
+    count: int,
+    device: torch.device,
+    expected: Tensor,
+) -> Row:
+    """Measures so many calls; returns what a row says of them."""
+    row: Row = {}
+    times = []
+    for number in range(count):
+        before, watch.seconds = watch.moved(), 0.0
+        took, host, output = seconds_of(call, device)
+        text = f"{bound / took:.2f} ({1e3 * took:.1f} ms, {watch.how()}"
+        text += f", plan {1e3 * watch.seconds:.0f} ms)" if watch.seconds else ")"
+        row[f"call {number + 1}"] = text
+        moved = watch.moved() - before
+        times.append(took)
+        if number == 0:
+            first = first_of(output)
+        del output  # the next call has the memory
+    row |= {"host ms, last": 1e3 * host, "GB moved, last": moved / 1e9, **later(times, bound)}
+    found = on_host((first, first_of(call())))
+    row["equal"] = all(same_bits(output, expected) for output in found)
+    return row
 
 
 def main() -> None:
@@ -126,9 +163,13 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     device = torch.device(options.device)
-    rows = []
+    rows: list[Row] = []
     for name in options.models:
-        rows += measure(name, options, device)
+        try:
+            measure(name, options, device, rows.append)
+        except Exception as error:
+            traceback.print_exc()
+            rows.append({"model": name, "note": failure(error)})
         give_back(device)
     title = "First forwards with defaults: share of max(in HBM, raw copy of what does not fit)"
     report(title, rows, options.out, tall=True)

@@ -42,7 +42,8 @@ from llama import Clock, allow_deterministic_products, deterministic, give_back,
 from raw import raw_copy
 from raw_train import BothWays
 from torch import Tensor, nn
-from zoo import KINDS, SETS, Draw, Kind, first_of, loss_of
+from zoo import KINDS
+from zoo_kind import SETS, Draw, Kind, first_of, loss_of
 
 import tiermem
 from tiermem.config import parse_size

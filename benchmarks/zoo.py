@@ -2,121 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from llama import random_bf16
 from torch import Tensor, nn
-
-Given = dict[str, Any]
-Sizes = Mapping[str, Any]
-SETS = ("full", "quick", "tiny")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """An architecture, and how it is called.
-
-    Attributes:
-        make: Builds one from sizes; the default dtype and device are those wanted.
-        given: Makes keyword arguments from the model, a number of tokens, the draw of random
-            tensors, and whether it is to be trained on them.
-        full: Sizes of 2 to 10 GB in bf16.
-        quick: What differs in the smaller one.
-        tiny: What differs in the one that a test runs.
-        generates: Whether it has ``generate()``.
-        experts: How many experts of how many a token chooses, and the parameters' names.
-        cudnn: Whether cuDNN's attention may be used, resident as well.
-        most_trained: The most tokens of a training step, where more take too much memory.
-        apart: Whether it is measured only where it is asked for by name.
-    """
-
-    make: Callable[[Given], nn.Module]
-    given: Callable[[Any, int, Draw, bool], Given]
-    full: Sizes
-    quick: Sizes
-    tiny: Sizes
-    generates: bool = False
-    experts: tuple[int, int, str] | None = None
-    most_trained: int = 1 << 30
-    cudnn: bool = True
-    apart: bool = False
-
-    def build(self, which: str, device: torch.device) -> nn.Module:
-        """Returns one of a set, the same every time, made on the device itself."""
-        sizes = dict(self.full)
-        if which != "full":
-            sizes |= self.quick if which == "quick" else self.tiny
-        with random_bf16(device):
-            return self.make(sizes).eval()
-
-
-@dataclass
-class Draw:
-    """Random inputs, the same every time.
-
-    Args:
-        device: Where they are.
-        seed: A number.
-    """
-
-    device: torch.device
-    seed: int
-    _made: torch.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Begins anew."""
-        self._made = torch.Generator().manual_seed(self.seed)
-
-    def ids(self, vocabulary: int, *shape: int) -> Tensor:
-        """Returns token ids."""
-        return torch.randint(2, vocabulary, shape, generator=self._made).to(self.device)
-
-    def normal(self, *shape: int) -> Tensor:
-        """Returns bf16 values."""
-        made = torch.Generator(self.device).manual_seed(self.seed)
-        return torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=made)
-
-
-def loss_of(output: Any) -> Tensor:
-    """Returns the loss that a model gives, or else a number that every output has a part in."""
-    loss = getattr(output, "loss", None)
-    if loss is not None:
-        return loss  # type: ignore[no-any-return]
-    return first_of(output).float().square().mean()
-
-
-def first_of(output: Any) -> Tensor:
-    """Returns the first tensor of a model's output."""
-    for name in ("logits", "last_hidden_state", "sample"):
-        found = getattr(output, name, None)
-        if found is not None:
-            return found  # type: ignore[no-any-return]
-    return output[0] if isinstance(output, tuple) else output
-
-
-def split(tokens: int, longest: int) -> tuple[int, int]:
-    """Returns how many sequences so many tokens are in, and their length."""
-    length = min(tokens, longest)
-    return max(1, tokens // length), length
-
+from zoo_kind import Draw, Given, Kind, images, of_transformers, split
+from zoo_more import MORE
 
 # -- decoders ----------------------------------------------------------------
-
-
-def _decoder(name: str) -> Callable[[Given], nn.Module]:
-    """Returns what builds a decoder of transformers, with its head."""
-
-    def make(sizes: Given) -> nn.Module:
-        import transformers
-
-        config = getattr(transformers, f"{name}Config")(**sizes)
-        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
-        return getattr(transformers, f"{name}{head}")(config)  # type: ignore[no-any-return]
-
-    return make
 
 
 def _tokens(longest: int = 4096, last: bool = True) -> Callable[[Any, int, Draw, bool], Given]:
@@ -148,21 +43,10 @@ _TINY = {**_sizes(64, 128, 12, 4, 2), "head_dim": 16, "vocab_size": 128}
 
 
 def _dense(name: str, full: Given, quick: Given, tiny: Given, longest: int = 4096) -> Kind:
-    return Kind(_decoder(name), _tokens(longest), full, quick, tiny, generates=True)
+    return Kind(of_transformers(name), _tokens(longest), full, quick, tiny, generates=True)
 
 
 # -- other architectures -----------------------------------------------------
-
-
-def _seq2seq(name: str) -> Callable[[Given], nn.Module]:
-    def make(sizes: Given) -> nn.Module:
-        import transformers
-
-        config = getattr(transformers, f"{name}Config")(**sizes)
-        model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-        return model  # type: ignore[no-any-return]
-
-    return make
 
 
 def _both_sides(longest: int) -> Callable[[Any, int, Draw, bool], Given]:
@@ -188,24 +72,6 @@ def _speech(model: Any, tokens: int, draw: Draw, train: bool) -> Given:
         "use_cache": False,
         **({"labels": answer} if train else {"decoder_input_ids": answer}),
     }
-
-
-def _vision(sizes: Given) -> nn.Module:
-    from transformers import ViTConfig, ViTModel
-
-    return ViTModel(ViTConfig(**sizes))  # type: ignore[no-any-return]
-
-
-def _siglip(sizes: Given) -> nn.Module:
-    from transformers import SiglipVisionConfig, SiglipVisionModel
-
-    return SiglipVisionModel(SiglipVisionConfig(**sizes))  # type: ignore[no-any-return]
-
-
-def _images(model: Any, tokens: int, draw: Draw, train: bool) -> Given:
-    config = model.config
-    side = config.image_size
-    return {"pixel_values": draw.normal(max(1, tokens // 256), 3, side, side)}
 
 
 def _vit_h_14(sizes: Given) -> nn.Module:
@@ -329,7 +195,7 @@ KINDS: dict[str, Kind] = {
         longest=1024,
     ),
     "t5": Kind(
-        _seq2seq("T5"),
+        of_transformers("T5", "ForConditionalGeneration"),
         _both_sides(512),
         {
             "d_model": 2048,
@@ -353,7 +219,9 @@ KINDS: dict[str, Kind] = {
         },
         generates=True,
     ),
-    "vit": Kind(_vision, _images, _VIT, {"num_hidden_layers": 32}, _VIT_TINY),
+    "vit": Kind(
+        of_transformers("ViT", "Model"), images, _VIT, {"num_hidden_layers": 32}, _VIT_TINY
+    ),
     "layers": Kind(
         _layers,
         _hidden,
@@ -362,7 +230,7 @@ KINDS: dict[str, Kind] = {
         {"width": 32, "layers": 8},
     ),
     "mixtral": Kind(
-        _decoder("Mixtral"),
+        of_transformers("Mixtral"),
         _tokens(),
         {**_sizes(2048, 7168, 10, 16, 8), "vocab_size": 32000, "num_local_experts": 8},
         {"num_hidden_layers": 6},
@@ -371,7 +239,7 @@ KINDS: dict[str, Kind] = {
         experts=(2, 8, ".experts."),
     ),
     "qwen3-moe": Kind(
-        _decoder("Qwen3Moe"),
+        of_transformers("Qwen3Moe"),
         _tokens(),
         {
             **_sizes(2048, 768, 7, 32, 4),
@@ -404,7 +272,7 @@ KINDS: dict[str, Kind] = {
         cudnn=False,  # backward of 8,704 tokens ends plain torch 2.11 with an illegal access
     ),
     "whisper": Kind(
-        _seq2seq("Whisper"),
+        of_transformers("Whisper", "ForConditionalGeneration"),
         _speech,
         {
             "d_model": 1280,
@@ -437,7 +305,7 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "mamba": Kind(
-        _decoder("Mamba"),
+        of_transformers("Mamba"),
         _tokens(longest=32, last=False),
         {"hidden_size": 2560, "num_hidden_layers": 64, "vocab_size": 50280},
         {"num_hidden_layers": 20},
@@ -446,7 +314,7 @@ KINDS: dict[str, Kind] = {
         most_trained=512,  # without kernels of its own it keeps every state of every token
     ),
     "gpt2": Kind(
-        _decoder("GPT2"),
+        of_transformers("GPT2", "LMHeadModel"),
         _tokens(1024),
         {"n_embd": 2048, "n_layer": 36, "n_head": 16},
         {"n_layer": 16},
@@ -468,7 +336,7 @@ KINDS: dict[str, Kind] = {
     ),
     "mistral": _dense("Mistral", _sizes(4096, 14336, 12, 32, 8), {"num_hidden_layers": 5}, _TINY),
     "bart": Kind(
-        _seq2seq("Bart"),
+        of_transformers("Bart", "ForConditionalGeneration"),
         _both_sides(512),
         {
             "d_model": 1536,
@@ -491,7 +359,9 @@ KINDS: dict[str, Kind] = {
         },
         generates=True,
     ),
-    "siglip": Kind(_siglip, _images, _VIT, {"num_hidden_layers": 20}, _VIT_TINY),
+    "siglip": Kind(
+        of_transformers("SiglipVision", "Model"), images, _VIT, {"num_hidden_layers": 20}, _VIT_TINY
+    ),
     "vit_h_14": Kind(
         _vit_h_14,
         _pictures,
@@ -516,5 +386,6 @@ KINDS: dict[str, Kind] = {
     "lstm": Kind(
         _lstm, _sequence, {"width": 2048, "layers": 40}, {"layers": 20}, {"width": 32, "layers": 16}
     ),
+    **MORE,
 }
 """By name, the most important first."""

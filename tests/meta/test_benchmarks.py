@@ -8,11 +8,13 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support_scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -334,6 +336,44 @@ def test_calls(tmp_path) -> None:
     line = "layers --device cpu --set tiny --tokens 1 --calls 3 --out out.json"
     (row,) = check_rows(run("bench_calls.py", tmp_path, *line.split()), "GB", "raw ms", "in HBM ms")
     assert "measured" in row["call 1"] and "measured" not in row["call 3"]
+    assert row["equal"] is True and row["later"] > 0 and row["first of later"] > 0
+
+
+def test_calls_go_on_where_a_model_fails(tmp_path) -> None:
+    line = "lstm layers --device cpu --set tiny --tokens 0 --calls 1 --out out.json"
+    failed, row = run("bench_calls.py", tmp_path, *line.split())["rows"]
+    assert failed["model"] == "lstm" and failed["note"].startswith("ZeroDivisionError")
+    assert row["model"] == "layers" and row["equal"] is True and "later" not in row
+
+
+def test_bits_of_calls_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from bench_calls import same_bits
+
+    nan, one = torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 1.0])
+    assert same_bits(nan, nan.clone()) and same_bits(one, one.clone())
+    assert not same_bits(nan, one) and not same_bits(nan, torch.tensor([math.nan, 2.0]))
+    assert not same_bits(nan, torch.tensor([0.0, 1.0])), "NaN is not what stands in for it"
+
+
+@needs_transformers
+def test_more_kinds_of_the_zoo_are_built_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from zoo import KINDS
+    from zoo_kind import Draw, first_of
+    from zoo_more import MORE
+
+    device = torch.device("cpu")
+    assert MORE.items() <= KINDS.items() and len(MORE) > 18
+    for name, kind in MORE.items():
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # transformers' own
+            model = kind.build("tiny", device)
+            found = first_of(model(**kind.given(model, 1, Draw(device, 1), False)))
+        assert kind.apart and found.numel() and found.isfinite().all(), name
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, name
+        if kind.experts:
+            assert any(kind.experts[2] in part for part, _ in model.named_parameters()), name
 
 
 def test_bound(tmp_path) -> None:
