@@ -793,6 +793,13 @@ _ELSEWHERE = (
         _FILL,
     ),
     Mutation(
+        "the first pass of other tokens waits for a plan",
+        "tiermem/runtime/lookahead/prefetcher.py",
+        "if found is None and self._does_for_once(schedule):",
+        "if False:",
+        _FILL,
+    ),
+    Mutation(
         "an order that was only guessed is an example for others",
         _CORE + "schedule.py",
         "self._known[like] if self.observed(like) else guess",

@@ -62,6 +62,26 @@ def test_it_is_laid_out_from_the_first_use_on(filled: Played) -> None:
     assert filled.manager.stats().misses == 0
 
 
+def test_other_tokens_begin_without_a_plan(filled: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HBM is laid out for the same blocks; the plan for so many tokens is made as the pass ends."""
+    for _ in range(4):
+        filled.call(1)
+    made, make = list[object](), PlanMaker.make
+    monkeypatch.setattr(PlanMaker, "make", lambda *a, **k: made.append(a) or make(*a, **k))
+    before = filled.manager.prefetcher.outlook
+    filled.begin("forward", 8192)
+    run = filled.manager.replay.run
+    assert run is not None and run.arranged and not made
+    assert filled.manager.prefetcher.outlook is before
+    for block in filled.blocks:
+        filled.manager.acquire(block)
+        filled.manager.release(block)
+    filled.manager.end_pass()
+    assert len(made) == 1
+    filled.begin("forward", 8192)
+    assert len(made) == 1 and filled.manager.prefetcher.outlook is not before
+
+
 def test_as_much_comes_as_has_room(filled: Played) -> None:
     table = filled.manager.parts.table
     free = table.hbm.capacity - sum(e.nbytes for e in table.hbm.extents())

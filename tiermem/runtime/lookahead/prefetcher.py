@@ -43,6 +43,7 @@ class Prefetcher:
         self._reach = Reach(None if depth == "auto" else depth, least)
         self._maker = PlanMaker(parts, least)
         self._planned: Schedule | None = None
+        self._force: tuple[StreamPlan, SequenceWalk] | None = None
         self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, SequenceWalk]] = {}
         self.ended = self.overdue = False
         self._load = 0
@@ -53,7 +54,8 @@ class Prefetcher:
     @property
     def outlook(self) -> StreamPlan:
         """The plan in force."""
-        return self._outlooks[self._planner.schedule, self._load][0]
+        found = self._force or self._outlooks[self._planner.schedule, self._load]
+        return found[0]
 
     def end_pass(self) -> None:
         """Notes that the pass under way has ended, before the next is entered in the planner."""
@@ -151,7 +153,7 @@ class Prefetcher:
 
     def repair(self) -> None:
         """Forgets every plan, after an exception anywhere: they are made anew."""
-        self._planned = self._walk = None
+        self._planned = self._walk = self._force = None
         self._outlooks.clear()
         self._held.clear()
         self._previous = None
@@ -182,9 +184,13 @@ class Prefetcher:
     def _plan(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
         """Brings into force what is decided on a schedule."""
         found = self._outlooks.get((schedule, self._load))
-        self.overdue = found is not None and self._can_wait(schedule, found[0])
+        if found is None and self._does_for_once(schedule):
+            found, self.overdue = self._force, True
+        else:
+            self.overdue = found is not None and self._can_wait(schedule, found[0])
         if found is None or not self.overdue:
             found = self._decide(schedule)
+        self._force = found
         outlook, walk = found
         self._planned, self._walk = schedule, walk
         self.fetcher.begin_schedule()
@@ -194,6 +200,23 @@ class Prefetcher:
         self.disk.plan(schedule, outlook)
         self._restart(self._planner.cursor)
         return found
+
+    def _does_for_once(self, schedule: Schedule) -> bool:
+        """Whether the plan in force does for a pass of other tokens, and one is made as that ends.
+
+        What it was made for uses the same blocks, and HBM is laid out for it: the link is busy
+        with it from the begin of the pass on, and would wait for another one.
+        """
+        force, maker = self._force, self._maker
+        if (
+            force is None
+            or schedule is not self._planned
+            or not (self.ended and self.fetcher.laid_out)
+        ):
+            return False
+        made_of = maker.made_of(self._held)
+        same = force[0].made_of == made_of or maker.only_times_differ(force[0], made_of)
+        return same and self._repeats(schedule)
 
     def _can_wait(self, schedule: Schedule, outlook: StreamPlan) -> bool:
         """Whether a plan does for the pass that begins, and is made anew as that ends."""
