@@ -357,7 +357,10 @@ def test_bits_of_calls_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_transformers
-def test_more_kinds_of_the_zoo_are_built_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.thorough)])
+def test_more_kinds_of_the_zoo_are_built_and_run(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from zoo import KINDS
     from zoo_kind import Draw, first_of
@@ -365,7 +368,7 @@ def test_more_kinds_of_the_zoo_are_built_and_run(monkeypatch: pytest.MonkeyPatch
 
     device = torch.device("cpu")
     assert MORE.items() <= KINDS.items() and len(MORE) > 18
-    for name, kind in MORE.items():
+    for name, kind in [*MORE.items()][::every]:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # transformers' own
             model = kind.build("tiny", device)
