@@ -142,44 +142,34 @@ def _max_norm() -> nn.Module:
     return Around(lambda m, i: m.l(m.e(i)), e=e, l=nn.Linear(32, 8))
 
 
+def _normed(norm: Callable[[nn.Module], nn.Module], count: int) -> nn.Module:
+    layers = [norm(nn.Linear(32, 32)) for _ in range(count)]
+    return Around(lambda m, x: m.s(x), s=nn.Sequential(*layers))
+
+
 @_of("weight_norm, as a parametrization", _x(32))
 def _weight_norm() -> nn.Module:
-    return Around(
-        lambda m, x: m.s(x),
-        s=nn.Sequential(*[parametrizations.weight_norm(nn.Linear(32, 32)) for _ in range(3)]),
-    )
+    return _normed(parametrizations.weight_norm, 3)
 
 
 @_of("weight_norm, old", _x(32))
 def _weight_norm_old() -> nn.Module:
-    return Around(
-        lambda m, x: m.s(x),
-        s=nn.Sequential(*[nn.utils.weight_norm(nn.Linear(32, 32)) for _ in range(3)]),
-    )
+    return _normed(nn.utils.weight_norm, 3)
 
 
 @_of("spectral_norm", _x(32))
 def _spectral() -> nn.Module:
-    return Around(
-        lambda m, x: m.s(x),
-        s=nn.Sequential(*[parametrizations.spectral_norm(nn.Linear(32, 32)) for _ in range(3)]),
-    )
+    return _normed(parametrizations.spectral_norm, 3)
 
 
 @_of("spectral_norm, old", _x(32))
 def _spectral_old() -> nn.Module:
-    return Around(
-        lambda m, x: m.s(x),
-        s=nn.Sequential(*[nn.utils.spectral_norm(nn.Linear(32, 32)) for _ in range(3)]),
-    )
+    return _normed(nn.utils.spectral_norm, 3)
 
 
 @_of("orthogonal", _x(32))
 def _orthogonal() -> nn.Module:
-    return Around(
-        lambda m, x: m.s(x),
-        s=nn.Sequential(*[parametrizations.orthogonal(nn.Linear(32, 32)) for _ in range(2)]),
-    )
+    return _normed(parametrizations.orthogonal, 2)
 
 
 class _Symmetric(nn.Module):

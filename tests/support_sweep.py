@@ -403,6 +403,19 @@ def _from_pretrained(cls: Any, folder: Path) -> Any:
     return model
 
 
+def with_enough(hbm: int, compare: Callable[[int], None]) -> None:
+    """Compares with so many bytes of HBM, or with as many as errors ask for."""
+    for _ in range(12):
+        try:
+            return compare(hbm)
+        except tiermem.CapacityError as error:
+            which, least = asked(error)
+            if which != "hbm" or least <= hbm:
+                raise
+            hbm = least
+    raise DifferError("the least budget was never enough")
+
+
 def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> str:
     """Compares load_checkpoint with from_pretrained."""
     saved(make, folder)
@@ -429,41 +442,36 @@ def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> s
         except Exception:
             generated = None
     after = tensors_of(plain)
-    hbm = max(weights(plain) // 3, 4096)
-    for _ in range(12):
-        try:
-            with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
-                model: Any = tiermem.load_checkpoint(cls, folder, tier=tier)
-                if hasattr(model, "config"):
-                    _eager(model)
-                with comparing("loaded"):
-                    assert_same(first, tensors_of(model), "")
-                found = run_eval(model, inputs)
-                with comparing("forward"):
-                    _same(
+
+    def compare(hbm: int) -> None:
+        with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+            model: Any = tiermem.load_checkpoint(cls, folder, tier=tier)
+            if hasattr(model, "config"):
+                _eager(model)
+            with comparing("loaded"):
+                assert_same(first, tensors_of(model), "")
+            found = run_eval(model, inputs)
+            with comparing("forward"):
+                _same(
+                    expected,
+                    found,
+                    "output",
+                    lambda: _stable(
+                        lambda: _from_pretrained(cls, folder),
+                        lambda m: run_eval(m, inputs),
                         expected,
-                        found,
-                        "output",
-                        lambda: _stable(
-                            lambda: _from_pretrained(cls, folder),
-                            lambda m: run_eval(m, inputs),
-                            expected,
-                        ),
-                    )
-                if generated is not None:
-                    with comparing("generate"):
-                        assert_same(generated, run_generate(model, inputs), "ids")
-                with comparing("state"):
-                    assert_same(after, tensors_of(model), "")
-            with comparing("closed"):
+                    ),
+                )
+            if generated is not None:
+                with comparing("generate"):
+                    assert_same(generated, run_generate(model, inputs), "ids")
+            with comparing("state"):
                 assert_same(after, tensors_of(model), "")
-            return ""
-        except tiermem.CapacityError as error:
-            which, least = asked(error)
-            if which != "hbm" or least <= hbm:
-                raise
-            hbm = least
-    raise DifferError("the least budget was never enough")
+        with comparing("closed"):
+            assert_same(after, tensors_of(model), "")
+
+    with_enough(max(weights(plain) // 3, 4096), compare)
+    return ""
 
 
 def _eager(model: Any) -> None:
@@ -502,28 +510,21 @@ def adapted(cls: Any, inputs: Inputs, folder: Path) -> str:
         expected = _adapter_step(resident, torch.optim.AdamW(trained, lr=1e-2), inputs)
     except Exception as error:
         raise SkippedError(f"peft's step: {said(error)}") from error
-    hbm = max(weights(resident) // 3, 4096)
-    for _ in range(12):
-        try:
-            with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
-                seed(50)
-                model: Any = tiermem.load_checkpoint(
-                    cls, folder, tier=tier, lora=tiermem.Lora(r=4, alpha=8, target_modules=targets)
-                )
-                _eager(model)
-                own = [p for p in model.parameters() if p.requires_grad]
-                found = _adapter_step(
-                    model, tier.optimizer(own, torch.optim.AdamW, lr=1e-2), inputs
-                )
-                with comparing("adapters"):
-                    assert_same(expected, found, "")
-            return note
-        except tiermem.CapacityError as error:
-            which, least = asked(error)
-            if which != "hbm" or least <= hbm:
-                raise
-            hbm = least
-    raise DifferError("the least budget was never enough")
+
+    def compare(hbm: int) -> None:
+        with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+            seed(50)
+            model: Any = tiermem.load_checkpoint(
+                cls, folder, tier=tier, lora=tiermem.Lora(r=4, alpha=8, target_modules=targets)
+            )
+            _eager(model)
+            own = [p for p in model.parameters() if p.requires_grad]
+            found = _adapter_step(model, tier.optimizer(own, torch.optim.AdamW, lr=1e-2), inputs)
+            with comparing("adapters"):
+                assert_same(expected, found, "")
+
+    with_enough(max(weights(resident) // 3, 4096), compare)
+    return note
 
 
 _PREFIX = re.compile(r"base_model\.model\.|\.default|\.base_layer|\.modules_to_save")

@@ -416,7 +416,7 @@ def test_the_depth_follows_the_estimates(tmp_path: Path) -> None:
             manager.flush()
             manager.begin_pass("f")
             made.use(made.blocks[0])
-            return len(manager.prefetcher._walk._ahead.uses)
+            return len(manager.prefetcher._walk()._ahead.uses)
 
         assert ahead() == 2
         speed[0] = PAGE / 0.045  # 45 ms and a quarter, at 10 ms of compute each

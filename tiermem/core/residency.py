@@ -117,6 +117,11 @@ class ResidencyTable:
 
     # -- HBM: in ---------------------------------------------------------
 
+    @property
+    def all_fit(self) -> bool:
+        """Whether HBM has room for all blocks at once."""
+        return self.nbytes <= self.hbm.capacity
+
     def begin_fill(self, block_id: int, extent: Extent) -> Move:
         """Begins to bring a block up into ``extent``, which the caller has allocated."""
         record = self._records[block_id]

@@ -22,6 +22,9 @@ NEVER = 1 << 60
 SOFT = 2
 """Blocks that backward does not let go yet when it comes to another one."""
 
+MOST_PASSES = 6
+"""Passes that are foreseen, the one under way among them."""
+
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
 _MOST_DOUBT = 16
@@ -345,7 +348,7 @@ class Planner:
         """Strings together this pass and those expected after it, about two rounds."""
         history = list(self._history)
         keys = [history[-1]]
-        while len(keys) < 6:
+        while len(keys) < MOST_PASSES:
             following = self._successor(history)
             if following is None:
                 break

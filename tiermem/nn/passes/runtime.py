@@ -120,8 +120,7 @@ class ModuleRuntime:
 
     def _looked_up(self, tokens: int) -> int:
         """Returns a call's tokens where rows of embeddings are read in DRAM, else 0."""
-        table = self.manager.parts.table
-        return tokens if table.nbytes > table.hbm.capacity else 0
+        return 0 if self.manager.parts.table.all_fit else tokens
 
     def unit_limit(self, group: Group) -> int:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""

@@ -178,11 +178,11 @@ class InterceptedModules:
     def held(self) -> set[int]:
         """Returns the ids of blocks that calls hold while calls inside use others."""
         found = set[int]()
-        for name in [name for name, scope in self.scopes.items() if scope.begins and name]:
-            inner = {group.block.id for group in self.scopes[name].groups}
-            for outer in [self.scopes[o] for o in names_above(name) if o in self.scopes]:
-                blocks = {group.block.id for group in outer.groups}
-                found |= blocks - inner if inner else set()
+        for name, scope in self.scopes.items():
+            inner = {group.block.id for group in scope.groups} if scope.begins else set[int]()
+            for outer in names_above(name) if inner else ():
+                if outer in self.scopes:
+                    found |= {group.block.id for group in self.scopes[outer].groups} - inner
         return found
 
     # -- interceptors ----------------------------------------------------

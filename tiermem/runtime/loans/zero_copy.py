@@ -62,7 +62,7 @@ class ZeroCopy:
         if (
             record.home is not Tier.DRAM
             or block.id in parts.deferred
-            or parts.table.nbytes <= parts.table.hbm.capacity
+            or parts.table.all_fit
             or parts.copy.capturing()
             or not self._at_home(record, again=again)
         ):

@@ -168,7 +168,8 @@ class Arranger:
             The steps; None where the pass is to be decided: it is of no loop that only reads, is
             not known yet, or does not go as it is laid out.
         """
-        loop = self._loop(plan) if self._may(plan) else None
+        schedule = self._parts.planner.schedule
+        loop = self._loop(schedule, plan) if self._may(plan) else None
         if loop is None or self._pauses_in(loop):
             self._put_into_force(None)
             return None
@@ -192,11 +193,7 @@ class Arranger:
         Returns:
             The fetches to places that nothing has before; none where it cannot be laid out.
         """
-        residents, changes = plan.plan.residents, self._parts.evictor.regions.changes
-        if None in plan.compute:
-            return []
-        room = self._parts.table.hbm.capacity, changes
-        loop = self._look(schedule, residents, room, plan.compute)
+        loop = None if None in plan.compute else self._loop(schedule, plan)
         force = self._arranged(loop) if loop is not None else None
         if force is None:
             return []
@@ -289,9 +286,9 @@ class Arranger:
         pause.passes -= loop.idle is None
         return True
 
-    def _loop(self, plan: StreamPlan) -> _Loop | None:
-        """Returns the loop of the present schedule, if there is one, with what stays by a plan."""
-        schedule, residents = self._parts.planner.schedule, plan.plan.residents
+    def _loop(self, schedule: Schedule, plan: StreamPlan) -> _Loop | None:
+        """Returns the loop of a schedule, if there is one, with what stays by a plan."""
+        residents = plan.plan.residents
         room = self._parts.table.hbm.capacity, self._parts.evictor.regions.changes
         name = schedule, residents, room
         if name not in self._loops:

@@ -6,15 +6,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record
-from tiermem.core.schedule import Schedule
+from tiermem.core.schedule import MOST_PASSES, Schedule
 from tiermem.runtime.lookahead.arranged import Arranger
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.parts import Parts
-
-_PASSES = 6
-"""As many as a schedule foresees; the plan of the first pass is made of as many."""
 
 
 class FirstFill:
@@ -49,8 +46,8 @@ class FirstFill:
         if not self._may(order):
             return
         self._parts.limit.begin()
-        passes = [(number * len(order), None) for number in range(_PASSES)]
-        schedule = Schedule([*order] * _PASSES, passes)
+        passes = [(number * len(order), None) for number in range(MOST_PASSES)]
+        schedule = Schedule([*order] * MOST_PASSES, passes)
         plan = self._prefetcher.plan_first(schedule, held)
         for record, extent in self._places(order, schedule, plan):
             self._parts.transfers.fill(record, extent)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from tiermem.core.residency import Record
 from tiermem.core.schedule import Schedule
+from tiermem.errors import InvariantError
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.lookahead.disk_ahead import DiskAhead
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
@@ -47,15 +48,15 @@ class Prefetcher:
         self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, SequenceWalk]] = {}
         self.ended = self.overdue = False
         self._load = 0
-        self._walk: SequenceWalk | None = None
         self._held: set[int] = set()
         self._previous: Record | None = None
 
     @property
     def outlook(self) -> StreamPlan:
         """The plan in force."""
-        found = self._force or self._outlooks[self._planner.schedule, self._load]
-        return found[0]
+        if self._force is None:
+            raise InvariantError("no pass has begun: there is no plan")
+        return self._force[0]
 
     def end_pass(self) -> None:
         """Notes that the pass under way has ended, before the next is entered in the planner."""
@@ -122,7 +123,7 @@ class Prefetcher:
 
     def look_ahead(self) -> None:
         """Begins every fetch that is due at this use, and for which there is room by now."""
-        planner, walk = self._planner, self._walk
+        planner, walk = self._planner, self._walk()
         schedule, cursor = planner.schedule, planner.cursor
         if walk is None or schedule is not self._planned or planner.last < 0:
             _, walk = self._plan(schedule)
@@ -153,16 +154,21 @@ class Prefetcher:
 
     def repair(self) -> None:
         """Forgets every plan, after an exception anywhere: they are made anew."""
-        self._planned = self._walk = self._force = None
+        self._planned = self._force = None
         self._outlooks.clear()
         self._held.clear()
         self._previous = None
         self.disk.repair()
         self._restart(0)
 
+    def _walk(self) -> SequenceWalk | None:
+        """Returns the walk of the plan in force."""
+        return None if self._force is None else self._force[1]
+
     def _restart(self, cursor: int) -> None:
-        if self._walk is not None:
-            self._walk.restart(cursor)
+        walk = self._walk()
+        if walk is not None:
+            walk.restart(cursor)
         self.disk.restart(cursor)
 
     def _begin_early(self, schedule: Schedule) -> None:
@@ -170,7 +176,7 @@ class Prefetcher:
 
         Where HBM is laid out for the pass, what comes first has its place, and is fetched there.
         """
-        walk = self._walk if schedule is self._planned and not self.fetcher.laid_out else None
+        walk = self._walk() if schedule is self._planned and not self.fetcher.laid_out else None
         early = walk is not None and self._planner.last < 0 and self._planner.cursor == 0
         if walk is not None and early and self.fetcher.beside and self._parts.mover is None:
             self.fetcher.begin_schedule()
@@ -191,8 +197,7 @@ class Prefetcher:
         if found is None or not self.overdue:
             found = self._decide(schedule)
         self._force = found
-        outlook, walk = found
-        self._planned, self._walk = schedule, walk
+        outlook, self._planned = found[0], schedule
         self.fetcher.begin_schedule()
         plan, evictor = outlook.plan, self._parts.evictor
         evictor.keep(plan.residents, plan.slot)

@@ -27,7 +27,7 @@ class BlockSweep:
         self._manager = manager
         # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
         self._dram = manager.parts.device.type == "cuda"
-        self.leaves = manager.parts.table.nbytes > manager.parts.table.hbm.capacity
+        self.leaves = not manager.parts.table.all_fit
 
     def sweeping(self) -> AbstractContextManager[None]:
         """Makes reads and writes share the disk evenly, also where one of them is waited for."""
