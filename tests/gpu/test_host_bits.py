@@ -25,11 +25,12 @@ KINDS: list[tuple[Any, dict[str, Any], torch.dtype, torch.dtype]] = [
         (torch.optim.AdamW, [{"betas": (0.95, 0.98), "eps": 1e-6}, {"betas": (0.3, 0.7)}]),
         (torch.optim.Adam, [{}, {"betas": (0.85, 0.95), "amsgrad": True}]),
         (torch.optim.SGD, [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}]),
+        (torch.optim.SGD, [{"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.8}]),
+        (torch.optim.SGD, [{"momentum": 0.9, "weight_decay": 0.1, "maximize": True}]),
     )
     for settings in all_settings
     for how in ({}, FUSED)
     for stepped, weight in ((FP32, FP32), (FP32, BF16), (BF16, BF16))
-    if how or stepped is FP32
 ]
 
 

@@ -23,7 +23,7 @@
 #define PIECE (64 * BLOCK)    /* elements that a thread takes at a time */
 
 /* Which sequence of operations. */
-enum { FUSED_ADAM, FUSED_ADAMW, FOREACH_ADAM, FOREACH_ADAMW, SGD };
+enum { FUSED_ADAM, FUSED_ADAMW, FOREACH_ADAM, FOREACH_ADAMW, FUSED_SGD, FOREACH_SGD };
 /* What SGD does with its momentum. */
 enum { NO_MOMENTUM, FIRST_MOMENTUM, MOMENTUM };
 
@@ -67,105 +67,163 @@ INLINE float negated(float value, uint32_t sign) { return as_float(as_bits(value
 
 INLINE float widened(uint16_t bits) { return as_float((uint32_t)bits << 16); }
 
-INLINE uint16_t narrowed(float value, uint32_t nan) {
+/* The bits of a value rounded to bfloat16, in the upper half. What is no number stays none, if the
+ * lower half of its bits is zero, as in all that comes of bfloat16 numbers. */
+INLINE uint32_t to_upper(float value) {
     uint32_t bits = as_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)(value != value ? nan : rounded);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
 }
+
+INLINE uint16_t narrowed(float value, uint32_t nan) {
+    return (uint16_t)(value != value ? nan : to_upper(value) >> 16);
+}
+
+/* A value as a kernel leaves it to the next one: foreach stores every result. */
+INLINE float stored(float value, const int half) {
+    return half ? as_float(to_upper(value) & 0xffff0000u) : value;
+}
+
+INLINE float load(const void *from, int64_t i, const int half) {
+    return half ? widened(((const uint16_t *)from)[i]) : ((const float *)from)[i];
+}
+
+INLINE void store(void *to, int64_t i, float value, const int half, uint32_t nan) {
+    if (half) ((uint16_t *)to)[i] = narrowed(value, nan);
+    else ((float *)to)[i] = value;
+}
+
+/* What is computed, as the device has it; bfloat16 gets its own as it is stored. */
+INLINE float computed(float value, const int half) { return half ? value : canonical(value); }
+
+/* What an element is computed of is read before any of it is written, in place too. */
+#if defined(__clang__)
+#define EACH _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define EACH _Pragma("GCC ivdep")
+#endif
+
+/* Of one tensor: what is read, and where the results go, which may be the same. half: all of it is
+ * bfloat16; else float32. */
+typedef struct {
+    const void *p, *g, *m, *v, *x;
+    void *new_p, *new_m, *new_v, *new_x;
+} arrays_t;
 
 /* numbers: beta1, beta2, step_size, bias_correction2_sqrt, eps, decay, 1 - beta1, 1 - beta2.
  * decay is lr * weight_decay for FUSED_ADAMW, 1 - lr * weight_decay for FOREACH_ADAMW, else
  * weight_decay; the step_size of foreach is negative. */
-INLINE void adam(const step_t *s, int64_t n, float *restrict p, const float *restrict g0,
-                 float *restrict m, float *restrict v, float *restrict x, const int foreach,
+INLINE void adam(const step_t *s, int64_t n, const arrays_t *a, const int half, const int foreach,
                  const int decay, const int decoupled, const int amsgrad) {
     const float beta1 = s->numbers[0], beta2 = s->numbers[1], size = s->numbers[2];
     const float root = s->numbers[3], eps = s->numbers[4], wd = s->numbers[5];
     const float rest1 = s->numbers[6], rest2 = s->numbers[7];
     const float back1 = 1.0f - rest1;
     const int near = fabsf(rest1) < 0.5f; /* which of torch's two formulas for lerp */
-    const uint32_t sign = s->maximize ? 0x80000000u : 0u;
-    for (int64_t i = 0; i < n; i++) {
-        float param = p[i], grad = negated(g0[i], sign), one = m[i], two = v[i], top;
+    const uint32_t sign = s->maximize ? 0x80000000u : 0u, nan = (uint32_t)s->nan16;
+    const void *p = a->p, *g = a->g, *m = a->m, *v = a->v, *x = a->x;
+    void *new_p = a->new_p, *new_m = a->new_m, *new_v = a->new_v, *new_x = a->new_x;
+    EACH for (int64_t i = 0; i < n; i++) {
+        float param = load(p, i, half), grad = negated(load(g, i, half), sign);
+        float one = load(m, i, half), two = load(v, i, half), top, below;
         if (decay && decoupled)
-            param = foreach ? param * wd : fma_(param, -wd, param);
-        if (decay && !decoupled)
+            param = foreach ? stored(param * wd, half) : fma_(param, -wd, param);
+        if (decay && !decoupled) {
             grad = fma_(param, wd, grad);
+            if (foreach) grad = stored(grad, half);
+        }
         if (foreach) {
             float apart = grad - one;
             float small = fma_(rest1, apart, one), large = fma_(-apart, back1, grad);
-            one = near ? small : large;
-            two = fma_(rest2, grad * grad, two * beta2);
+            one = stored(near ? small : large, half);
+            two = stored(fma_(rest2, grad * grad, stored(two * beta2, half)), half);
         } else {
             float square = grad * grad;
             one = fma_(one, beta1, fma_(grad, -beta1, grad));
             two = fma_(two, beta2, fma_(square, -beta2, square));
         }
-        one = canonical(one);
-        two = canonical(two);
+        one = computed(one, half);
+        two = computed(two, half);
         top = two;
         if (amsgrad) {
-            float old = x[i];
+            float old = load(x, i, half);
             if (foreach)
                 top = (old != old || old > two) ? old : two;
             else
                 top = old < two ? two : old;
-            x[i] = top;
+            store(new_x, i, top, half, nan);
         }
-        float below = __builtin_sqrtf(top) / root + eps;
-        param = foreach ? fma_(size, one / below, param) : param - (one * size) / below;
-        p[i] = canonical(param);
-        m[i] = one;
-        v[i] = two;
+        if (foreach) {
+            below = stored(stored(stored(__builtin_sqrtf(top), half) / root, half) + eps, half);
+            param = fma_(size, one / below, param);
+        } else {
+            below = __builtin_sqrtf(top) / root + eps;
+            param = param - (one * size) / below;
+        }
+        store(new_p, i, computed(param, half), half, nan);
+        store(new_m, i, one, half, nan);
+        store(new_v, i, two, half, nan);
     }
 }
 
-/* numbers: -lr, momentum, 1 - dampening, weight_decay. */
-INLINE void sgd(const step_t *s, int64_t n, float *restrict p, const float *restrict g0,
-                float *restrict m, const int decay, const int momentum, const int nesterov) {
+/* One of two values, without a branch; mask: all ones or none. */
+INLINE float chosen(uint32_t mask, float a, float b) {
+    return as_float((as_bits(a) & mask) | (as_bits(b) & ~mask));
+}
+
+/* numbers: -lr, momentum, 1 - dampening, weight_decay. each: the result of each operation is stored
+ * (foreach, in bfloat16). */
+INLINE void sgd(const step_t *s, int64_t n, const arrays_t *a, const int half, const int each,
+                const int momentum) {
     const float size = s->numbers[0], keep = s->numbers[1], rest = s->numbers[2];
     const float wd = s->numbers[3];
-    const uint32_t sign = s->maximize ? 0x80000000u : 0u;
-    for (int64_t i = 0; i < n; i++) {
-        float param = p[i], grad = negated(g0[i], sign), kept;
-        if (decay)
-            grad = canonical(fma_(param, wd, grad));
-        if (momentum != NO_MOMENTUM) {
-            kept = momentum == FIRST_MOMENTUM ? grad : canonical(fma_(rest, grad, m[i] * keep));
-            m[i] = kept;
-            grad = nesterov ? fma_(kept, keep, grad) : kept;
+    const uint32_t sign = s->maximize ? 0x80000000u : 0u, nan = (uint32_t)s->nan16;
+    const uint32_t decays = s->decay ? ~0u : 0u, nesterov = s->nesterov ? ~0u : 0u;
+    const void *p = a->p, *g = a->g, *m = a->m;
+    void *new_p = a->new_p, *new_m = a->new_m;
+    EACH for (int64_t i = 0; i < n; i++) {
+        float param = load(p, i, half), grad = negated(load(g, i, half), sign), kept;
+        grad = chosen(decays, computed(stored(fma_(param, wd, grad), each), half), grad);
+        if (momentum == FIRST_MOMENTUM) {
+            kept = grad;
+            store(new_m, i, kept, half, nan);
+        } else if (momentum != NO_MOMENTUM) {
+            kept = fma_(rest, grad, stored(load(m, i, half) * keep, each));
+            kept = computed(stored(kept, each), half);
+            store(new_m, i, kept, half, nan);
         }
-        p[i] = canonical(fma_(grad, size, param));
+        if (momentum != NO_MOMENTUM)
+            grad = chosen(nesterov, stored(fma_(kept, keep, grad), each), kept);
+        store(new_p, i, computed(fma_(grad, size, param), half), half, nan);
     }
+    if (momentum == FIRST_MOMENTUM && each && !decays && !sign) /* a copy, bit for bit */
+        memcpy(new_m, g, (size_t)n * 2);
 }
 
-#define ADAM(FOREACH, DECOUPLED)                                                         \
-    do {                                                                                 \
-        if (s->decay && s->amsgrad) adam(s, n, p, g, m, v, x, FOREACH, 1, DECOUPLED, 1); \
-        else if (s->decay) adam(s, n, p, g, m, v, x, FOREACH, 1, DECOUPLED, 0);          \
-        else if (s->amsgrad) adam(s, n, p, g, m, v, x, FOREACH, 0, 0, 1);                \
-        else adam(s, n, p, g, m, v, x, FOREACH, 0, 0, 0);                                \
+#define ADAM(FOREACH, DECOUPLED)                                                            \
+    do {                                                                                    \
+        if (s->amsgrad && s->decay && !wide) adam(s, n, a, half, FOREACH, 1, DECOUPLED, 1); \
+        else if (s->amsgrad && !wide) adam(s, n, a, half, FOREACH, 0, 0, 1);                \
+        else if (s->decay) adam(s, n, a, half, FOREACH, 1, DECOUPLED, 0);                   \
+        else adam(s, n, a, half, FOREACH, 0, 0, 0);                                         \
     } while (0)
 
-#define SGD_(MOMENTUM, NESTEROV)                                \
-    do {                                                        \
-        if (s->decay) sgd(s, n, p, g, m, 1, MOMENTUM, NESTEROV); \
-        else sgd(s, n, p, g, m, 0, MOMENTUM, NESTEROV);         \
-    } while (0)
+INLINE void sgd_of(const step_t *s, int64_t n, const arrays_t *a, const int half, const int each) {
+    if (s->momentum == NO_MOMENTUM) sgd(s, n, a, half, each, NO_MOMENTUM);
+    else if (s->momentum == FIRST_MOMENTUM) sgd(s, n, a, half, each, FIRST_MOMENTUM);
+    else sgd(s, n, a, half, each, MOMENTUM);
+}
 
-INLINE void block(const step_t *s, int64_t n, float *p, const float *g, float *m, float *v,
-                  float *x) {
+/* wide: what of all kinds has_wide() says. */
+INLINE void block(const step_t *s, int64_t n, const arrays_t *a, const int half, const int wide) {
     switch (s->method) {
     case FUSED_ADAM: ADAM(0, 0); break;
     case FUSED_ADAMW: ADAM(0, 1); break;
     case FOREACH_ADAM: ADAM(1, 0); break;
     case FOREACH_ADAMW: ADAM(1, 1); break;
     default:
-        if (s->momentum == NO_MOMENTUM) SGD_(NO_MOMENTUM, 0);
-        else if (s->momentum == FIRST_MOMENTUM && s->nesterov) SGD_(FIRST_MOMENTUM, 1);
-        else if (s->momentum == FIRST_MOMENTUM) SGD_(FIRST_MOMENTUM, 0);
-        else if (s->nesterov) SGD_(MOMENTUM, 1);
-        else SGD_(MOMENTUM, 0);
+        if (wide) break;
+        if (half && s->method == FOREACH_SGD) sgd_of(s, n, a, half, 1);
+        else sgd_of(s, n, a, half, 0);
     }
 }
 
@@ -174,6 +232,8 @@ INLINE float *widen(const void *from, int64_t at, int64_t n, float *to) {
     for (int64_t i = 0; i < n; i++) to[i] = widened(source[i]);
     return to;
 }
+
+INLINE void *after(void *from, int64_t nbytes) { return from == NULL ? NULL : (char *)from + nbytes; }
 
 INLINE void narrow(const float *from, int64_t n, uint16_t *to, uint32_t nan) {
     for (int64_t i = 0; i < n; i++) to[i] = narrowed(from[i], nan);
@@ -195,36 +255,34 @@ INLINE void put(const void *from, int64_t nbytes, void *to) {
     memcpy(to, from, (size_t)nbytes);
 }
 
-/* Makes the step of the elements from begin to end. */
-INLINE void piece(const step_t *s, int64_t begin, int64_t end) {
-    float own[5][BLOCK] __attribute__((aligned(64)));
+/* Makes the step of the elements from begin to end; half: weights, gradients and state are bfloat16,
+ * else weights and state are float32. */
+INLINE void piece(const step_t *s, int64_t begin, int64_t end, const int half, const int wide) {
+    float own[4][BLOCK] __attribute__((aligned(64)));
+    float gradients[BLOCK] __attribute__((aligned(64)));
     uint16_t narrow16[BLOCK] __attribute__((aligned(64)));
     const uint32_t nan = (uint32_t)s->nan16;
-    const int apart = s->param_to != NULL;
+    const int apart = s->param_to != NULL, size = half ? 2 : 4;
     void *kept[4] = {s->param, s->first, s->second, s->largest};
     void *to[4] = {s->param_to, s->first_to, s->second_to, s->largest_to};
     for (int64_t at = begin; at < end; at += BLOCK) {
         int64_t n = end - at < BLOCK ? end - at : BLOCK;
-        float *in[4];
-        const float *g = s->grad_bf16 ? widen(s->grad, at, n, own[4]) : (float *)s->grad + at;
-        for (int k = 0; k < 4; k++)
-            in[k] = kept[k] == NULL ? NULL
-                    : s->bf16       ? widen(kept[k], at, n, own[k])
-                    : apart         ? memcpy(own[k], (float *)kept[k] + at, (size_t)n * 4)
-                                    : (float *)kept[k] + at;
-        block(s, n, in[0], g, in[1], in[2], in[3]);
+        void *in[4], *out[4];
         for (int k = 0; k < 4; k++) {
-            if (kept[k] == NULL) continue;
-            if (s->bf16)
-                narrow(in[k], n, (uint16_t *)(apart ? to[k] : kept[k]) + at, nan);
-            else if (apart)
-                put(in[k], n * 4, (float *)to[k] + at);
+            in[k] = after(kept[k], at * size);
+            out[k] = apart ? own[k] : in[k];
         }
+        const void *g = !half && s->grad_bf16 ? widen(s->grad, at, n, gradients)
+                                              : after(s->grad, at * size);
+        arrays_t arrays = {in[0], g, in[1], in[2], in[3], out[0], out[1], out[2], out[3]};
+        block(s, n, &arrays, half, wide);
+        for (int k = 0; apart && k < 4; k++)
+            if (kept[k] != NULL) put(own[k], n * size, after(to[k], at * size));
         if (s->cast != NULL && apart) {
-            narrow(in[0], n, narrow16, nan);
+            narrow(out[0], n, narrow16, nan);
             put(narrow16, n * 2, s->cast + at);
         } else if (s->cast != NULL) {
-            narrow(in[0], n, s->cast + at, nan);
+            narrow(out[0], n, s->cast + at, nan);
         }
     }
 #if defined(__x86_64__)
@@ -232,13 +290,34 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end) {
 #endif
 }
 
+INLINE void pieces(const step_t *s, int64_t a, int64_t b) {
+    if (s->bf16) piece(s, a, b, 1, 0);
+    else piece(s, a, b, 0, 0);
+}
+
 #if defined(__x86_64__)
-/* Wider vectors are no faster: memory, roots and quotients are what limits. */
-__attribute__((target("avx2,fma"))) static void make(const step_t *s, int64_t a, int64_t b) {
-    piece(s, a, b);
+/* Adam in bfloat16 spends its time with conversions, for which wider vectors have fewer
+ * instructions. Elsewhere memory, roots and quotients are what limits. */
+static int has_wide(const step_t *s) {
+    static int here = -1; /* every thread finds the same */
+    if (here < 0)
+        here = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return here && s->bf16 && s->method <= FOREACH_ADAMW && !s->amsgrad;
+}
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512"))) static void
+make_wide(const step_t *s, int64_t a, int64_t b) {
+    piece(s, a, b, 1, 1);
+}
+__attribute__((target("avx2,fma"))) static void make_any(const step_t *s, int64_t a, int64_t b) {
+    pieces(s, a, b);
+}
+static void make(const step_t *s, int64_t a, int64_t b) {
+    if (has_wide(s)) make_wide(s, a, b);
+    else make_any(s, a, b);
 }
 #else
-static void make(const step_t *s, int64_t a, int64_t b) { piece(s, a, b); }
+static void make(const step_t *s, int64_t a, int64_t b) { pieces(s, a, b); }
 #endif
 
 /* Whether this processor has what the loop is compiled for. */

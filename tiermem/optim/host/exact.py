@@ -28,7 +28,7 @@ CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
 )
 _METHODS = {("fused", False): 0, ("fused", True): 1, ("foreach", False): 2, ("foreach", True): 3}
-_SGD = 4
+_SGD = {"fused": 4, "foreach": 5}
 _NO_MOMENTUM, _FIRST_MOMENTUM, _MOMENTUM = 0, 1, 2
 _f32 = np.float32
 
@@ -79,8 +79,6 @@ def kind_of_step(
         (torch.bfloat16, torch.bfloat16),
     ):
         return f"weights in {weight}, stepped in {stepped}"
-    if flavour == "foreach" and stepped is torch.bfloat16:
-        return "foreach rounds to bfloat16 after every operation; give fused=True, or master_dtype"
     if settings.get("capturable") or settings.get("differentiable"):
         return "capturable or differentiable"
     names = ("lr", "weight_decay", "momentum", "dampening", "eps")
@@ -264,7 +262,8 @@ class ExactCalls(TorchFunctionMode):
         rows = []
         for param, grad, buffer in zip(params, grads, state, strict=True):
             row = self._row(param, grad, [float(_f32(x)) for x in numbers], [buffer, None, None])
-            row.method, row.maximize, row.decay = _SGD, settings["maximize"], bool(decay)
+            row.method = _SGD[self._device.flavour]
+            row.maximize, row.decay = settings["maximize"], bool(decay)
             first = _FIRST_MOMENTUM if settings["is_first_step"] else _MOMENTUM
             row.momentum = _NO_MOMENTUM if momentum == 0 else first
             row.nesterov = settings["nesterov"]
