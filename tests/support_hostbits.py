@@ -150,6 +150,59 @@ class Kernels:
             _write(param, p)
 
 
+def rounded(values: Array) -> Array:
+    """What is left of float32 numbers that are stored in bfloat16: NumPy has no such type."""
+    bits = np.ascontiguousarray(values, f).view(np.uint32).astype(np.uint64)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+    return np.where(np.isnan(values), _NAN, kept.astype(np.uint32).view(f)).astype(f)
+
+
+def foreach_adam(state: dict[str, Array], grad: Array, step: int, kw: dict[str, Any]) -> None:
+    """CUDA's foreach Adam and AdamW in bfloat16: each kernel stores its result.
+
+    Args:
+        state: Weights ``p`` and moments ``m`` and ``v``, ``x`` with amsgrad; replaced.
+        grad: The gradient.
+        step: Its number, from 1.
+        kw: Settings, and whether decay is ``decoupled``.
+    """
+    p, m, v = (state[name] for name in "pmv")
+    lr, decay, (b1, b2) = kw["lr"], kw["weight_decay"], kw["betas"]
+    with np.errstate(all="ignore"):
+        g = -grad if kw["maximize"] else grad
+        if decay and kw["decoupled"]:
+            p = rounded(p * f(1 - lr * decay))
+        elif decay:
+            g = rounded(fma(p, f(decay), g))
+        weight = f(1 - b1)
+        if abs(weight) < 0.5:
+            m = fma(weight, g - m, m)
+        else:
+            m = fma(-(g - m), f(1) - weight, g)
+        v = rounded(fma(f(1 - b2), g * g, rounded(v * f(b2))))
+        state["m"], state["v"], top = rounded(m), v, v
+        if kw["amsgrad"]:
+            old = state["x"]
+            state["x"] = top = rounded(np.where(np.isnan(old) | (old > v), old, v))
+        below = rounded(rounded(rounded(np.sqrt(top)) / f((1 - b2**step) ** 0.5)) + f(kw["eps"]))
+        state["p"] = rounded(fma(f(-lr / (1 - b1**step)), state["m"] / below, p))
+
+
+def foreach_sgd(state: dict[str, Array], grad: Array, step: int, kw: dict[str, Any]) -> None:
+    """The same of SGD; ``m`` is its momentum."""
+    p, lr, decay, keep = state["p"], kw["lr"], kw["weight_decay"], kw["momentum"]
+    with np.errstate(all="ignore"):
+        g = -grad if kw["maximize"] else grad
+        g = rounded(fma(p, f(decay), g)) if decay else g
+        if keep:
+            m = g
+            if step > 1:
+                m = rounded(fma(f(1 - kw["dampening"]), g, rounded(state["m"] * f(keep))))
+            g = rounded(fma(m, f(keep), g)) if kw["nesterov"] else m
+            state["m"] = m
+        state["p"] = rounded(fma(g, f(-lr), p))
+
+
 def _read(tensor: torch.Tensor) -> Array:
     return tensor.detach().float().reshape(-1).numpy().copy()
 

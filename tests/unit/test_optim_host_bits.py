@@ -5,20 +5,28 @@ The device is one that NumPy plays (:mod:`support_hostbits`), which shares no co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support_hostbits import Kernels, device_of_numpy, every_second
+from support_hostbits import (
+    Kernels,
+    device_of_numpy,
+    every_second,
+    foreach_adam,
+    foreach_sgd,
+)
 from support_nn import Tiers
 from support_optim import Net, Twins
 
 from tiermem.optim.host import loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
-from tiermem.optim.host.exact import kind_of_step
+from tiermem.optim.host.exact import ExactCalls, kind_of_step
 from tiermem.optim.host.spread import Rates
+from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.probe import settings_of
+from tiermem.optim.rules.separable import bits
 
 pytestmark = pytest.mark.skipif(
     isinstance(loop.library(), str), reason=f"no loop here: {loop.library()}"
@@ -87,19 +95,135 @@ def test_the_loop_is_the_device_on_values_of_all_sizes(
             assert isinstance(_prove(cls, settings, stepped, weight), str)
 
 
-@pytest.mark.parametrize(("seconds", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
-def test_a_share_stays_where_it_makes_a_loop_faster(seconds: float, kept: bool) -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"betas": (0.3, 0.98), "amsgrad": True}),
+        (torch.optim.Adam, {"maximize": True, "amsgrad": True}),
+        (torch.optim.Adam, {"betas": (0.95, 0.9), "eps": 1e-3}),
+        (torch.optim.SGD, {}),
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    ],
+)
+def test_what_each_kernel_of_foreach_stores_in_bfloat16(
+    cls: Any, settings: dict[str, Any], decay: float
+) -> None:
+    """In whole vectors and not, in place."""
+    source = torch.Generator().manual_seed(3)
+    param = torch.nn.Parameter(proof._values(5003, BF16, source))
+    optimizer = cls([param], lr=0.013, fused=True, weight_decay=decay, **settings)
+    keys = {"p": param, **({} if cls is torch.optim.SGD else _moments(optimizer, source))}
+    want = {name: tensor.detach().float().numpy().copy() for name, tensor in keys.items()}
+    kw = {**optimizer.param_groups[0], "decoupled": cls is torch.optim.AdamW}
+    steps = foreach_sgd if cls is torch.optim.SGD else foreach_adam
+    for step in range(1, 4):
+        param.grad = proof._values(5003, BF16, source)
+        steps(want, param.grad.float().numpy(), step, kw)
+        with ExactCalls(proof.Proven("foreach", 0x7FFF)):
+            optimizer.step()
+        momentum = optimizer.state[param].get("momentum_buffer")
+        found = keys if momentum is None else {**keys, "m": momentum}
+        for name, values in want.items():
+            theirs = torch.from_numpy(values).to(BF16)
+            ours = found[name].detach()
+            same = (ours.view(torch.int16) == theirs.view(torch.int16)) | ours.isnan()
+            assert bool(same.all()) and torch.equal(ours.isnan(), theirs.isnan()), (name, step)
+            if name != "m" or cls is not torch.optim.SGD or step > 1:  # else a copy of gradients
+                assert set(ours.view(torch.int16)[ours.isnan()].tolist()) <= {0x7FFF}
+
+
+def _moments(optimizer: Any, source: torch.Generator) -> dict[str, torch.Tensor]:
+    (param,) = optimizer.param_groups[0]["params"]
+    state = optimizer.state[param]
+    state["step"] = torch.tensor(0.0)
+    names = {"m": "exp_avg", "v": "exp_avg_sq"}
+    if optimizer.param_groups[0]["amsgrad"]:
+        names["x"] = "max_exp_avg_sq"
+    for key in names.values():
+        values = proof._values(param.numel(), BF16, source)
+        state[key] = values.abs_() if key.endswith("sq") else values
+    return {name: state[key] for name, key in names.items()}
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_step_without_torchs_python_is_the_step_with_it(cls: Any, hooked: bool) -> None:
+    """Several groups, parameters without gradients or state, steps of several numbers."""
+    source = torch.Generator().manual_seed(4)
+    start = [proof._values(257 + n, FP32, source) for n in range(5)]
+    gradients = [[proof._values(257 + n, FP32, source) for n in range(5)] for _ in range(5)]
+    found = []
+    for run in (ExactCalls.step, _with_torch):
+        params = [torch.nn.Parameter(value.clone()) for value in start]
+        groups = [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:]}]
+        optimizer = cls(groups, lr=0.01, fused=True, weight_decay=0.1, amsgrad=True)
+        seen: list[int] = []
+        if hooked:
+            optimizer.register_step_post_hook(lambda *_: seen.append(1))
+        for step, given in enumerate(gradients):
+            for number, (param, gradient) in enumerate(zip(params, given, strict=True)):
+                param.grad = None if (number + step) % 4 == 0 or step < number else gradient
+            run(ExactCalls(proof.Proven("foreach", 0x7FFF)), optimizer, run_unseen)
+        assert len(seen) == (len(gradients) if hooked else 0)
+        state = optimizer.state_dict()["state"].values()
+        found.append([*params, *(value for kept in state for value in kept.values())])
+    assert len(found[0]) == len(found[1])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
+def _with_torch(mode: ExactCalls, optimizer: Any, run: Any) -> None:
+    with mode:
+        run(optimizer)
+
+
+def _loop(seconds: Callable[[int, bool], float], steps: int, load: Any = lambda: 0) -> list[bool]:
+    """Makes steps, each of which takes what ``seconds`` says; returns on which sides."""
     now = 0.0
-    trial = ShareTrial(lambda: now)
-    seen = []
-    for number in range(15):
+    trial = ShareTrial(lambda: now, load)
+    seen: list[bool] = []
+    for number in range(steps):
         ticket = object()
         seen.append(_TRY(trial, ticket))
         assert _TRY(trial, ticket) is seen[-1]  # made again after an error, it counts once
-        first = number in (*range(6), 8)  # what is learned anew takes its time
-        now += 9.0 if first else seconds if seen[-1] else 1.0
-    assert seen == [False] * 8 + [True] * 3 + [kept] * 4
-    assert trial.decided
+        now += seconds(number, seen[-1])
+    return seen
+
+
+_TRIED = [False] * 10 + [True] * 6  # 7 and 2 of them are made before any of a side counts
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
+def test_a_share_stays_where_it_makes_a_loop_faster(seconds: float, kept: bool) -> None:
+    def takes(number: int, on_host: bool) -> float:
+        if number in (*range(6), 10, 11):  # what is learned anew takes its time
+            return 9.0
+        odd = (-1) ** number * 0.4  # what one step is late, the next one is early
+        return (seconds if on_host else 1.0) + (9.0 if number in (8, 14) else odd)
+
+    assert _loop(takes, 40) == _TRIED + [kept] * 24
+
+
+def test_a_share_that_comes_to_hinder_is_tried_anew_and_so_is_one_that_did() -> None:
+    """The host is slow from step 90 to 150, and again from 1,000 on."""
+
+    def takes(number: int, on_host: bool) -> float:
+        slow = 90 <= number < 150 or number >= 1000
+        return (3.0 if slow else 0.5) if on_host else 1.0
+
+    seen = _loop(takes, 1100)
+    again = [False] * 6 + [True] * 6
+    assert seen[:16] == _TRIED
+    assert all(seen[16:90])
+    late = 94  # four of the last eight steps took longer
+    assert seen[late : late + 12] == again
+    assert not any(seen[late + 12 : 150])
+    back = seen.index(True, 150)
+    assert back < 150 + 128 and all(seen[back:1000])
+    assert sum(seen[1005:]) <= 6
 
 
 def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
@@ -112,7 +236,7 @@ def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
         now += load * (1.5 if load == 4 else 0.5) if trial.on_host else load
         seen[load].append(_TRY(trial, object()))
     for load, kept in ((1, True), (4, False)):
-        assert seen[load] == [False] * 8 + [True] * 3 + [kept] * 13
+        assert seen[load] == _TRIED + [kept] * 8
         assert trial.decided and trial.on_host is kept
     load = 2
     assert not trial.decided and not trial.on_host
@@ -126,14 +250,14 @@ def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.Monkey
         assert optimizer._timing.ahead is not None
         hosted = [unit for unit in optimizer._units if unit.host is not None]
         ahead, sides = [], []
-        for step in range(12):
+        for step in range(13):
             twins.backward(step, use_extra=step != 2)
             ahead.append(any(unit in optimizer._timing.ahead.provisional for unit in hosted))
             twins.step()
             sides.append(any(unit.host is not None for unit in hosted))
         twins.check()
-        assert sides[:11] == [False] * 9 + [True] * 2  # 8 of them were stepped before its step()
-        assert ahead == [False, *[True] * 11]
+        assert sides == [False] * 11 + [True] * 2  # 10 of them were stepped before its step()
+        assert ahead == [False, *[True] * 12]
 
 
 def test_torchs_own_cpu_kernels_have_other_bits() -> None:

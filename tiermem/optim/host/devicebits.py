@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +25,11 @@ from tiermem.optim.units.unit import StepUnit
 
 _AT_FIRST = 6
 """Steps until all others are where they will be made, inside backward or in the next forward."""
-_SETTLING = 1
-_TIMED = 2
+_SETTLING = 2
+_TIMED = 4
 _FASTER = 0.97
+_WATCHED = 8
+_PAUSE, _LONGEST_PAUSE = 32, 1024  # steps
 _MOST_LOADS = 32
 
 
@@ -118,17 +122,52 @@ class _Tried:
 
     Attributes:
         on_host: Whether the host has its share by now.
-        decided: Whether that stays so.
-        steps: How many were made on this side.
-        settling: The first so many of them do not count.
-        best: Seconds of the shortest step without and with the share.
+        decided: Whether that stays so for now.
+        settling: So many steps more do not count.
+        times: Seconds of the last steps that count: while it is tried, or since it is decided.
+        without: Seconds of a step without the share, when that was tried last.
+        pause: Steps before it is tried again, at least.
+        since: Steps since it was decided.
     """
 
     on_host: bool = False
     decided: bool = False
-    steps: int = 0
-    settling: int = _AT_FIRST
-    best: dict[bool, float] = field(default_factory=lambda: {False: math.inf, True: math.inf})
+    settling: int = _AT_FIRST + 1  # what is before the first is no step
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_WATCHED))
+    without: float = math.inf
+    pause: int = _PAUSE
+    since: int = 0
+
+    def takes(self, seconds: float) -> None:
+        """Notes how long a step took; the next one may be made on the other side."""
+        if self.settling:
+            self.settling -= 1
+            return
+        self.times.append(seconds)
+        if self.decided:
+            self.since += 1
+            if self.since >= self.pause and self._is_doubtful():
+                self._try(on_host=False)
+        elif len(self.times) == _TIMED:
+            usual = statistics.median(self.times)
+            if self.on_host:
+                self._decide(usual < _FASTER * self.without)
+            else:
+                self.without = usual
+                self._try(on_host=True)
+
+    def _try(self, *, on_host: bool) -> None:
+        self.on_host, self.decided, self.settling = on_host, False, _SETTLING
+        self.times.clear()
+
+    def _decide(self, on_host: bool) -> None:
+        self.on_host, self.decided, self.settling = on_host, True, _SETTLING
+        self.times.clear()
+        self.since, self.pause = 0, min(2 * self.pause, _LONGEST_PAUSE)
+
+    def _is_doubtful(self) -> bool:
+        """Whether it may be otherwise by now: other programs need the host's cores as well."""
+        return not self.on_host or statistics.median(self.times) > self.without
 
 
 class ShareTrial:
@@ -136,7 +175,9 @@ class ShareTrial:
 
     What limits is often the host's memory, which serves copies and steps, and how much that
     bears is not known before. Bits are the same both ways, so it is tried in the loop itself: with
-    each number of tokens, since what takes longest differs, and remembered.
+    each number of tokens, since what takes longest differs, and remembered. Where steps with the
+    share come to take longer than those without did, and where there is none, it is tried anew
+    after a while: 64 steps, then 128, ..., 1024.
     """
 
     def __init__(
@@ -165,7 +206,7 @@ class ShareTrial:
 
     @property
     def decided(self) -> bool:
-        """Whether that stays so, with as many tokens."""
+        """Whether that stays so for now, with as many tokens."""
         return self._tried.decided
 
     @property
@@ -189,15 +230,7 @@ class ShareTrial:
             return tried.on_host
         ended, self._ticket = self._now(), ticket
         took, self._began = ended - self._began, ended
-        if tried.decided:
-            return tried.on_host
-        if tried.steps > tried.settling:  # a schedule is learned anew first
-            tried.best[tried.on_host] = min(tried.best[tried.on_host], took)
-        tried.steps += 1
-        if tried.steps > tried.settling + _TIMED:
-            tried.decided = tried.on_host
-            tried.on_host = not tried.on_host or tried.best[True] < _FASTER * tried.best[False]
-            tried.steps, tried.settling = 1, _SETTLING
+        tried.takes(took)
         return tried.on_host
 
 

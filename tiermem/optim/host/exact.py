@@ -20,6 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tiermem.optim.host.loop import Row, make_steps, power
+from tiermem.optim.rules.plainstep import is_bare
 
 Flavour = Literal["fused", "foreach"]
 CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
@@ -30,6 +31,10 @@ CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
 _METHODS = {("fused", False): 0, ("fused", True): 1, ("foreach", False): 2, ("foreach", True): 3}
 _SGD = {"fused": 4, "foreach": 5}
 _NO_MOMENTUM, _FIRST_MOMENTUM, _MOMENTUM = 0, 1, 2
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+_ADAM_SETTINGS = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+_ADAM_NUMBERS = ("lr", "beta1", "beta2", "weight_decay", "eps")
+_MOST_NUMBERS = 64
 _f32 = np.float32
 
 
@@ -108,6 +113,7 @@ def _adam_flags(settings: Mapping[str, Any]) -> tuple[Any, ...] | str:
         _f32(settings["weight_decay"]) != 0,
         bool(settings["amsgrad"]),
         bool(settings["maximize"]),
+        bool(settings.get("decoupled_weight_decay")),
         bool(abs(rest) < _f32(0.5)),
     )
 
@@ -135,11 +141,13 @@ class Proven:
         flavour: Of the device's kernels.
         nan16: Bits of what is no number in bfloat16.
         offsets: For each beta, as float32, which reciprocal the device's powers rest on.
+        numbers: What kernels derive from settings and the number of a step; the last few.
     """
 
     flavour: Flavour
     nan16: int
     offsets: dict[float, int] = field(default_factory=dict)
+    numbers: dict[Any, tuple[bool, list[float]]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -197,6 +205,52 @@ class ExactCalls(TorchFunctionMode):
         make_steps(rows_of(*args, **(kwargs or {})))
         return None
 
+    def step(
+        self, optimizer: torch.optim.Optimizer, run: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        """Makes a step of an optimizer.
+
+        That of Adam and AdamW is made without the Python that torch has around its kernel, which
+        takes ten times as long as to begin the loop, from the thread that launches the device's.
+
+        Args:
+            optimizer: A plain one with ``fused=True``.
+            run: Makes any other step, inside this mode.
+        """
+        rows = self._rows_of(optimizer) if type(optimizer) in _ADAMS else None
+        if rows is not None:
+            make_steps(rows)
+            return
+        with self:
+            run(optimizer)
+
+    def _rows_of(self, optimizer: torch.optim.Optimizer) -> list[Row] | None:
+        """Begins a step of Adam or AdamW; returns None if it is not known what that does."""
+        if not is_bare(optimizer) or getattr(optimizer, "grad_scale", None) is not None:
+            return None
+        calls: list[tuple[list[Any], list[Any], dict[str, Any]]] = []
+        for group in optimizer.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            states = [optimizer.state.get(param) for param in params]
+            if not all(states) or group["differentiable"] or group["capturable"]:
+                return None  # state is made by torch
+            calls.append((params, states, group))
+        rows: list[Row] = []
+        for params, states, group in calls:
+            if not params:
+                continue
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            firsts = [state["exp_avg"] for state in states]
+            seconds = [state["exp_avg_sq"] for state in states]
+            tops = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
+            settings = {name: group[name] for name in _ADAM_SETTINGS}
+            settings["beta1"], settings["beta2"] = group["betas"]
+            grads = [param.grad for param in params]
+            adam = self._adamw if _is_decoupled(optimizer, group) else self._adam
+            rows += adam(params, grads, firsts, seconds, tops, steps, **settings)
+        return rows
+
     def _adamw(self, *args: Any, **settings: Any) -> list[Row]:
         return self._adam(*args, decoupled=True, **settings)
 
@@ -216,20 +270,29 @@ class ExactCalls(TorchFunctionMode):
         rows = []
         amsgrad = bool(settings["amsgrad"])
         tops: Sequence[torch.Tensor | None] = largest if amsgrad else [None] * len(params)
-        numbers_of = self._fused_numbers if self._device.flavour == "fused" else _foreach_numbers
-        found: dict[float, tuple[bool, list[float]]] = {}
         for param, grad, first, second, top, step in zip(
             params, grads, firsts, seconds, tops, steps, strict=True
         ):
-            count = float(step)
-            if count not in found:
-                found[count] = numbers_of(settings, count, decoupled=decoupled)
-            decay, numbers = found[count]
+            decay, numbers = self._numbers(settings, float(step), decoupled=decoupled)
             row = self._row(param, grad, numbers, [first, second, top])
             row.method = _METHODS[self._device.flavour, decoupled]
             row.maximize, row.decay, row.amsgrad = settings["maximize"], decay, amsgrad
             rows.append(row)
         return rows
+
+    def _numbers(
+        self, settings: Mapping[str, Any], step: float, *, decoupled: bool
+    ) -> tuple[bool, list[float]]:
+        """Returns what kernels derive from settings, which all units of a step have in common."""
+        known = self._device.numbers
+        key = (step, decoupled, *(settings[name] for name in _ADAM_NUMBERS))
+        if key not in known:
+            if len(known) >= _MOST_NUMBERS:
+                known.clear()
+            fused = self._device.flavour == "fused"
+            numbers_of = self._fused_numbers if fused else _foreach_numbers
+            known[key] = numbers_of(settings, step, decoupled=decoupled)
+        return known[key]
 
     def _fused_numbers(
         self, settings: Mapping[str, Any], step: float, *, decoupled: bool
@@ -321,6 +384,11 @@ def _foreach_numbers(
     numbers = (beta1, beta2, size, root, settings["eps"], factor, 1 - beta1, 1 - beta2)
     with np.errstate(all="ignore"):
         return bool(decay != 0), [float(_f32(x)) for x in numbers]
+
+
+def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether decay leaves the gradients alone; before torch 2.7 the class alone says so."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 def _refuse_scale(settings: Mapping[str, Any]) -> None:

@@ -10,21 +10,20 @@ import torch
 
 from tiermem.errors import CapacityError
 
-_SPARE = 4  # of so many cores one is left to others
+_SPARE = 2  # of so many cores one is left to others
 
 
 def team_size(threads: int) -> int:
     """Returns how many threads a step takes, of those that torch would use.
 
-    The others are for the threads that launch kernels and copies meanwhile. torch's kernels wait
-    for the last of their threads: with one on every core they waited for the one whose core had
-    something else to do. On 16 cores 16 threads made 1.1 G steps of AdamW a second, 12 made 2.0,
-    and the Python beside them took 1.3 times as long with 16.
+    The others are for the threads that launch kernels and copies meanwhile: cores of a virtual
+    machine are often halves of one, and beside copies memory limits a step sooner than they do
+    (ADR 13 has the figures).
 
     Args:
         threads: What ``torch.get_num_threads()`` says.
     """
-    return max(1, threads - max(1, threads // _SPARE))
+    return max(1, threads - threads // _SPARE)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ class HostUpdate:
         self._unit = unit
         self.owns: dict[int, nn.Parameter] = {}
         self._away: dict[int, torch.Tensor] = {}
+        self._stand_ins: dict[int, torch.Tensor] = {}
         for param, _ in unit.members:
             dtype = unit.masters.dtype if unit.has_master(param) and unit.masters else param.dtype
             away = shared_placeholder(param.shape, dtype, torch.device("cpu"))
@@ -107,8 +108,8 @@ class HostUpdate:
         if job.proven is None:
             run(optimizer)
         else:
-            with ExactCalls(job.proven, beside, job.targets()) as calls:
-                run(optimizer)
+            calls = ExactCalls(job.proven, beside, job.targets())
+            calls.step(optimizer, run)
             if job.elsewhere:
                 self._go_there(optimizer, job, calls.written)
         self._keep(optimizer, job)
@@ -142,10 +143,17 @@ class HostUpdate:
                 own.grad = gradient
             return beside
         for (param, _), own, given in zip(self._unit.members, owns, found, strict=True):
-            own.grad = None if given is None else stand_in(own)
+            own.grad = None if given is None else self._stand_in(own)
             target = weights[id(param)] if self._unit.has_master(param) else None
             beside[own.data_ptr()] = Beside(given, target)
         return beside
+
+    def _stand_in(self, own: nn.Parameter) -> torch.Tensor:
+        """Returns what stands for a gradient that the loop is given beside; nobody writes it."""
+        found = self._stand_ins.get(id(own))
+        if found is None:
+            found = self._stand_ins[id(own)] = stand_in(own)
+        return found
 
     def _keep_for_undo(self, job: Job, undo: Undo, seen: Sequence[GradUnit]) -> None:
         """Copies what is about to be changed; what the files have is not needed here."""

@@ -25,19 +25,23 @@ def run(optimizer: torch.optim.Optimizer) -> None:
     profiler is off, and ``step`` has not been replaced. Hooks for all optimizers are
     called around the step of the tiered one, as around any; once more for each unit is too often.
     """
-    step = type(optimizer).step
-    if (
-        getattr(step, "__code__", None) is not _WRAPPER
-        or "step" in optimizer.__dict__
-        or _AUTOGRAD._profiler_enabled()
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or type(optimizer)._optimizer_step_code is not _BASE._optimizer_step_code
-    ):
+    if not is_bare(optimizer):
         optimizer.step()
         return
-    inner: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__  # type: ignore[attr-defined]
+    inner: Callable[[torch.optim.Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
     inner(optimizer)
+
+
+def is_bare(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody sees the call of ``optimizer.step()``, which is its class's own."""
+    return (
+        getattr(type(optimizer).step, "__code__", None) is _WRAPPER
+        and "step" not in optimizer.__dict__
+        and not _AUTOGRAD._profiler_enabled()
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and type(optimizer)._optimizer_step_code is _BASE._optimizer_step_code
+    )
 
 
 def run_unseen(optimizer: torch.optim.Optimizer) -> None:
