@@ -6,6 +6,7 @@ The device is one that NumPy plays (:mod:`support_hostbits`), which shares no co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def test_a_step_without_torchs_python_is_the_step_with_it(cls: Any, hooked: bool
         optimizer = cls(groups, lr=0.01, fused=True, weight_decay=0.1, amsgrad=True)
         seen: list[int] = []
         if hooked:
-            optimizer.register_step_post_hook(lambda *_: seen.append(1))
+            optimizer.register_step_post_hook(partial(_count, seen))
         for step, given in enumerate(gradients):
             for number, (param, gradient) in enumerate(zip(params, given, strict=True)):
                 param.grad = None if (number + step) % 4 == 0 or step < number else gradient
@@ -173,6 +174,10 @@ def test_a_step_without_torchs_python_is_the_step_with_it(cls: Any, hooked: bool
     assert len(found[0]) == len(found[1])
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
+
+
+def _count(seen: list[int], *_: object) -> None:
+    seen.append(1)
 
 
 def _with_torch(mode: ExactCalls, optimizer: Any, run: Any) -> None:
