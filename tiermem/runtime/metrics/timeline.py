@@ -101,6 +101,10 @@ class Timeline:
         # A thread may be adding: copying the deque is one step under the GIL.
         return [Event(*row) for row in self._rows.copy()]
 
+    def last(self, lane: str) -> dict[str, int]:
+        """Returns when the last event of each name in a lane began, in nanoseconds."""
+        return {row[1]: row[2] for row in self._rows.copy() if row[0] == lane}
+
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the events as Chrome trace JSON (for Perfetto or about:tracing).
 
