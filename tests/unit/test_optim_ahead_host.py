@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support_ahead import DROPS, ROOMY, ahead, drops, units, warm
 from support_hostbits import device_of_numpy, every_second
 from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of
+from support_saving import DURING, save_during
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -350,3 +352,15 @@ def test_the_loop_leaves_what_it_reads_where_results_go_elsewhere(method, bf16, 
             there[number].data_ptr(), nbytes
         )
     assert torch.equal(*casts) and bool(casts[0].any()) != bf16
+
+
+@pytest.mark.parametrize("what", DURING)
+def test_a_save_keeps_what_the_host_steps_over(tmp_path, monkeypatch, what) -> None:
+    """The loop writes to shadows, and on the next step to the homes of the save's call."""
+
+    def do(pair: Twins) -> None:
+        assert any(unit.host is not None for unit in pair.optimizer._units)
+        DURING[what](pair)
+
+    make = partial(warm, *ADAMW)
+    save_during(make, tmp_path / "run", do, monkeypatch)
