@@ -1370,8 +1370,8 @@ MUTATIONS = (
     Mutation(
         "a step waits for the disk although its home is being copied",
         _LATER,
-        "is _State.AT_HOME and entry.copy is None:\n                        return",
-        "is _State.AT_HOME:\n                        return",
+        "            elif entry.home is not None and entry.copy is None:",
+        "            elif entry.home is not None:",
         LATER,
     ),
     Mutation(

@@ -238,6 +238,14 @@ def _closed(pair: Twins) -> None:
     pair.optimizer.close()
 
 
+def _left(pair: Twins) -> None:
+    pair.backward(7)
+    pair.step()
+    pair.backward(8)
+    pair.tier.unwrap(pair.model)
+    pair.optimizer._timing.ahead.provisional._shadows.forget_removed()
+
+
 def _room_for_a_home(pair: Twins) -> None:
     pair.backward(7)
     pair.step()
@@ -249,5 +257,6 @@ DURING: dict[str, Callable[[Twins], Any]] = {
     "the optimizer is closed": _closed,
     "shadows are given up": _room_for_a_home,
     "the model leaves": lambda pair: pair.tier.unwrap(pair.model),
+    "the model leaves after a step": _left,
     **{name: _dropped(drop) for name, drop in DROPS.items()},
 }

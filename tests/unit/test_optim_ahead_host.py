@@ -364,3 +364,32 @@ def test_a_save_keeps_what_the_host_steps_over(tmp_path, monkeypatch, what) -> N
 
     make = partial(warm, *ADAMW)
     save_during(make, tmp_path / "run", do, monkeypatch)
+
+
+class Asked:
+    """Stands for a save: notes the places that are about to be written."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, Any] = {}
+
+    def before_write(self, record: Any) -> None:
+        pass
+
+    def before_reuse(self, block_id: int, extent: Any) -> None:
+        self.places[block_id] = extent
+
+
+def test_a_save_is_asked_for_the_places_that_the_host_writes() -> None:
+    """They were homes before: a step on the device may have left them since the save's call."""
+    with warm(*ADAMW) as pair:
+        parts, asked = pair.tier._manager.parts, Asked()
+        homes = {record.block.id: record.home_extent for record in parts.table}
+        parts.homes.keeper = asked
+        pair.backward(1)
+        parts.homes.keeper = None
+        lent = {b.id for step in hosted(pair) for b in step.kept_blocks()}
+        assert lent and lent <= asked.places.keys()
+        for block_id, place in asked.places.items():
+            assert parts.table[block_id].home_extent == place != homes[block_id]
+        pair.step()
+        pair.check()

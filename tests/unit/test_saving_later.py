@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,29 +153,97 @@ def test_what_was_there_at_the_call_is_saved(tmp_path, monkeypatch, what) -> Non
     save_during(warm, tmp_path / "run", DURING[what], monkeypatch)
 
 
-def arrives(handle: later.SaveHandle, entry: Any, state: _State) -> bool:
-    """Waits until a block of a save has come to a state; False if it does not."""
-    with handle._changed:
-        return handle._changed.wait_for(lambda: entry.state is state, 20)
+class Weights:
+    """Three layers, at home in files or in DRAM."""
+
+    def __init__(self, folder: Path, policy: str) -> None:
+        folder.mkdir()
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.expected = {k: v.clone() for k, v in model.state_dict().items()}
+        self.tier = tiermem.TierManager(
+            device="cpu", hbm=8 * UNIT, dram="1MiB", nvme=folder, policy=policy
+        )
+        self.model = self.tier.wrap(model)
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tier.close(discard=True)
+
+    def check(self, path: Path) -> None:
+        """Compares what is loaded."""
+        self.tier.load(path)
+        found = self.model.state_dict()
+        assert all(torch.equal(v, self.expected[k]) for k, v in found.items())
 
 
-def test_a_file_that_was_read_is_not_waited_for(tmp_path, disk) -> None:
+def test_a_file_that_was_read_is_not_waited_for(tmp_path, disk, monkeypatch) -> None:
     """What is at home in files is read, and may be overwritten while it is being written."""
-    (tmp_path / "swap").mkdir()
-    tier = tiermem.TierManager(
-        device="cpu", hbm=8 * UNIT, dram="1MiB", nvme=tmp_path / "swap", policy="nvme"
-    )
-    with tier:
-        model = tier.wrap(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
-        expected = {k: v.clone() for k, v in model.state_dict().items()}
-        handle = tier.save(tmp_path / "run", wait=False)
-        entry = next(iter(handle._entries.values()))
-        assert arrives(handle, entry, _State.COPIED)
-        with tier.materialize(model), torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
-        assert entry.state is _State.COPIED
+    with Weights(tmp_path / "swap", "nvme") as run:
+        reading, put = threading.Event(), later.SaveHandle._put
+
+        def note(self: later.SaveHandle, entry: Any, whole: torch.Tensor) -> None:
+            reading.set()
+            put(self, entry, whole)
+
+        monkeypatch.setattr(later.SaveHandle, "_put", note)
+        handle = run.tier.save(tmp_path / "run", wait=False)
+        assert reading.wait(20)
+        manager, entry = run.tier._manager, next(iter(handle._entries.values()))
+        with manager.lock:
+            handle.before_write(manager.record(entry.block))
+        assert not any(entry.state is _State.DONE for entry in handle._entries.values())
         disk.set()
         handle.result()
-        tier.load(tmp_path / "run")
-        assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
+        run.check(tmp_path / "run")
+
+
+def test_the_disk_is_given_nothing_that_is_to_be_copied(tmp_path, disk, monkeypatch) -> None:
+    """Else a step would wait for it: the writer waits for the copy, as slow as that may be."""
+    looking, copying, next_of = threading.Event(), threading.Event(), later.SaveHandle._next
+    copy_ahead = later.SaveHandle._copy_ahead
+
+    def look(self: later.SaveHandle) -> Any:
+        looking.set()
+        return next_of(self)
+
+    def slow(self: later.SaveHandle) -> None:
+        copying.wait()
+        copy_ahead(self)
+
+    monkeypatch.setattr(later.SaveHandle, "_next", look)
+    monkeypatch.setattr(later.SaveHandle, "_copy_ahead", slow)
+    with Loop(False) as run:
+        run.step(2)
+        handle = run.tier.save(tmp_path / "run", wait=False)
+        try:
+            assert looking.wait(20)
+            run.step()
+            assert not any(entry.state is _State.DONE for entry in handle._entries.values())
+        finally:
+            copying.set()
+            disk.set()
+        handle.result()
+
+
+@pytest.mark.parametrize("policy", ["nvme", "dram"])
+def test_a_copy_that_is_cut_short_is_none(tmp_path, monkeypatch, policy) -> None:
+    """Ctrl-C while a block is being kept: it is saved from its home."""
+
+    def cut(_extent: Any) -> torch.Tensor:
+        patch.undo()
+        raise KeyboardInterrupt
+
+    patch = pytest.MonkeyPatch()
+    with Weights(tmp_path / "swap", policy) as run:
+        manager = run.tier._manager
+        with nothing_is_copied_ahead(monkeypatch):
+            handle = run.tier.save(tmp_path / "run", wait=False)
+            entry = next(iter(handle._entries.values()))
+            with manager.lock:
+                patch.setattr(manager.parts.homes.arena, "bytes_of", cut)
+                with pytest.raises(KeyboardInterrupt):
+                    handle.before_write(manager.record(entry.block))
+        handle.result()
+        run.check(tmp_path / "run")

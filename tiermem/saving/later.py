@@ -269,16 +269,19 @@ class SaveHandle:
 
     def _copy(self, entry: _Entry, whole: torch.Tensor) -> bool:
         """Copies a block to DRAM that is free; returns whether there was any."""
-        homes, nbytes = self._manager.parts.homes, entry.block.nbytes
-        if entry.copy is None and whole.device.type == "cpu":
-            entry.copy, _ = homes.lend_spare(nbytes) or (None, False)
-        elif entry.copy is None:
-            entry.copy = homes.lend(nbytes)
-        if entry.copy is None:
+        homes, nbytes, extent = self._manager.parts.homes, entry.block.nbytes, entry.copy
+        if extent is None and whole.device.type == "cpu":
+            extent, _ = homes.lend_spare(nbytes) or (None, False)
+        elif extent is None:
+            extent = homes.lend(nbytes)
+        if extent is None:
             return False
-        homes.arena.bytes_of(entry.copy)[:nbytes].copy_(whole[:nbytes])
-        entry.state = _State.COPIED
+        homes.arena.bytes_of(extent)[:nbytes].copy_(whole[:nbytes])
         self._copied.append(entry)
+        entry.copy, entry.state = (
+            extent,
+            _State.COPIED,
+        )  # cut short before it, it is saved from home
         return True
 
     def _put(self, entry: _Entry, whole: torch.Tensor) -> None:
@@ -377,8 +380,8 @@ class SaveHandle:
                     return self._copied.popleft()
                 while self._left:
                     entry = self._left.popleft()
-                    if entry.state is _State.AT_HOME and entry.copy is None:
-                        return entry  # else it is being copied, and steps do not wait for the disk
+                    if entry.state is _State.AT_HOME:
+                        return entry
                 if all(entry.state is _State.DONE for entry in self._entries.values()):
                     return None
                 self._changed.wait()  # other threads write what is left
@@ -400,7 +403,7 @@ class SaveHandle:
             elif entry.home is not None and entry.copy is None:
                 whole, entry.state = entry.home, _State.WRITING
             if whole is None:
-                return
+                return  # it has room and will be copied: no step is to wait for the disk
         self._put(entry, whole)
         del whole
         if entry.copy is None:
