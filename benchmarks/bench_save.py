@@ -206,7 +206,7 @@ class Bench:
             raise self.errors[0]
 
     def _later(self) -> list[dict[str, Any]]:
-        """Twice: the first save takes, and page-locks, the spare DRAM that blocks are copied to."""
+        """Twice: in the first save pages of the spare DRAM that blocks go to are brought in."""
         rows = []
         for what in ("steps while saving", "steps while saving again"):
             rows.append({"what": what, **meanwhile(self.state, self.folder)})
@@ -253,6 +253,8 @@ def meanwhile(state: State, folder: Path) -> dict[str, float]:
     """Returns the seconds of steps with and without a save under way, and of the call."""
     steps = state.arguments.steps
     alone = [timed(state.step, "a step") for _ in range(2 * steps)][steps:]
+    arena = state.tier._manager.parts.homes.arena
+    locked = arena.locked
     began = time.perf_counter()
     handle: Any = None
 
@@ -272,6 +274,7 @@ def meanwhile(state: State, folder: Path) -> dict[str, float]:
         "longest step while saving s": max(beside),
         "steps while saving": len(beside),
         "of its speed": sum([statistics.median(alone)] * len(beside)) / sum(beside),
+        "page-locked MiB": (arena.locked - locked) / 2**20,
         "call s": blocked,
         "whole save s": whole,
     }

@@ -24,6 +24,7 @@ STREAMS = ("tests/property/test_streams.py",)
 _COPIES_DOWN = ("tests/unit/test_copy_down.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
+LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 CRASHES = ("tests/faults/test_saving_faults.py",)
@@ -51,7 +52,7 @@ class Mutation:
 
 
 _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
-_FOLDER = "tiermem/saving/folder.py"
+_FOLDER, _LATER = "tiermem/saving/folder.py", "tiermem/saving/later.py"
 _RULES, _REPLAY = _RUNTIME + "placement/leaving.py", _RUNTIME + "lookahead/replay.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
@@ -1343,6 +1344,84 @@ MUTATIONS = (
         "            self.homes.keeper.before_write(record)\n        try:",
         "            pass\n        try:",
         SAVING,
+    ),
+    Mutation(
+        "a save's copies are page-locked",
+        _RUNTIME + "memory/homes.py",
+        "        return None if extent is None else (extent, self.arena.spare(extent))\n",
+        "        self.arena.need([extent] if extent else ())\n"
+        "        return None if extent is None else (extent, self.arena.spare(extent))\n",
+        LATER,
+    ),
+    Mutation(
+        "a save's copies take locked memory from homes",
+        _RUNTIME + "memory/homes.py",
+        "self.dram.allocate_in(nbytes, unlocked) or ",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "what is lent without locks is cleared as more is locked",
+        "tiermem/storage/pagelock.py",
+        "        self._touched = max(extent.end, self._touched)\n        return fresh\n",
+        "        return fresh\n",
+        LATER,
+    ),
+    Mutation(
+        "a step waits for the disk although its home is being copied",
+        _LATER,
+        "            elif entry.home is not None and entry.copy is None:",
+        "            elif entry.home is not None:",
+        LATER,
+    ),
+    Mutation(
+        "a home whose file was read is not written before that is saved",
+        _LATER,
+        "                entry.state = _State.COPIED  # the",
+        "                entry.state = _State.WRITING  # the",
+        LATER,
+    ),
+    Mutation(
+        "a save copies in the order of the model",
+        _LATER,
+        "        return sorted(found, key=",
+        "        return found or sorted(found, key=",
+        LATER,
+    ),
+    Mutation(
+        "what is stepped ahead is copied before its former home is written",
+        _LATER,
+        " and entry.place != extent:",
+        " and False:",
+        LATER,
+    ),
+    Mutation(
+        "a shadow is given up before a save has it",
+        _RUNTIME + "services/shadows.py",
+        "            self._ask(block_id)\n            extent = ",
+        "            extent = ",
+        LATER,
+    ),
+    Mutation(
+        "the shadow of a block that is gone is freed before a save has it",
+        _RUNTIME + "services/shadows.py",
+        "            self._ask(block_id)\n            homes.",
+        "            homes.",
+        LATER,
+    ),
+    Mutation(
+        "the host steps over a shadow before a save has it",
+        _RUNTIME + "services/shadows.py",
+        "                self._ask(block.id)\n",
+        "",
+        ("tests/unit/test_optim_ahead_host.py",),
+    ),
+    Mutation(
+        "a model that leaves frees its pages before a save has them",
+        "tiermem/nn/wrap/giveback.py",
+        "                homes.keeper.before_write(record)\n            homes.arena",
+        "                pass\n            homes.arena",
+        LATER,
     ),
     Mutation(
         "what a killed save has left stays",

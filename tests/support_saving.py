@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from support_nn import leaves, seed
+from support_ahead import DROPS
+from support_nn import assert_same, leaves, seed
+from support_optim import Twins
 from torch import nn
 
 import tiermem
 from tiermem.nn.tensors.lazy import is_gone
 from tiermem.optim.units.parted import PartedUnit
+from tiermem.saving import later
 
 WIDTH, TOKENS = 24, 150
 
@@ -153,3 +161,102 @@ def groups(model: nn.Module, settings: dict[str, Any]) -> list[dict[str, Any]]:
         {"params": [p for p in params if p.dim() > 1], "lr": settings["lr"] / 2},
         {"params": [p for p in params if p.dim() <= 1]},
     ]
+
+
+@contextmanager
+def nothing_is_copied_ahead(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While a save begins and goes on: nothing is written before the end, or copied unasked."""
+    begins, save_one = threading.Event(), later.SaveHandle._save
+
+    def slow(self: later.SaveHandle, entry: Any) -> None:
+        begins.wait()
+        save_one(self, entry)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(later.SaveHandle, "_make_room", lambda self: None)
+        patch.setattr(later.SaveHandle, "_copy_ahead", lambda self: None)
+        patch.setattr(later.SaveHandle, "_save", slow)
+        try:
+            yield
+        finally:
+            begins.set()
+
+
+def scribble(tier: tiermem.TierManager) -> None:
+    """Overwrites all DRAM that is nobody's."""
+    homes = tier._manager.parts.homes
+    for gap in homes.dram.gaps():
+        homes.arena.bytes_of(gap).fill_(0xEE)
+
+
+def save_during(
+    make: Callable[[], Twins], path: Path, do: Callable[[Twins], Any], patch: pytest.MonkeyPatch
+) -> None:
+    """Saves a pair's state while something is done to it; compares what is loaded.
+
+    Args:
+        make: Makes the pair, and another one that loads.
+        path: Of the checkpoint.
+        do: What is done between the call and the end of the save.
+        patch: Holds the threads of the save back meanwhile.
+    """
+    with make() as pair:
+        expected = deepcopy([dict(pair.plain.state_dict()), pair.by_hand.state_dict()])
+        with nothing_is_copied_ahead(patch):
+            handle = pair.tier.save(path, wait=False)
+            do(pair)
+            scribble(pair.tier)
+        handle.result()
+    with make() as other:
+        other.tier.load(path)
+        assert_same(expected[0], dict(other.model.state_dict()), "weights")
+        assert_same(expected[1], other.optimizer.state_dict(), "optimizer")
+
+
+def _steps(pair: Twins) -> None:
+    for number in range(3):
+        pair.backward(number)
+        pair.step()
+
+
+def _dropped(drop: Callable[[Twins], Any]) -> Callable[[Twins], None]:
+    def do(pair: Twins) -> None:
+        pair.backward(7)
+        pair.step()
+        pair.backward(8)
+        drop(pair)
+        scribble(pair.tier)
+        pair.step()
+
+    return do
+
+
+def _closed(pair: Twins) -> None:
+    pair.backward(7)
+    pair.step()
+    pair.backward(8)
+    pair.optimizer.close()
+
+
+def _left(pair: Twins) -> None:
+    pair.backward(7)
+    pair.step()
+    pair.backward(8)
+    pair.tier.unwrap(pair.model)
+    pair.optimizer._timing.ahead.provisional._shadows.forget_removed()
+
+
+def _room_for_a_home(pair: Twins) -> None:
+    pair.backward(7)
+    pair.step()
+    assert pair.tier._manager.parts.homes._reclaim()
+
+
+DURING: dict[str, Callable[[Twins], Any]] = {
+    "steps": _steps,
+    "the optimizer is closed": _closed,
+    "shadows are given up": _room_for_a_home,
+    "the model leaves": lambda pair: pair.tier.unwrap(pair.model),
+    "the model leaves after a step": _left,
+    **{name: _dropped(drop) for name, drop in DROPS.items()},
+}

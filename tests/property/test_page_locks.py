@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_locks import FakeLocks
 
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.errors import CapacityError
@@ -18,45 +19,6 @@ from tiermem.storage.pagelock import CudaPageLocks, PageLocks
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
-
-
-class FakeLocks:
-    """Keeps the locked runs as a device does, and refuses what one refuses."""
-
-    def __init__(self, most: int = 1 << 40) -> None:
-        self.most = most
-        self.runs: dict[int, int] = {}
-        self.calls = 0
-        self.before: Callable[[str], None] = lambda what: None
-        self.after: Callable[[str], None] = lambda what: None
-
-    def lock(self, address: int, nbytes: int) -> None:
-        self.before("lock")
-        assert address % 4096 == 0
-        assert nbytes > 0
-        for start, size in self.runs.items():
-            assert address + nbytes <= start or start + size <= address, "locked twice"
-        if sum(self.runs.values()) + nbytes > self.most:
-            raise CapacityError("tier dram: no more pages can be locked")
-        self.runs[address] = nbytes
-        self.calls += 1
-        self.after("lock")
-
-    def unlock(self, address: int) -> None:
-        self.before("unlock")
-        self.runs.pop(address, None)
-        self.after("unlock")
-
-    def synchronize(self) -> None:
-        self.before("synchronize")
-        self.after("synchronize")
-
-    def holds(self, address: int, nbytes: int) -> bool:
-        """Whether a copy from or to these bytes is one that a device makes."""
-        return any(
-            start <= address and address + nbytes <= start + size
-            for start, size in self.runs.items()
-        )
 
 
 class FakeCuda:
@@ -101,27 +63,45 @@ def homes_of(dram: int, locks: PageLocks) -> Homes:
     return Homes(dram, (), None, CPU, locks)
 
 
-def check(homes: Homes, locks: FakeLocks) -> None:
-    for extent in homes.dram.extents():
+def check(homes: Homes, locks: FakeLocks, spare: Iterable[Extent] = ()) -> None:
+    for extent in {*homes.dram.extents()} - {*spare}:
         assert locks.holds(homes.arena.address + extent.offset, extent.nbytes), extent
     assert homes.arena.locked == sum(locks.runs.values())
 
 
 Sizes = st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=4)
+Spare = st.tuples(st.integers(1, 3 * MIB))
 
 
-@given(steps=st.lists(st.one_of(Sizes, st.integers(0, 1 << 16)), max_size=25))
+@given(steps=st.lists(st.one_of(Sizes, Spare, st.integers(0, 1 << 16)), max_size=25))
 @settings(max_examples=60)
-def test_every_home_can_be_copied_from_and_keeps_its_bytes(steps: list[list[int] | int]) -> None:
-    """An integer frees one of the homes, a list asks for several."""
+def test_every_home_can_be_copied_from_and_keeps_its_bytes(
+    steps: list[list[int] | tuple[int] | int],
+) -> None:
+    """An integer frees one of what is there, a list asks for homes, a tuple for spare memory."""
     locks = FakeLocks()
     homes = homes_of(16 * MIB, locks)
     kept: list[Extent] = []
+    spare: set[Extent] = set()
     used = 0
     for number, step in enumerate(steps):
         if isinstance(step, int):
             if kept:
-                homes.release(Tier.DRAM, kept.pop(step % len(kept)))
+                extent = kept.pop(step % len(kept))
+                spare.discard(extent)
+                homes.release(Tier.DRAM, extent)
+            continue
+        if isinstance(step, tuple):
+            before = dict(locks.runs)
+            room = homes.lend_spare(*step)
+            assert locks.runs == before
+            if room is None:
+                assert not homes.dram.has_gap(align_up(*step))
+                continue
+            extent, _ = room
+            homes.bytes_of(extent).fill_(extent.offset // 4096 % 251)
+            kept.append(extent)
+            spare.add(extent)
             continue
         try:
             places = homes.reserve([HomeRequest(f"{number}", n, "dram") for n in step])
@@ -134,7 +114,7 @@ def test_every_home_can_be_copied_from_and_keeps_its_bytes(steps: list[list[int]
             homes.bytes_of(extent).fill_(extent.offset // 4096 % 251)
             kept.append(extent)
         used = max([used, *(extent.end for extent in kept)])
-        check(homes, locks)
+        check(homes, locks, spare)
         assert homes.arena.locked <= used * 9 // 8 + 2 * MIB
     for extent in kept:
         assert bool((homes.bytes_of(extent) == extent.offset // 4096 % 251).all())
@@ -153,6 +133,29 @@ def test_what_is_lent_is_locked_or_not_had() -> None:
     assert homes.lend(6 * MIB) is None
     assert homes.dram.used == used
     homes.release(Tier.DRAM, extent)
+    homes.close()
+
+
+def test_spare_memory_leaves_what_is_locked_to_homes() -> None:
+    locks = FakeLocks()
+    homes = homes_of(16 * MIB, locks)
+    homes.reserve([HomeRequest("home", MIB, "dram")])
+    room = homes.lend_spare(MIB // 2)
+    assert room is not None and room[0].offset >= homes.arena.locked
+    homes.reserve([HomeRequest("another", MIB, "dram")])
+    assert locks.calls == 1
+    assert homes.lend_spare(13 * MIB) is not None
+    assert homes.lend_spare(MIB // 2) is not None and locks.calls == 1
+    homes.close()
+
+
+def test_pages_of_spare_memory_are_fresh_once() -> None:
+    homes = homes_of(16 * MIB, FakeLocks())
+    for fresh in (True, False):
+        rooms = [homes.lend_spare(MIB), homes.lend_spare(MIB)]
+        for room in rooms:
+            assert room is not None and room[1] is fresh
+            homes.release(Tier.DRAM, room[0])
     homes.close()
 
 

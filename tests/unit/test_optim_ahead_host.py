@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support_ahead import DROPS, ROOMY, ahead, drops, units, warm
 from support_hostbits import device_of_numpy, every_second
 from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of
+from support_saving import DURING, save_during
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -350,3 +352,44 @@ def test_the_loop_leaves_what_it_reads_where_results_go_elsewhere(method, bf16, 
             there[number].data_ptr(), nbytes
         )
     assert torch.equal(*casts) and bool(casts[0].any()) != bf16
+
+
+@pytest.mark.parametrize("what", DURING)
+def test_a_save_keeps_what_the_host_steps_over(tmp_path, monkeypatch, what) -> None:
+    """The loop writes to shadows, and on the next step to the homes of the save's call."""
+
+    def do(pair: Twins) -> None:
+        assert any(unit.host is not None for unit in pair.optimizer._units)
+        DURING[what](pair)
+
+    make = partial(warm, *ADAMW)
+    save_during(make, tmp_path / "run", do, monkeypatch)
+
+
+class Asked:
+    """Stands for a save: notes the places that are about to be written."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, Any] = {}
+
+    def before_write(self, record: Any) -> None:
+        pass
+
+    def before_reuse(self, block_id: int, extent: Any) -> None:
+        self.places[block_id] = extent
+
+
+def test_a_save_is_asked_for_the_places_that_the_host_writes() -> None:
+    """They were homes before: a step on the device may have left them since the save's call."""
+    with warm(*ADAMW) as pair:
+        parts, asked = pair.tier._manager.parts, Asked()
+        homes = {record.block.id: record.home_extent for record in parts.table}
+        parts.homes.keeper = asked
+        pair.backward(1)
+        parts.homes.keeper = None
+        lent = {b.id for step in hosted(pair) for b in step.kept_blocks()}
+        assert lent and lent <= asked.places.keys()
+        for block_id, place in asked.places.items():
+            assert parts.table[block_id].home_extent == place != homes[block_id]
+        pair.step()
+        pair.check()

@@ -465,6 +465,7 @@ def test_the_state_of_the_call_is_saved(tmp_path, name, ahead, monkeypatch) -> N
     monkeypatch.setattr(later.SaveHandle, "_save", paused)
     monkeypatch.setattr(later.SaveHandle, "_copy", noted)
     if not ahead:
+        monkeypatch.setattr(later.SaveHandle, "_make_room", lambda self: None)
         monkeypatch.setattr(later.SaveHandle, "_copy_ahead", lambda self: None)
     with Run(setup) as run:
         for _ in range(3):

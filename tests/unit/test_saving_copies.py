@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
+import threading
 
 import pytest
 import torch
 
-from tiermem.saving.copies import copy_bytes
+from tiermem.saving import copies
+from tiermem.saving.copies import MemoryCopier, copy_bytes
 
 
 def random_bytes(nbytes: int) -> torch.Tensor:
@@ -40,3 +44,24 @@ def test_tensors_of_inference_mode() -> None:
         target = torch.zeros(64, dtype=torch.uint8)
     copy_bytes(target, random_bytes(64))
     assert torch.equal(target, random_bytes(64))
+
+
+@pytest.mark.parametrize(("fresh", "threads"), [(False, 4), (True, 12)])
+def test_pages_that_are_not_there_come_with_more_threads(fresh, threads, monkeypatch) -> None:
+    """All of them take part: a part of a copy waits until each has one."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(copies, "_PART", 4096)
+    source, target = random_bytes(40 * 4096 + 5), torch.zeros(41 * 4096, dtype=torch.uint8)
+    all_there, seen, move = threading.Barrier(threads), set(), ctypes.memmove
+
+    def meet(to: int, of: int, nbytes: int) -> None:
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            all_there.wait(60)
+        move(to, of, nbytes)
+
+    monkeypatch.setattr(ctypes, "memmove", meet)
+    with MemoryCopier() as copier:
+        copier.copy(target, source, fresh=fresh)
+    assert len(seen) == threads
+    assert torch.equal(target[: source.numel()], source) and not target[source.numel() :].any()

@@ -92,3 +92,13 @@ def test_coverage_equals_counting(spans: list[tuple[int, int]], bins: int) -> No
         busy[max(0, start) : max(0, min(100, start + length))] = 1
     expected = busy.reshape(bins, -1).mean(axis=1)
     np.testing.assert_allclose(coverage(intervals, (zero, zero + 100), bins), expected, atol=1e-9)
+
+
+def test_when_something_happened_last() -> None:
+    timeline = Timeline(limit=10)
+    for number in range(12):
+        timeline.add("hbm->dram", f"block {number % 4}", number, number + 1)
+        timeline.add("dram->hbm", f"block {number % 3}", 100 + number, 200)
+    assert timeline.last("hbm->dram") == {"block 3": 11, "block 0": 8, "block 1": 9, "block 2": 10}
+    assert timeline.last("hbm->dram", among=4) == {"block 2": 10, "block 3": 11}
+    assert timeline.last("stall") == {}

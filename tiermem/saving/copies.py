@@ -15,6 +15,9 @@ _PART = 8 << 20
 _MOST_THREADS = 4
 _CORES_FOR_EACH = 4
 """Cores for each thread: the others are for the training that goes on."""
+_MOST_FRESH = 16
+_SHARE_FRESH = 0.75
+"""Of the cores, while pages are brought in, which takes several times as long as the copy."""
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -44,10 +47,10 @@ class MemoryCopier:
 
     def __init__(self) -> None:
         """Starts no thread yet."""
-        count = (os.cpu_count() or 1) // _CORES_FOR_EACH
-        self._pool = ThreadPoolExecutor(
-            max(1, min(_MOST_THREADS, count)), thread_name_prefix="tiermem-save-copies"
-        )
+        cores = os.cpu_count() or 1
+        self._few = max(1, min(_MOST_THREADS, cores // _CORES_FOR_EACH))
+        self._many = max(1, min(_MOST_FRESH, int(cores * _SHARE_FRESH)))
+        self._pool = ThreadPoolExecutor(self._many, thread_name_prefix="tiermem-save-copies")
 
     def __enter__(self) -> MemoryCopier:
         return self
@@ -55,17 +58,21 @@ class MemoryCopier:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, fresh: bool = False) -> None:
         """Copies all bytes of a tensor.
 
         Args:
             target: Contiguous uint8 in host memory, at least as long.
             source: Contiguous uint8 in host memory.
+            fresh: Whether pages of ``target`` have to be brought in, for which more threads are
+                used.
         """
         whole = source.numel()
         to, of = target.data_ptr(), source.data_ptr()
+        parts = iter(range(0, whole, _PART))
 
-        def part(begin: int) -> None:
-            ctypes.memmove(to + begin, of + begin, min(_PART, whole - begin))
+        def copy_parts(_: int) -> None:
+            for begin in parts:  # every thread takes the next one
+                ctypes.memmove(to + begin, of + begin, min(_PART, whole - begin))
 
-        list(self._pool.map(part, range(0, whole, _PART)))
+        list(self._pool.map(copy_parts, range(self._many if fresh else self._few)))

@@ -2,8 +2,9 @@
 
 At the call, what is newer in HBM than at home is written home. From then on the homes are the state
 that is saved, and a thread writes them. Another one copies those in DRAM to DRAM that is free,
-ahead of the steps that will overwrite them. A home that is about to be overwritten before that
-(:class:`~tiermem.runtime.transfers.transfers.HomeKeeper`) is copied then; where there is no room,
+ahead of the steps that will overwrite them: first what was written longest ago. Only the host
+reaches these copies, so their pages are not locked. A home that is about to be overwritten before
+(:class:`~tiermem.runtime.memory.homes.HomeKeeper`) is copied then; where there is no room,
 the overwriting thread writes it to the checkpoint first. Everything else is taken at the call:
 numbers, settings, generators, tensors outside the tiers, and blocks whose home is HBM or that have
 aliases.
@@ -16,6 +17,7 @@ of them: a write of these bytes waits for the copy.
 from __future__ import annotations
 
 import enum
+import sys
 import threading
 import warnings
 from collections import deque
@@ -41,12 +43,13 @@ _PATIENCE = 0.05
 
 
 class _State(enum.Enum):
-    """Of a block that is to be saved."""
+    """Of a block that is to be saved: where its bytes are, and whether anybody reads its home."""
 
     AT_HOME = enum.auto()
     COPYING = enum.auto()
     COPIED = enum.auto()
     WRITING = enum.auto()
+    """From its home to the checkpoint."""
     DONE = enum.auto()
 
 
@@ -57,15 +60,19 @@ class _Entry:
     Attributes:
         block: The block.
         picks: Number of a tensor of it, its key in the checkpoint, and its first byte there.
-        home: Its bytes at home in DRAM; None where that is a file.
-        copy: DRAM that has a copy of them.
+        place: Its home in DRAM at the call; None where that is a file.
+        home: Its bytes there.
+        copy: DRAM for a copy of them.
+        fresh: Whether pages of that may have to be brought in.
         state: How far it is.
     """
 
     block: Block
     picks: list[tuple[int, str, int]] = field(default_factory=list)
+    place: Extent | None = None
     home: torch.Tensor | None = None
     copy: Extent | None = None
+    fresh: bool = False
     state: _State = _State.AT_HOME
 
 
@@ -162,7 +169,8 @@ class SaveHandle:
             for entry in self._entries.values():
                 self._enter(entry)
             self._left.extend(self._entries.values())
-            self._ahead.extend(entry for entry in self._left if entry.home is not None)
+            self._ahead.extend(self._in_order_of_writes())
+            self._make_room()
             manager.parts.homes.owners.append(self._owned)
             manager.closers.append(self._cancel)
             manager.parts.homes.keeper = self
@@ -191,6 +199,7 @@ class SaveHandle:
         if record.home_extent is not None and record.at_home is Residency.VALID:
             if record.home is Tier.DRAM:
                 manager.parts.copy.wait(manager.parts.transfers.home_ready.get(entry.block.id))
+                entry.place = record.home_extent
                 entry.home = manager.parts.homes.arena.bytes_of(record.home_extent)
             return
         whole = manager.block_io.whole(entry.block)
@@ -198,13 +207,38 @@ class SaveHandle:
             self._put(entry, whole)
             entry.state = _State.DONE
 
+    def _in_order_of_writes(self) -> list[_Entry]:
+        """Returns the blocks at home in DRAM, those that will be overwritten soon first.
+
+        A loop overwrites first what it has not written for longest.
+        """
+        written = self._manager.parts.timeline.last("hbm->dram")
+        found = [entry for entry in self._left if entry.place is not None]
+        return sorted(found, key=lambda entry: written.get(entry.block.name, sys.maxsize))
+
+    def _make_room(self) -> None:
+        """Takes room for copies, for as many blocks as there is; the manager's lock is held."""
+        with self._changed:
+            for entry in self._ahead:
+                if entry.state is _State.AT_HOME and entry.copy is None:
+                    room = self._manager.parts.homes.lend_spare(entry.block.nbytes)
+                    if room is None:
+                        return
+                    entry.copy, entry.fresh = room
+
     # -- while training goes on ------------------------------------------
 
     def before_write(self, record: Record) -> None:
         """Keeps what a home has, before it is overwritten; the manager's lock is held."""
-        entry = self._entries.get(record.block.id)
+        self.before_reuse(record.block.id, record.home_extent)
+
+    def before_reuse(self, block_id: int, extent: Extent | None) -> None:
+        """Keeps what a place has that was the home at the call; the manager's lock is held."""
+        entry = self._entries.get(block_id)
         if entry is None or entry.state is _State.DONE:
             return
+        if entry.place is not None and entry.place != extent:
+            return  # the block has another home by now
         try:
             with self._changed:
                 while self._reads_home(entry):
@@ -225,8 +259,7 @@ class SaveHandle:
         """Whether a thread is looking at a block at home."""
         if self._error is not None:
             return False
-        writing = entry.state is _State.WRITING and entry.copy is None
-        return writing or entry.state is _State.COPYING
+        return entry.state in (_State.COPYING, _State.WRITING)
 
     def _home_of(self, entry: _Entry) -> torch.Tensor:
         """Returns the bytes that a home has; the manager's lock is held where it is a file."""
@@ -236,14 +269,19 @@ class SaveHandle:
 
     def _copy(self, entry: _Entry, whole: torch.Tensor) -> bool:
         """Copies a block to DRAM that is free; returns whether there was any."""
-        homes = self._manager.parts.homes
-        extent = homes.lend(entry.block.nbytes)
+        homes, nbytes, extent = self._manager.parts.homes, entry.block.nbytes, entry.copy
+        if extent is None and whole.device.type == "cpu":
+            extent, _ = homes.lend_spare(nbytes) or (None, False)
+        elif extent is None:
+            extent = homes.lend(nbytes)
         if extent is None:
             return False
-        entry.copy = extent
-        homes.arena.bytes_of(extent)[: entry.block.nbytes].copy_(whole[: entry.block.nbytes])
-        entry.state = _State.COPIED
+        homes.arena.bytes_of(extent)[:nbytes].copy_(whole[:nbytes])
         self._copied.append(entry)
+        entry.copy, entry.state = (
+            extent,
+            _State.COPIED,
+        )  # cut short before it, it is saved from home
         return True
 
     def _put(self, entry: _Entry, whole: torch.Tensor) -> None:
@@ -277,7 +315,8 @@ class SaveHandle:
                         home, extent = entry.home, entry.copy
                     if home is None or extent is None:
                         raise InvariantError(f"block {entry.block.name!r} is not being copied")
-                    copier.copy(self._manager.parts.homes.arena.bytes_of(extent), home)
+                    target = self._manager.parts.homes.arena.bytes_of(extent)
+                    copier.copy(target, home, fresh=entry.fresh)
                     with self._changed:
                         entry.state = _State.COPIED
                         self._copied.append(entry)
@@ -297,17 +336,13 @@ class SaveHandle:
                 if not self._ahead or self._error is not None:
                     return None
                 entry, done = self._ahead[0], self._count_done()
+                if entry.copy is not None:
+                    entry.state = _State.COPYING
+                    return entry
             with self._locked():
-                extent = self._manager.parts.homes.lend(entry.block.nbytes)
-                with self._changed:
-                    if extent is not None and entry.state is _State.AT_HOME:
-                        entry.copy, entry.state = extent, _State.COPYING
-                        return entry
-                if extent is not None:
-                    self._manager.parts.homes.release(Tier.DRAM, extent)
-                    continue
+                self._make_room()
             with self._changed:
-                while self._error is None and self._count_done() == done:
+                while entry.copy is None and self._error is None and self._count_done() == done:
                     self._changed.wait()
 
     def _count_done(self) -> int:
@@ -361,13 +396,14 @@ class SaveHandle:
         with self._changed:
             if entry.state not in (_State.AT_HOME, _State.COPIED):
                 return
-            if entry.copy is not None:
+            if entry.state is _State.COPIED and entry.copy is not None:
                 whole = self._manager.parts.homes.arena.bytes_of(entry.copy)
-            elif whole is None:
-                whole = entry.home
+            elif whole is not None:
+                entry.state = _State.COPIED  # the bytes of a file are this thread's own
+            elif entry.home is not None and entry.copy is None:
+                whole, entry.state = entry.home, _State.WRITING
             if whole is None:
-                return
-            entry.state = _State.WRITING
+                return  # it has room and will be copied: no step is to wait for the disk
         self._put(entry, whole)
         del whole
         if entry.copy is None:

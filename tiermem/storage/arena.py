@@ -150,6 +150,14 @@ class HostArena(Arena):
         if self._locked is not None:
             self._locked.cover(extents)
 
+    def spare(self, extent: Extent) -> bool:
+        """Notes that only the host uses an extent, whose pages need not be locked.
+
+        Returns:
+            Whether pages of it may have to be brought in yet; False where none are locked.
+        """
+        return self._locked is not None and self._locked.spare(extent)
+
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
         if self._map is None:

@@ -130,6 +130,18 @@ class LockedPrefix:
             if any(extent.offset < mark < extent.end for mark in self._ends):
                 self._join_from(extent.offset)
 
+    def spare(self, extent: Extent) -> bool:
+        """Notes that bytes are going to be written which are not to be locked.
+
+        From now on nothing is cleared there, should they be locked all the same.
+
+        Returns:
+            Whether some of their pages may have to be brought in yet.
+        """
+        fresh = extent.end > self._touched
+        self._touched = max(extent.end, self._touched)
+        return fresh
+
     def release(self) -> None:
         """Unlocks everything; nothing may be moving."""
         self._finish()

@@ -87,6 +87,16 @@ class Leaving:
         units = [e.unit for e in entries if e.unit is not None]
         return list({id(unit): unit for unit in units}.values())
 
+    def _free_pages(self, group: Group) -> None:
+        """Gives the pages of a group's home back to the system, once no save needs them."""
+        record, homes = self._manager.record(group.block), self._manager.parts.homes
+        if record.home is not Tier.DRAM or record.home_extent is None:
+            return
+        with self._manager.lock:
+            if homes.keeper is not None:
+                homes.keeper.before_write(record)
+            homes.arena.give_back(record.home_extent)
+
     def _stays_in_files(self, group: Group) -> bool:
         """Whether a group's tensors will be mapped from checkpoint files."""
         record = self._manager.record(group.block)
@@ -192,9 +202,7 @@ class Leaving:
                     self._not_ours.add(id(member))
             group.freed = True
             self._values.pop(group.block.id, None)
-            extent = self._manager.record(group.block).home_extent
-            if self._in_dram(group) and extent is not None:
-                self._manager.parts.homes.arena.give_back(extent)
+            self._free_pages(group)
         for member in small.buffers if small is not None else ():
             if id(member) not in self._not_ours:
                 self._free(member, member.tensor.detach().clone().to(self._target))

@@ -75,6 +75,10 @@ class HomeKeeper(Protocol):
         """The home of a block is about to be written, or given up; the manager's lock is held."""
         ...
 
+    def before_reuse(self, block_id: int, extent: Extent) -> None:
+        """So is a place that may have been the home of a block before it was given another."""
+        ...
+
 
 class Homes:
     """Hands out home extents, all or none."""
@@ -287,6 +291,20 @@ class Homes:
             self.dram.free(extent)
             return None
         return extent
+
+    def lend_spare(self, nbytes: int) -> tuple[Extent, bool] | None:
+        """Returns free DRAM that no device is going to reach; None where there is none.
+
+        Its pages are not locked, which would hold up whoever uses the device. What is locked
+        already is left to homes, as far as it can be.
+
+        Returns:
+            The extent, to be given back with :meth:`release`, and whether pages of it may have to
+            be brought in yet.
+        """
+        unlocked = [(self.arena.locked, self.dram.capacity)]
+        extent = self.dram.allocate_in(nbytes, unlocked) or self.dram.allocate(nbytes)
+        return None if extent is None else (extent, self.arena.spare(extent))
 
     def release(self, tier: Tier, extent: Extent) -> None:
         """Gives a home extent back."""

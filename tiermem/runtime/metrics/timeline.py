@@ -7,6 +7,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -100,6 +101,17 @@ class Timeline:
         """Returns the events kept, in the order in which they were added."""
         # A thread may be adding: copying the deque is one step under the GIL.
         return [Event(*row) for row in self._rows.copy()]
+
+    def last(self, lane: str, among: int = 20_000) -> dict[str, int]:
+        """Returns when the last event of each name in a lane began, in nanoseconds.
+
+        Args:
+            lane: The lane.
+            among: How many of the last events of all lanes are looked at.
+        """
+        rows = self._rows.copy()
+        recent = islice(rows, max(0, len(rows) - among), None)
+        return {row[1]: row[2] for row in recent if row[0] == lane}
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the events as Chrome trace JSON (for Perfetto or about:tracing).

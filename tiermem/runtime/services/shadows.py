@@ -90,8 +90,6 @@ class Shadows:
         for record in records:
             if record.at_home is not State.VALID:
                 manager.parts.transfers.copy_home(record)
-            elif manager.parts.homes.keeper is not None:
-                manager.parts.homes.keeper.before_write(record)
         for record in records:
             if record.home_extent is not None:
                 manager.parts.table.exchange_home(record.block.id, self._spare, self._turned)
@@ -105,6 +103,7 @@ class Shadows:
         table = self._manager.parts.table
         for block in blocks:
             if table[block.id].home_extent is not None and block.id not in self._turned:
+                self._ask(block.id)
                 table.exchange_lent(block.id, self._spare, self._turned)
 
     def put_back(self) -> None:
@@ -136,6 +135,7 @@ class Shadows:
         if spare:
             manager.parts.copy.synchronize()  # copies to or from there
         for block_id in spare:
+            self._ask(block_id)
             extent = self._spare.pop(block_id)
             manager.parts.homes.release(Tier.DRAM, extent)
         return bool(spare)
@@ -148,6 +148,7 @@ class Shadows:
             self._manager.parts.copy.synchronize()
         for block_id in gone:
             self._turned.pop(block_id, None)
+            self._ask(block_id)
             homes.release(Tier.DRAM, self._spare.pop(block_id))
 
     def close(self) -> None:
@@ -163,6 +164,12 @@ class Shadows:
     def _is_lent(self, block_id: int) -> bool:
         record = self._manager.parts.table.get(block_id)
         return record is not None and self._manager.host_loans.borrowers(record.block) > 0
+
+    def _ask(self, block_id: int) -> None:
+        """Asks whoever needs what a shadow has, before it is written or freed."""
+        keeper = self._manager.parts.homes.keeper
+        if keeper is not None:
+            keeper.before_reuse(block_id, self._spare[block_id])
 
     def _turn_back(self, records: Iterable[Record]) -> None:
         for record in records:

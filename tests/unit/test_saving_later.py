@@ -1,0 +1,249 @@
+"""``tier.save(wait=False)``: what a step waits for while a save is under way, and what is kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_ahead import warm
+from support_locks import FakeLocks
+from support_saving import DURING, nothing_is_copied_ahead, save_during
+from torch import nn
+
+import tiermem
+from tiermem.runtime.memory import homes
+from tiermem.saving import later
+from tiermem.saving.later import _State
+from tiermem.storage import pagelock
+from tiermem.storage.arena import HostArena
+
+WIDTH, LAYERS = 64, 6
+UNIT = WIDTH * WIDTH * 4
+OVERLAPS = ("auto", False, "backward")
+
+
+class Loop:
+    """A training loop whose weights and state are three times as large as HBM."""
+
+    def __init__(self, overlap: Any = "auto") -> None:
+        torch.manual_seed(0)
+        self.tier = tiermem.TierManager(device="cpu", hbm=8 * UNIT, dram=120 * UNIT, policy="dram")
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        self.model = self.tier.wrap(nn.Sequential(*layers))
+        self.optimizer = self.tier.optimizer(
+            self.model, torch.optim.AdamW, lr=1e-3, overlap=overlap
+        )
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tier.close(discard=True)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.model(torch.randn(4, WIDTH)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> Any:
+        return {k: v.clone() for k, v in self.model.state_dict().items()}
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> FakeLocks:
+    """DRAM is page-locked as for a device, a page at a time."""
+    found = FakeLocks()
+    monkeypatch.setattr(pagelock, "_PIECE", 4096)
+    monkeypatch.setattr(homes, "HostArena", lambda *a, **k: HostArena(*a, **{**k, "locks": found}))
+    return found
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Takes nothing before the event is set; a step that waits for it does so for a while."""
+    found, put = threading.Event(), later.SaveHandle._put
+
+    def slow(self: later.SaveHandle, entry: Any, whole: torch.Tensor) -> None:
+        found.wait(20)
+        put(self, entry, whole)
+
+    monkeypatch.setattr(later.SaveHandle, "_put", slow)
+    yield found
+    found.set()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_no_page_is_locked_and_no_step_waits_for_the_disk(tmp_path, locks, disk, overlap) -> None:
+    """Neither in the first save of a run nor in the second."""
+    with Loop(overlap) as run:
+        run.step(4)
+        arena, called = run.tier._manager.parts.homes.arena, []
+        locked, locks.before = arena.locked, called.append
+        for path in (tmp_path / "first", tmp_path / "second"):
+            disk.clear()
+            called.clear()
+            state = run.state()
+            handle = run.tier.save(path, wait=False)
+            run.step(2)
+            assert not handle.done() and not any(
+                entry.state is _State.DONE for entry in handle._entries.values()
+            )
+            copies = [entry.copy for entry in handle._entries.values()]
+            assert all(copy is not None and copy.offset >= locked for copy in copies)
+            disk.set()
+            handle.result()
+            assert not called and arena.locked == locked
+            with Loop() as other:
+                other.tier.load(path)
+                assert all(torch.equal(v, state[k]) for k, v in other.state().items())
+
+
+def test_blocks_are_copied_to_locked_memory_where_that_is_all_there_is(tmp_path, locks) -> None:
+    with Loop(False) as run:
+        run.step(2)
+        manager = run.tier._manager
+        with manager.lock:
+            manager.parts.homes.arena.need([manager.parts.homes.dram.gaps()[-1]])
+        handle = run.tier.save(tmp_path / "run", wait=False)
+        assert all(entry.copy is not None for entry in handle._entries.values())
+        run.step()
+        handle.result()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS[:2])
+def test_what_steps_overwrite_first_is_copied_first(tmp_path, monkeypatch, overlap) -> None:
+    with Loop(overlap) as run:
+        run.step(4)
+        with nothing_is_copied_ahead(monkeypatch):
+            handle = run.tier.save(tmp_path / "run", wait=False)
+            order = [entry.block.name for entry in handle._ahead]
+            assert len(order) == len(handle._entries) == 2 * LAYERS
+            before = len(run.tier.timeline)
+            run.step(2)
+            later_events = run.tier.timeline.events()[before:]
+        handle.result()
+    written = dict.fromkeys(e.name for e in later_events if e.lane == "hbm->dram")
+    assert [name for name in written if name in order] == [n for n in order if n in written]
+    assert len(written.keys() & order) > LAYERS
+
+
+def test_a_former_home_is_a_copy_until_it_is_written(tmp_path, monkeypatch) -> None:
+    """A step ahead writes to shadows: what it steps need not have been copied by then."""
+    with Loop() as run:
+        run.step(4)
+        with nothing_is_copied_ahead(monkeypatch):
+            handle = run.tier.save(tmp_path / "run", wait=False)
+            states = [e.state for e in handle._entries.values()]
+            assert set(states) == {_State.AT_HOME}
+            run.step()
+            assert {e.state for e in handle._entries.values()} == {_State.AT_HOME}
+            run.step()
+            found = [e.state for e in handle._entries.values()]
+            assert found.count(_State.COPIED) > LAYERS
+        handle.result()
+
+
+@pytest.mark.parametrize("what", DURING)
+def test_what_was_there_at_the_call_is_saved(tmp_path, monkeypatch, what) -> None:
+    save_during(warm, tmp_path / "run", DURING[what], monkeypatch)
+
+
+class Weights:
+    """Three layers, at home in files or in DRAM."""
+
+    def __init__(self, folder: Path, policy: str) -> None:
+        folder.mkdir()
+        model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.expected = {k: v.clone() for k, v in model.state_dict().items()}
+        self.tier = tiermem.TierManager(
+            device="cpu", hbm=8 * UNIT, dram="1MiB", nvme=folder, policy=policy
+        )
+        self.model = self.tier.wrap(model)
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.tier.close(discard=True)
+
+    def check(self, path: Path) -> None:
+        """Compares what is loaded."""
+        self.tier.load(path)
+        found = self.model.state_dict()
+        assert all(torch.equal(v, self.expected[k]) for k, v in found.items())
+
+
+def test_a_file_that_was_read_is_not_waited_for(tmp_path, disk, monkeypatch) -> None:
+    """What is at home in files is read, and may be overwritten while it is being written."""
+    with Weights(tmp_path / "swap", "nvme") as run:
+        reading, put = threading.Event(), later.SaveHandle._put
+
+        def note(self: later.SaveHandle, entry: Any, whole: torch.Tensor) -> None:
+            reading.set()
+            put(self, entry, whole)
+
+        monkeypatch.setattr(later.SaveHandle, "_put", note)
+        handle = run.tier.save(tmp_path / "run", wait=False)
+        assert reading.wait(20)
+        manager, entry = run.tier._manager, next(iter(handle._entries.values()))
+        with manager.lock:
+            handle.before_write(manager.record(entry.block))
+        assert not any(entry.state is _State.DONE for entry in handle._entries.values())
+        disk.set()
+        handle.result()
+        run.check(tmp_path / "run")
+
+
+def test_the_disk_is_given_nothing_that_is_to_be_copied(tmp_path, disk, monkeypatch) -> None:
+    """Else a step would wait for it: the writer waits for the copy, as slow as that may be."""
+    looking, copying, next_of = threading.Event(), threading.Event(), later.SaveHandle._next
+    copy_ahead = later.SaveHandle._copy_ahead
+
+    def look(self: later.SaveHandle) -> Any:
+        looking.set()
+        return next_of(self)
+
+    def slow(self: later.SaveHandle) -> None:
+        copying.wait()
+        copy_ahead(self)
+
+    monkeypatch.setattr(later.SaveHandle, "_next", look)
+    monkeypatch.setattr(later.SaveHandle, "_copy_ahead", slow)
+    with Loop(False) as run:
+        run.step(2)
+        handle = run.tier.save(tmp_path / "run", wait=False)
+        try:
+            assert looking.wait(20)
+            run.step()
+            assert not any(entry.state is _State.DONE for entry in handle._entries.values())
+        finally:
+            copying.set()
+            disk.set()
+        handle.result()
+
+
+@pytest.mark.parametrize("policy", ["nvme", "dram"])
+def test_a_copy_that_is_cut_short_is_none(tmp_path, monkeypatch, policy) -> None:
+    """Ctrl-C while a block is being kept: it is saved from its home."""
+
+    def cut(_extent: Any) -> torch.Tensor:
+        patch.undo()
+        raise KeyboardInterrupt
+
+    patch = pytest.MonkeyPatch()
+    with Weights(tmp_path / "swap", policy) as run:
+        manager = run.tier._manager
+        with nothing_is_copied_ahead(monkeypatch):
+            handle = run.tier.save(tmp_path / "run", wait=False)
+            entry = next(iter(handle._entries.values()))
+            with manager.lock:
+                patch.setattr(manager.parts.homes.arena, "bytes_of", cut)
+                with pytest.raises(KeyboardInterrupt):
+                    handle.before_write(manager.record(entry.block))
+        handle.result()
+        run.check(tmp_path / "run")
