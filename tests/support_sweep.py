@@ -421,6 +421,7 @@ def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> s
     saved(make, folder)
     seed(40)
     plain = _from_pretrained(cls, folder)
+    generator = torch.get_rng_state()
     first = tensors_of(plain)
     again = tensors_of(_from_pretrained(cls, folder))
     unsaid = {
@@ -445,7 +446,10 @@ def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> s
 
     def compare(hbm: int) -> None:
         with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+            seed(40)
             model: Any = tiermem.load_checkpoint(cls, folder, tier=tier)
+            if not torch.equal(torch.get_rng_state(), generator):
+                raise DifferError("loaded: the random generator")
             if hasattr(model, "config"):
                 _eager(model)
             with comparing("loaded"):
