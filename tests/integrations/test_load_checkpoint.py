@@ -391,6 +391,39 @@ def test_training_leaves_the_files_alone(tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 
 
+def test_beside_a_swap_file(tmp_path: Path) -> None:
+    """What is written goes there, two checkpoints are read from their files."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    plain = [save(f, CONFIGS[name]()) for f, name in zip(folders, ("llama", "gpt2"), strict=True)]
+    hbm, swap = 6 * max(map(nbytes, plain)), tmp_path / "swap"
+    swap.mkdir()
+    with tiermem.TierManager(
+        "cpu", hbm=hbm, dram="1MiB", nvme=swap, policy={"grads": "nvme", "optimizer": "nvme"}
+    ) as tier:
+        load: Any = tiermem.load_checkpoint
+        models = [load(transformers.AutoModelForCausalLM, f, tier=tier) for f in folders]
+        each = list(zip(plain, models, strict=True))
+        steppers = [
+            (torch.optim.AdamW(one.parameters(), lr=1e-2), tier.optimizer(two, torch.optim.AdamW))
+            for one, two in each
+        ]
+        for expected, found in steppers:
+            found.param_groups[0]["lr"] = expected.param_groups[0]["lr"]
+        for step in range(3):
+            ids = torch.arange(9)[None] + step
+            for pair, optimizers in zip(each, steppers, strict=True):
+                losses = [model(ids, labels=ids).loss for model in pair]
+                assert torch.equal(*losses)
+                for loss, optimizer in zip(losses, optimizers, strict=True):
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        links = tier.stats().links
+        assert {"hbm->nvme", "dram->nvme"} & links.keys() and links["nvme->hbm"].nbytes
+        for one, two in each:
+            check_equal(two, one)
+
+
 def test_a_weight_that_is_written_by_hand(tmp_path: Path) -> None:
     plain = save(tmp_path, CONFIGS["llama"]())
     hbm = max(nbytes(plain) * 3 // 5, 96 << 10)
