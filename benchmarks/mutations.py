@@ -1508,6 +1508,34 @@ MUTATIONS = (
         "            pass\n",
         ("tests/integrations/test_load_checkpoint.py",),
     ),
+    Mutation(
+        "a class that draws numbers as it is made draws those that from_pretrained draws",
+        "tiermem/loading/build.py",
+        "    if drawn:\n",
+        "    if False:\n",
+        ("tests/integrations/test_load_checkpoint.py",),
+    ),
+    Mutation(
+        "a class does what it does to weights that are loaded",
+        "tiermem/loading/load.py",
+        "initialize=by_class",
+        "initialize=False",
+        ("tests/integrations/test_load_checkpoint.py",),
+    ),
+    Mutation(
+        "checkpoints' files are numbered after the swap file's",
+        "tiermem/runtime/memory/homes.py",
+        "CheckpointStore(self.chunk, others)",
+        "CheckpointStore(self.chunk)",
+        ("tests/integrations/test_load_checkpoint.py",),
+    ),
+    Mutation(
+        "names for which peft adapts stacked experts are refused",
+        "tiermem/lora/experts.py",
+        "    if parameters:\n",
+        "    if False:\n",
+        ("tests/integrations/test_lora.py",),
+    ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]

@@ -8,8 +8,8 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,11 @@ def try_case(case: Case, parts: list[str], folder: Path) -> Iterator[tuple[str, 
         todo["wrap"] = lambda: wrapped(make, inputs)
     if "load" in parts and case.cls() is not None:
         todo["load"] = lambda: loaded(case.cls(), make, inputs, folder / "model")
-    if "lora" in parts and case.group == "CAUSAL_LM":
-        todo["lora"] = lambda: adapted(case.cls(), inputs, folder / "model")
-        if "load" not in parts:
-            todo["lora"] = lambda: (
-                saved(make, folder / "model"),
-                adapted(case.cls(), inputs, folder / "model"),
+    for part, compare in (("lora", adapted), ("ways", adapted_in_ways)):
+        if part in parts and case.cls() is not None:
+            todo[part] = lambda compare=compare: (
+                None if (folder / "model").exists() else saved(make, folder / "model"),
+                compare(case.cls(), inputs, folder / "model"),
             )[1]
     for part, what in todo.items():
         began = time.monotonic()
@@ -389,13 +388,15 @@ def saved(make: Callable[[], Any], folder: Path) -> Any:
         raise SkippedError(f"save_pretrained: {said(error)}") from error
 
 
-def _from_pretrained(cls: Any, folder: Path) -> Any:
+def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | None = None) -> Any:
     try:
-        more = {"experts_implementation": "eager"} if hasattr(cls, "_from_config") else {}
+        of_transformers = hasattr(cls, "_from_config")
+        more = {"experts_implementation": "eager"} if of_transformers else {}
+        own = {} if dtype is None else {"dtype" if of_transformers else "torch_dtype": dtype}
         try:
-            model = cls.from_pretrained(folder, **more)
+            model = cls.from_pretrained(folder, **more, **own)
         except (TypeError, ValueError):
-            model = cls.from_pretrained(folder)
+            model = cls.from_pretrained(folder, **own)
     except Exception as error:
         raise SkippedError(f"from_pretrained: {said(error)}") from error
     for param in model.parameters():
@@ -421,6 +422,7 @@ def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> s
     saved(make, folder)
     seed(40)
     plain = _from_pretrained(cls, folder)
+    generator = torch.get_rng_state()
     first = tensors_of(plain)
     again = tensors_of(_from_pretrained(cls, folder))
     unsaid = {
@@ -445,7 +447,10 @@ def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> s
 
     def compare(hbm: int) -> None:
         with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+            seed(40)
             model: Any = tiermem.load_checkpoint(cls, folder, tier=tier)
+            if not torch.equal(torch.get_rng_state(), generator):
+                raise DifferError("loaded: the random generator")
             if hasattr(model, "config"):
                 _eager(model)
             with comparing("loaded"):
@@ -481,72 +486,174 @@ def _eager(model: Any) -> None:
             config._experts_implementation = "eager"
 
 
-def adapted(cls: Any, inputs: Inputs, folder: Path) -> str:
-    """Compares a step of adapters with peft's."""
-    import peft
+@dataclass(frozen=True)
+class How:
+    """How adapters are trained.
 
-    note = ""
-    try:
-        seed(50)
-        resident = peft.get_peft_model(
-            _from_pretrained(cls, folder), peft.LoraConfig(r=4, lora_alpha=8)
-        )
-        targets = None
-    except SkippedError:
-        raise
-    except Exception as error:
-        note = said(error)
+    Attributes:
+        dtype: Of the weights; None for the files'.
+        dropout: Of the adapters' inputs.
+        reentrant: The kind of gradient checkpointing; None for none.
+        optimizer: Its class.
+        options: And its options.
+        steps: How many, each of two backward passes where there are several.
+    """
+
+    dtype: torch.dtype | None = None
+    dropout: float = 0.0
+    reentrant: bool | None = None
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: tuple[tuple[str, Any], ...] = (("lr", 1e-2),)
+    steps: int = 1
+
+
+HOWS = (
+    How(torch.bfloat16, 0.1, False, options=(("lr", 1e-2), ("amsgrad", True)), steps=3),
+    How(None, 0.1, True, torch.optim.SGD, (("lr", 0.1), ("momentum", 0.9)), steps=3),
+    How(torch.bfloat16, 0.0, None, torch.optim.Adafactor, steps=2),
+)
+
+
+def adapted_in_ways(cls: Any, inputs: Inputs, folder: Path) -> str:
+    """Compares adapters with peft's, trained in several ways."""
+    notes: list[str] = []
+    for number, how in enumerate(HOWS):
         try:
-            seed(50)
-            targets = "all-linear"
-            resident = peft.get_peft_model(
-                _from_pretrained(cls, folder),
-                peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets),
-            )
-        except Exception as second:
-            raise SkippedError(f"peft: {said(second)}") from second
-    trained = [p for p in resident.parameters() if p.requires_grad]
+            with comparing(f"way {number}"):
+                notes.append(adapted(cls, inputs, folder, how))
+        except SkippedError as error:
+            notes.append(f"way {number}: {error}")
+    return "; ".join(filter(None, notes))
+
+
+def adapted(cls: Any, inputs: Inputs, folder: Path, how: How = How()) -> str:
+    """Compares steps of adapters with peft's."""
+    resident, targets, note = _peft_model(cls, folder, how)
+
+    def steps(model: Any, make: Callable[..., Any]) -> Any:
+        own = [p for p in model.parameters() if p.requires_grad]
+        return _adapter_steps(model, make(own, how.optimizer, **dict(how.options)), inputs, how)
+
+    def plain(own: Any, kind: Any, **options: Any) -> Any:
+        return kind(own, **options)
+
     try:
-        expected = _adapter_step(resident, torch.optim.AdamW(trained, lr=1e-2), inputs)
+        expected = steps(resident, plain)
     except Exception as error:
         raise SkippedError(f"peft's step: {said(error)}") from error
+    lora = tiermem.Lora(r=4, alpha=8, target_modules=targets, dropout=how.dropout)
 
     def compare(hbm: int) -> None:
         with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
             seed(50)
-            model: Any = tiermem.load_checkpoint(
-                cls, folder, tier=tier, lora=tiermem.Lora(r=4, alpha=8, target_modules=targets)
-            )
+            more = {} if how.dtype is None else {"dtype": how.dtype}
+            model: Any = tiermem.load_checkpoint(cls, folder, tier=tier, lora=lora, **more)
             _eager(model)
-            own = [p for p in model.parameters() if p.requires_grad]
-            found = _adapter_step(model, tier.optimizer(own, torch.optim.AdamW, lr=1e-2), inputs)
+            _checkpointing(model, how)
             with comparing("adapters"):
-                assert_same(expected, found, "")
+                _same(
+                    expected,
+                    steps(model, tier.optimizer),
+                    "",
+                    lambda: _stable(
+                        lambda: _peft_model(cls, folder, how)[0],
+                        lambda m: steps(m, plain),
+                        expected,
+                    ),
+                )
 
     with_enough(max(weights(resident) // 3, 4096), compare)
     return note
 
 
+def _peft_model(cls: Any, folder: Path, how: How) -> tuple[Any, Any, str]:
+    """Returns a model with peft's adapters, the target modules asked for, and a note."""
+    import peft
+
+    note = ""
+
+    def made(targets: Any) -> Any:
+        seed(50)
+        base = _from_pretrained(cls, folder, how.dtype)
+        config = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=targets, lora_dropout=how.dropout
+        )
+        return peft.get_peft_model(base, config)
+
+    targets: Any = None
+    try:
+        resident = made(None)
+    except SkippedError:
+        raise
+    except Exception as error:
+        note = said(error)
+        targets = "all-linear"
+        try:
+            resident = made(targets)
+        except Exception as second:
+            if "lora_dropout != 0" not in str(second):
+                raise SkippedError(f"peft: {said(second)}") from second
+            # of parameters, which get adapters without it alone
+            resident = _peft_model(cls, folder, replace(how, dropout=0.0))[0]
+            targets = _linear_names(resident)
+            resident = made(targets)
+    if any(type(module).__name__ == "ParamWrapper" for module in resident.modules()):
+        targets = _linear_names(resident)
+        note = f"peft adapts parameters, too; compared with {targets}"
+        resident = made(targets)
+    _checkpointing(resident, how)
+    return resident, targets, note
+
+
+def _linear_names(model: Any) -> list[str]:
+    """Returns the last names of the linear layers that peft has adapted."""
+    import peft
+
+    linear = [n for n, m in model.named_modules() if isinstance(m, peft.tuners.lora.Linear)]
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
+def _checkpointing(model: Any, how: How) -> None:
+    if how.reentrant is None or not getattr(model, "supports_gradient_checkpointing", False):
+        return
+    with suppress(ValueError):  # a class that says so, and cannot
+        model.gradient_checkpointing_enable({"use_reentrant": how.reentrant})
+        model.enable_input_require_grads()
+
+
 _PREFIX = re.compile(r"base_model\.model\.|\.default|\.base_layer|\.modules_to_save")
 
 
-def _adapter_step(model: Any, optimizer: Any, inputs: Inputs) -> Any:
+def _adapter_steps(model: Any, optimizer: Any, inputs: Inputs, how: How) -> Any:
     model.train()
-    seed(60)
-    given = inputs(0)
-    seed(61)
-    loss = scalar_of(model(**given))
-    assert loss is not None
-    loss.backward()
-    grads = {
-        _PREFIX.sub("", name): param.grad.detach().clone()
-        for name, param in model.named_parameters()
-        if param.grad is not None
-    }
-    optimizer.step()
-    after = {
-        _PREFIX.sub("", n): p.detach().clone()
-        for n, p in model.named_parameters()
-        if p.requires_grad
-    }
-    return loss.detach().clone(), dict(sorted(grads.items())), dict(sorted(after.items()))
+    seen: list[Any] = []
+    for step in range(how.steps):
+        for part in range(1 if how.steps == 1 else 2):
+            seed(60 + step)
+            given = inputs((step + part) % 2)
+            seed(61 + step)
+            loss = scalar_of(model(**given))
+            assert loss is not None
+            loss.backward()
+            seen.append(loss.detach().clone())
+        seen.append(
+            {
+                _PREFIX.sub("", name): param.grad.detach().clone()
+                for name, param in sorted(model.named_parameters(), key=_plain_name)
+                if param.grad is not None
+            }
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return [
+        *seen,
+        {
+            _PREFIX.sub("", name): param.detach().clone()
+            for name, param in sorted(model.named_parameters(), key=_plain_name)
+            if param.requires_grad
+        },
+    ]
+
+
+def _plain_name(pair: tuple[str, Any]) -> str:
+    return _PREFIX.sub("", pair[0])

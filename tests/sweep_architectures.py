@@ -4,9 +4,11 @@
 mappings, the most used kinds first and each in an order drawn at random, with random weights from
 their default configuration made small. Each is compared bit for bit with the plain model, in a
 process of its own: forward passes, ``generate``, three steps of AdamW, ``state_dict`` and closing
-(part ``wrap``); ``load_checkpoint`` beside ``from_pretrained`` (``load``); and, for causal language
-models, a step of adapters beside peft (``lora``). ``--only llama`` tries the classes with that in
-their name; ``--kinds torch diffusers`` modules of torch in odd shapes and models of diffusers.
+(part ``wrap``); ``load_checkpoint`` beside ``from_pretrained`` (``load``); and a step of adapters
+beside peft (``lora``), on peft's own choice of modules, or on all linear layers where it has none.
+Part ``ways`` trains adapters in several dtypes, with several optimizers and with gradient
+checkpointing. ``--only llama`` tries the classes with that in their name; ``--kinds torch
+diffusers`` modules of torch in odd shapes and models of diffusers.
 """
 
 from __future__ import annotations
@@ -115,8 +117,9 @@ def tried(case: Case, parts: list[str], limit: float, folder: Path) -> dict[str,
         os.kill(pid, signal.SIGKILL)
         _, _ = os.waitpid(pid, 0)
     shutil.rmtree(found.with_suffix(".d"), ignore_errors=True)
-    out = json.loads(found.read_text()) if found.exists() else {}
-    if not done or not out:
+    written = found.exists()  # in the end at least, where no part is for this case
+    out = json.loads(found.read_text()) if written else {}
+    if not done or not written:
         out["sweep"] = {"kind": "time" if not done else "died", "why": f"after {list(out)}"}
     return out
 

@@ -279,21 +279,83 @@ def test_a_class_that_nobody_knows_is_refused(tmp_path: Path) -> None:
             tiermem.load_checkpoint(Own, tmp_path / "toy.safetensors", tier=tier)
 
 
-def test_the_random_generator_is_left_as_from_pretrained_leaves_it(tmp_path: Path) -> None:
-    """CLIP's class embedding is drawn as the model is made; adapters are drawn after that."""
+def clip_vision() -> Any:
+    """Its class embedding is drawn as the model is made, with ``torch.randn``."""
     small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    config = transformers.CLIPVisionConfig(
-        **small, num_hidden_layers=1, image_size=16, patch_size=8
+    return transformers.CLIPVisionModel(
+        transformers.CLIPVisionConfig(**small, num_hidden_layers=1, image_size=16, patch_size=8)
     )
-    cls = transformers.CLIPVisionModel
-    cls(config).save_pretrained(tmp_path)
-    left = []
+
+
+def diffllama() -> Any:
+    """``torch.normal(0, std, size)`` draws on the meta device, too."""
+    return transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SMALL))
+
+
+def mamba() -> Any:
+    """What ``_init_weights`` draws is dropped where there are values."""
+    return transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
+    )
+
+
+class Drawing(transformers.PreTrainedModel):  # type: ignore[misc]
+    """A buffer that no checkpoint has is drawn."""
+
+    config_class = transformers.LlamaConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("lasting", torch.zeros(3))
+        self.register_buffer("drawn", torch.zeros(3), persistent=False)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            transformers.initialization.normal_(self.lasting)
+            transformers.initialization.normal_(self.drawn)
+
+
+def sana() -> Any:
+    diffusers: Any = pytest.importorskip("diffusers")
+    return diffusers.SanaTransformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=8,
+        num_layers=1,
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [clip_vision, diffllama, mamba, lambda: Drawing(transformers.LlamaConfig(**SMALL)), sana],
+    ids=["CLIP", "DiffLlama", "Mamba", "buffer", "Sana"],
+)
+def test_the_random_generator_is_left_as_from_pretrained_leaves_it(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    """Adapters are drawn after that."""
+    model = make()
+    cls = type(model)
+    model.save_pretrained(tmp_path)
+    left, drawn = [], []
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
         for load in (cls.from_pretrained, lambda f: tiermem.load_checkpoint(cls, f, tier=tier)):
             torch.manual_seed(3)
-            load(tmp_path)
+            found: Any = load(tmp_path)
             left.append(torch.rand(4))
+            drawn.append(dict(found.named_buffers()))
     assert torch.equal(*left)
+    assert drawn[0].keys() == drawn[1].keys()
+    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
 
 
 def test_a_head_that_the_files_do_not_have_is_missing(tmp_path: Path) -> None:
@@ -327,6 +389,39 @@ def test_training_leaves_the_files_alone(tmp_path: Path) -> None:
         check_equal(model, plain)
     check_equal(model, plain)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_beside_a_swap_file(tmp_path: Path) -> None:
+    """What is written goes there, two checkpoints are read from their files."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    plain = [save(f, CONFIGS[name]()) for f, name in zip(folders, ("llama", "gpt2"), strict=True)]
+    hbm, swap = 6 * max(map(nbytes, plain)), tmp_path / "swap"
+    swap.mkdir()
+    with tiermem.TierManager(
+        "cpu", hbm=hbm, dram="1MiB", nvme=swap, policy={"grads": "nvme", "optimizer": "nvme"}
+    ) as tier:
+        load: Any = tiermem.load_checkpoint
+        models = [load(transformers.AutoModelForCausalLM, f, tier=tier) for f in folders]
+        each = list(zip(plain, models, strict=True))
+        steppers = [
+            (torch.optim.AdamW(one.parameters(), lr=1e-2), tier.optimizer(two, torch.optim.AdamW))
+            for one, two in each
+        ]
+        for expected, found in steppers:
+            found.param_groups[0]["lr"] = expected.param_groups[0]["lr"]
+        for step in range(3):
+            ids = torch.arange(9)[None] + step
+            for pair, optimizers in zip(each, steppers, strict=True):
+                losses = [model(ids, labels=ids).loss for model in pair]
+                assert torch.equal(*losses)
+                for loss, optimizer in zip(losses, optimizers, strict=True):
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        links = tier.stats().links
+        assert {"hbm->nvme", "dram->nvme"} & links.keys() and links["nvme->hbm"].nbytes
+        for one, two in each:
+            check_equal(two, one)
 
 
 def test_a_weight_that_is_written_by_hand(tmp_path: Path) -> None:

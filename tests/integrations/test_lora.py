@@ -71,6 +71,25 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+def qwen_moe() -> Any:
+    """Its experts are stacked, and "all-linear" means none of them to peft."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    config._experts_implementation = "eager"  # others round differently by where bytes lie
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
 def built(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     model = make().to(dtype)
@@ -152,6 +171,9 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype, dict[str, Any]]] = {
     "gpt2-own-biases": (gpt2, F32, {"bias": "lora_only", "lora_bias": True}),
     "t5": (t5, F32, {}),
     "mixtral-bf16": (mixtral, BF16, {"target_modules": Q_V}),
+    # not of the second layer alone: peft takes the last names of what matches
+    "mixtral-expression": (mixtral, F32, {"target_modules": r".*layers\.1\..*[qv]_proj"}),
+    "qwen-moe-all-linear": (qwen_moe, F32, {"target_modules": "all-linear"}),
     "all-linear": (
         llama,
         F32,
@@ -379,10 +401,37 @@ def test_another_kind_of_adapters() -> None:
         tiermem.Lora.of({})
 
 
-def test_experts_that_are_one_parameter_are_refused() -> None:
-    for targets in (["q_proj", "w1"], "all-linear"):
-        with pytest.raises(tiermem.ConfigError, match="experts are stacked"):
-            tiermem.add_adapters(built(mixtral), tiermem.Lora(target_modules=targets))
+@pytest.mark.parametrize(
+    "make, targets, says",
+    [
+        (mixtral, "all-linear", r"adapters on \['down_proj', .*modules only for .*'q_proj'"),
+        (
+            mixtral,
+            ["q_proj", "w1", "w2", "w3"],
+            r"adapters on \['down_proj', 'gate_up_proj'\], too",
+        ),
+        (mixtral, ["q_proj", "w1"], "without also targeting w3"),
+        (qwen_moe, ["q_proj", "w1"], r"target_modules=\['w1'\]: .*no module has such a name"),
+    ],
+)
+def test_experts_that_are_one_parameter_are_refused(
+    make: Callable[[], Any], targets: Any, says: str
+) -> None:
+    """Where peft would adapt them, or the names are theirs."""
+    model = built(make)
+    with pytest.raises(tiermem.ConfigError, match=says) as error:
+        tiermem.add_adapters(model, tiermem.Lora(target_modules=targets))
+    assert "are stacked in parameters such as 'model.layers.0.mlp.experts." in str(error.value)
+    assert all(param.requires_grad for param in model.parameters())
+
+
+def test_all_linear_layers_beside_stacked_experts_without_peft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tiermem.lora.experts.find_spec", lambda name: None)
+    with pytest.raises(tiermem.ConfigError, match="peft, whose rules these are, is not installed"):
+        tiermem.add_adapters(built(qwen_moe), tiermem.Lora(target_modules="all-linear"))
+    assert tiermem.add_adapters(built(qwen_moe), tiermem.Lora(target_modules=Q_V))
 
 
 def test_a_tied_module_cannot_be_saved_whole() -> None:

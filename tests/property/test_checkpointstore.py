@@ -19,6 +19,7 @@ from tiermem.core.block import align_up
 from tiermem.errors import CheckpointError, IntegrityError, StorageError
 from tiermem.storage.checkpointstore import CheckpointStore, SourceRange
 from tiermem.storage.files import JoinedFiles
+from tiermem.storage.swapfile import SwapFile
 from tiermem.testing.io import Fault, ScriptedEngine
 from tiermem.transfer.file.mover import FileMover
 
@@ -40,16 +41,23 @@ def paths(folder: Path) -> list[Path]:
 
 
 class Reads:
-    """A mover over a store of checkpoint files; closes what it has opened."""
+    """A mover over a store of checkpoint files; closes what it has opened.
 
-    def __init__(self, folder: Path, **engine: object) -> None:
-        self.store = CheckpointStore(CHUNK)
+    Args:
+        folder: Where they are.
+        swaps: How many swap files it has beside them.
+        engine: Of :class:`ScriptedEngine`.
+    """
+
+    def __init__(self, folder: Path, swaps: int = 0, **engine: object) -> None:
+        self.swap = SwapFile([folder] * swaps, None, CHUNK) if swaps else None
+        self.store = CheckpointStore(CHUNK, swaps)
         self.store.add(paths(folder))
         self.double = ScriptedEngine(**engine)  # type: ignore[arg-type]
         self.staging = torch.zeros(8 * CHUNK, dtype=torch.uint8)
         offset = -self.staging.data_ptr() % PAGE
         staging = self.staging[offset : offset + 7 * CHUNK]
-        files = JoinedFiles(None, self.store, 1 << 60)
+        files = JoinedFiles(self.swap, self.store, 1 << 60)
         self.mover = FileMover(files, lambda: self.double, staging, CHUNK, None)
 
     def __enter__(self) -> Reads:
@@ -58,6 +66,8 @@ class Reads:
     def __exit__(self, *_: object) -> None:
         self.mover.close()
         self.store.close()
+        if self.swap is not None:
+            self.swap.close()
 
     def read(self, ranges: list[SourceRange], nbytes: int) -> torch.Tensor:
         extent = self.store.place(ranges, nbytes)
@@ -85,13 +95,13 @@ def gathered(draw: st.DrawFn, sizes: list[int]) -> list[SourceRange]:
     return list(order)
 
 
-@given(data=st.data(), seed=st.integers(0, 1 << 16))
+@given(data=st.data(), seed=st.integers(0, 1 << 16), swaps=st.integers(0, 2))
 @settings(max_examples=examples(40), deadline=None)
 def test_a_block_is_what_slices_of_the_files_are(
-    folder: Path, data: st.DataObject, seed: int
+    folder: Path, data: st.DataObject, seed: int, swaps: int
 ) -> None:
     contents = [path.read_bytes() for path in paths(folder)]
-    with Reads(folder, order=random.Random(seed).randrange) as reads:
+    with Reads(folder, swaps, order=random.Random(seed).randrange) as reads:
         for _ in range(2):  # the second time checksums of pages are compared
             ranges = data.draw(gathered([len(content) for content in contents]))
             nbytes = align_up(max(r.target + r.nbytes for r in ranges) + 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,10 @@ def _diffusers_model(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Mo
         raise CheckpointError(f"{folder}/config.json: {error}") from error
     if config.get("quantization_config") is not None:
         raise _quantized(folder)
-    with torch.random.fork_rng(devices=[]), parameters_on_meta():
+    from diffusers.models import modeling_utils
+
+    # draws from the generator as often as from_pretrained, so that adapters get the same numbers
+    with getattr(modeling_utils, "no_init_weights", nullcontext)(), parameters_on_meta():
         model: Any = cls.from_config(config)
     model.register_to_config(_name_or_path=str(folder))
     kept = set(cls._keep_in_fp32_modules or ())
@@ -129,14 +134,16 @@ def _transformers_model(
     make = cls.from_config if auto else cls._from_config
     # transformers draws no values for what is said to have them: random numbers for parameters
     # without memory took as long as all else that makes a model of 32 layers
-    # and a class that draws its own (``torch.randn``) must leave the generator alone, as it does on
-    # the meta device, where ``from_pretrained`` makes it: adapters are drawn next
+    before = torch.get_rng_state()
     with (
         torch.random.fork_rng(devices=[]),
         guard_torch_init_functions(),
         parameters_on_meta(**{HAS_VALUES: True}),
     ):
         model: Any = make(config, dtype=dtype)
+        drawn = not torch.equal(torch.get_rng_state(), before)
+    if drawn:
+        _draw_as_from_pretrained(lambda: make(copy.deepcopy(config), dtype=dtype))
     for param in model.parameters():
         param.__dict__.pop(HAS_VALUES, None)
         _thaw(param)
@@ -146,6 +153,19 @@ def _transformers_model(
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _draw_as_from_pretrained(make: Callable[[], Any]) -> None:
+    """Leaves the random generator as ``from_pretrained`` does: adapters are drawn next.
+
+    It makes the model on the meta device, where ``torch.randn`` draws nothing, and
+    ``torch.normal(0.0, 1.0, size)`` and what names another device do.
+    """
+    from transformers import initialization
+
+    safe = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)
+    with torch.device("meta"), safe():
+        make()
 
 
 def _thaw(param: torch.Tensor) -> None:

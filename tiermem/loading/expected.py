@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+
+from tiermem.loading.untouched import Untouched
 
 HAS_VALUES = "_is_hf_initialized"
 """The attribute by which ``transformers.initialization`` (release 5) knows what has values."""
@@ -23,14 +25,16 @@ def complained_of(
     return set(info.missing_keys) | set(info.unexpected_keys)
 
 
-def make_expected(model: Any, missing: Sequence[str]) -> list[str]:
+def make_expected(model: Any, missing: Sequence[str], others: Sequence[str] = ()) -> list[str]:
     """Gives tensors that no checkpoint of this class has their values, as ``from_pretrained`` does.
 
-    Such are tables of positions that the model computes.
+    Such are tables of positions that the model computes. The random generator is left as that
+    leaves it, too: some classes draw numbers for tensors that have values, and drop them.
 
     Args:
         model: A model of transformers.
         missing: Names of what the files do not have.
+        others: Names of buffers that are in no checkpoint and are to be made anew.
 
     Returns:
         The names that are left: those of which transformers would warn.
@@ -45,9 +49,12 @@ def make_expected(model: Any, missing: Sequence[str]) -> list[str]:
         tensor = tensors[own]
         if tensor.is_meta:
             tensors[own] = blank.setdefault(id(tensor), _blank(tensor))
-    if made:
-        with _all_have_values_but(model, made):
+    untouched = Untouched(model, {})  # on the meta device nothing would be drawn
+    try:
+        with _all_have_values_but(model, {*made, *others}):
             model.initialize_weights()
+    finally:
+        untouched.undo()
     return [name for name in missing if name in left]
 
 
@@ -58,15 +65,15 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _all_have_values_but(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def _all_have_values_but(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Lets transformers give values to some tensors alone."""
-    modules = list(model.modules())
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    marked = [tensor for name, tensor in tensors.items() if name not in names]
-    for module in modules:
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors |= dict(model.named_buffers())
+    for module in model.modules():
         module.__dict__.pop(HAS_VALUES, None)
-    for tensor in marked:
-        setattr(tensor, HAS_VALUES, True)
+    for name, tensor in tensors.items():
+        if name not in names:
+            setattr(tensor, HAS_VALUES, True)
     try:
         yield
     finally:

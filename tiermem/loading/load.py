@@ -70,16 +70,17 @@ def load_checkpoint(
         raise ConfigError(f"dtype must be a floating dtype, not {dtype}")
     where = Path(path)
     files = CheckpointFiles.open(where)
+    by_class = is_pretrained_class(model_or_factory)
     model = model_of(model_or_factory, where, files, dtype)
     settings = None if lora is None else _settings(lora)
-    sources = sources_of(model, files, names)
+    sources = sources_of(model, files, names, initialize=by_class)
     untie(model, sources, files)
     _check_buffers(model, sources)
     if settings is not None:
         from tiermem.lora.adapters import add_adapters
 
         add_adapters(model, settings)
-    own = None if is_pretrained_class(model_or_factory) else dtype  # such are made in it
+    own = None if by_class else dtype  # such are made in it
     _wrap(model, files, sources, tier, own, blocks)
     return model
 

@@ -35,7 +35,9 @@ class Converted:
 Source = StoredView | Converted
 
 
-def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) -> dict[str, Source]:
+def sources_of(
+    model: nn.Module, files: CheckpointFiles, names: Names | None, initialize: bool = False
+) -> dict[str, Source]:
     """Finds the source of every parameter and persistent buffer.
 
     Args:
@@ -43,6 +45,8 @@ def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) ->
         files: The checkpoint.
         names: The file's name for each of the model's; by default its own, or what transformers
             has for a model of its own.
+        initialize: Whether it is a model of transformers that does what its class does to weights
+            as they are loaded, even where none are missing.
 
     Returns:
         By the model's name; of tied parameters one name at least.
@@ -60,8 +64,8 @@ def sources_of(model: nn.Module, files: CheckpointFiles, names: Names | None) ->
         found = {name: view_of(files, name) for name in wanted if name in files.tensors}
         used = set(found)
     missing = _missing(wanted, found)
-    if missing and of_transformers and names is None:
-        missing = make_expected(model, missing)
+    if (missing or initialize) and of_transformers and names is None:
+        missing = make_expected(model, missing, _not_saved(model) if initialize else ())
     _check_missing(missing, files)
     if names is None:  # with names given, the other tensors are left out
         used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
@@ -81,6 +85,16 @@ def wanted_by(model: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 wanted[f"{prefix}.{name}" if prefix else name] = buffer
     return wanted
+
+
+def _not_saved(model: nn.Module) -> list[str]:
+    """Returns the names of the buffers that are in no checkpoint."""
+    found = []
+    for prefix, module in model.named_modules():
+        found += [
+            f"{prefix}.{name}" if prefix else name for name in module._non_persistent_buffers_set
+        ]
+    return found
 
 
 def view_of(files: CheckpointFiles, name: str) -> StoredView:

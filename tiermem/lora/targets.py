@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -13,8 +13,13 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.lora.config import Lora
-
-ALL_LINEAR = "all-linear"
+from tiermem.lora.experts import (
+    ALL_LINEAR,
+    as_peft_means,
+    check_names,
+    is_all_linear,
+    stacked_experts,
+)
 
 _COMMON = (
     ("q_proj", "v_proj"),
@@ -64,11 +69,14 @@ def resolved(model: nn.Module, lora: Lora) -> str | tuple[str, ...]:
     """Returns the target modules that are meant, by regular expression, names or "all-linear".
 
     Raises:
-        ConfigError: If none are given, and the architecture is not known.
+        ConfigError: If none are given, and the architecture is not known; or if peft adapts more
+            than modules.
     """
     targets: Any = lora.target_modules
     if targets is not None:
-        return ALL_LINEAR if str(targets).lower() == ALL_LINEAR else targets
+        if stacked_experts(model):
+            targets = as_peft_means(model, lora)
+        return ALL_LINEAR if is_all_linear(targets) else targets
     kind = getattr(getattr(model, "config", None), "model_type", None)
     found = _of_peft(kind) if isinstance(kind, str) else None
     if found is not None:
@@ -105,7 +113,8 @@ def chosen(model: nn.Module, lora: Lora) -> list[Target]:
         names = set(_all_linear(model, lora))
     else:
         names = {name for name, _ in model.named_modules() if name and _matches(name, targets)}
-    _check_experts(model, lora, names)
+    if lora.target_modules is not None and stacked_experts(model):
+        check_names(model, targets, names, lambda name, target: _matches(name, (target,)))
     kept = _kept(model, lora, isinstance(targets, str) and targets != ALL_LINEAR)
     found = [
         Target(name, module, r, lora.scaling(r, by_pattern(name, lora.alpha_pattern, lora.alpha)))
@@ -179,23 +188,6 @@ def by_pattern(name: str, patterns: Mapping[str, float], default: float) -> floa
         if re.match(rf"(.*\.)?({pattern})$", name):
             return float(value)
     return float(default)
-
-
-def _check_experts(model: nn.Module, lora: Lora, names: Iterable[str]) -> None:
-    """Refuses names of projections of experts that are one parameter of three dimensions."""
-    targets: Any = lora.target_modules
-    fused = [n for n, p in model.named_parameters() if p.dim() == 3 and ".experts." in n]
-    if targets is None or not fused:
-        return
-    missing: Any = [ALL_LINEAR] if str(targets).lower() == ALL_LINEAR else []
-    if not isinstance(targets, str):
-        missing = [each for each in targets if not any(_matches(name, (each,)) for name in names)]
-    if missing:
-        raise ConfigError(
-            f"target_modules={missing} means more than modules of {type(model).__name__}: its "
-            f"experts are stacked in parameters such as {fused[0]!r}, which cannot have adapters "
-            "here; give names of linear layers"
-        )
 
 
 def _places(model: nn.Module) -> dict[int, set[tuple[int, str]]]:

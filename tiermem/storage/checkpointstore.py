@@ -57,20 +57,23 @@ class CheckpointStore:
     """Tensors at rest in checkpoint files.
 
     Each file has two descriptors, numbers ``2 * file`` (past the page cache) and
-    ``2 * file + 1`` (through it).
+    ``2 * file + 1`` (through it) of those here.
 
     Args:
         chunk_nbytes: Most bytes of a piece; a multiple of 4,096.
+        others: How many descriptors the file mover has before those here: the swap file's. Pieces
+            and messages name a file by its number among all.
 
     Attributes:
         chunk_nbytes: As given.
         direct: Whether every file goes past the page cache (O_DIRECT).
     """
 
-    def __init__(self, chunk_nbytes: int) -> None:
+    def __init__(self, chunk_nbytes: int, others: int = 0) -> None:
         if chunk_nbytes <= 0 or chunk_nbytes % ALIGNMENT:
             raise ConfigError(f"chunk_nbytes must be a multiple of {ALIGNMENT}: {chunk_nbytes}")
         self.chunk_nbytes = chunk_nbytes
+        self._others = others
         self.direct = True
         self._pid = os.getpid()
         self._closed = False
@@ -91,8 +94,12 @@ class CheckpointStore:
         return tuple(self._fds)
 
     def folder(self, file: int) -> str:
-        """Returns the path of a file, by the number of its descriptor."""
-        return self._paths[file // 2]
+        """Returns the path of a file, by the number of its descriptor among all."""
+        return self._paths[self._own(file) // 2]
+
+    def _own(self, file: int) -> int:
+        """Returns the number of a descriptor here, given that among all."""
+        return file - self._others
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -220,9 +227,10 @@ class CheckpointStore:
             for begin, end in _clusters(members):
                 for start in range(begin, min(end, whole), self.chunk_nbytes):
                     stop = min(start + self.chunk_nbytes, end, whole)
-                    yield _piece(2 * file, start, stop, members)
+                    yield _piece(self._others + 2 * file, start, stop, members)
                 if end > whole:
-                    yield _piece(2 * file + 1, max(begin, whole), size, members)
+                    own = 2 * file + 1
+                    yield _piece(self._others + own, max(begin, whole), size, members)
 
     def refusal(self, extent: Extent, piece: Piece) -> str:
         """Returns why a piece cannot be trusted that was not read before; empty where it can."""
@@ -230,10 +238,10 @@ class CheckpointStore:
         if entry.checksum is not None:
             return ""  # the bytes themselves are compared
         try:
-            now = _Identity.of(self._fds[piece.file])
+            now = _Identity.of(self._fds[self._own(piece.file)])
         except OSError as error:
             return f"the checkpoint file cannot be looked at ({error.strerror})"
-        if now == self._identities[piece.file // 2]:
+        if now == self._identities[self._own(piece.file) // 2]:
             return ""
         return (
             "the checkpoint file was changed since it was opened; load the checkpoint anew, and "

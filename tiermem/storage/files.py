@@ -116,7 +116,7 @@ class JoinedFiles:
 
     Args:
         swap: Its files come first; its extents lie below ``boundary``.
-        sources: The other.
+        sources: The other, which numbers its files after those of ``swap``.
         boundary: First offset of the extents of ``sources``.
     """
 
@@ -124,7 +124,6 @@ class JoinedFiles:
         self._swap = swap
         self._sources = sources
         self._boundary = boundary
-        self._first = 0 if swap is None else len(swap.fds)
         self.chunk_nbytes = sources.chunk_nbytes
 
     @property
@@ -134,9 +133,9 @@ class JoinedFiles:
 
     def folder(self, file: int) -> str:
         """See :class:`FileStore`."""
-        if self._swap is not None and file < self._first:
+        if self._swap is not None and file < len(self._swap.fds):
             return self._swap.folder(file)
-        return self._sources.folder(file - self._first)
+        return self._sources.folder(file)
 
     def pieces(self, extent: Extent) -> list[Piece]:
         """See :class:`FileStore`."""

@@ -168,7 +168,8 @@ class Homes:
                 )
             self._stage(extent)
         if self.sources is None:
-            self.sources = CheckpointStore(self.chunk)
+            others = 0 if self.swap is None else len(self.swap.fds)
+            self.sources = CheckpointStore(self.chunk, others)
         return self.sources
 
     def _allocated(self, nbytes: int) -> Extent:
