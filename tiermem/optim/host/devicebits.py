@@ -29,7 +29,7 @@ _SETTLING = 2
 _TIMED = 4
 _FASTER = 0.97
 _WATCHED = 8
-_PAUSE, _LONGEST_PAUSE = 32, 1024  # steps
+_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
 _MOST_LOADS = 32
 
 
@@ -177,7 +177,7 @@ class ShareTrial:
     bears is not known before. Bits are the same both ways, so it is tried in the loop itself: with
     each number of tokens, since what takes longest differs, and remembered. Where steps with the
     share come to take longer than those without did, and where there is none, it is tried anew
-    after a while: 64 steps, then 128, ..., 1024.
+    after a while: 32 steps, then 64, ..., 1024.
     """
 
     def __init__(
