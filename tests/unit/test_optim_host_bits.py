@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support_hostbits import (
@@ -178,6 +179,33 @@ def test_a_step_without_torchs_python_is_the_step_with_it(cls: Any, hooked: bool
 
 def _count(seen: list[int], *_: object) -> None:
     seen.append(1)
+
+
+@pytest.mark.parametrize("flavour", ["fused", "foreach"])
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_in_float32_are_cast_before_a_step_in_bfloat16(flavour: Any, apart: bool) -> None:
+    """In place and elsewhere; so the device casts them."""
+    source = torch.Generator().manual_seed(5)
+    start = [proof._values(3001, BF16, source) for _ in range(3)]
+    gradient = proof._values(3001, FP32, source)
+    found = []
+    for given in (gradient, gradient.to(BF16)):
+        param, first, second = (t.clone() for t in (start[0], start[1], start[2].abs()))
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(param)], lr=0.01, fused=True)
+        own = optimizer.param_groups[0]["params"][0]
+        state = {"step": torch.tensor(3.0), "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[own] = state
+        own.grad = proof.stand_in(own)
+        there = {t.data_ptr(): torch.zeros_like(t) for t in (own.detach(), first, second)}
+        where = {address: t.data_ptr() for address, t in there.items()} if apart else None
+        device = proof.Proven(flavour, 0x7FFF, {float(np.float32(b)): 0 for b in (0.9, 0.999)})
+        calls = ExactCalls(device, {own.data_ptr(): proof.Beside(given)}, where)
+        with torch.no_grad():
+            calls.step(optimizer, run_unseen)
+        found.append([*there.values()] if apart else [own.detach(), first, second])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+        assert ours.count_nonzero() > 2000
 
 
 def _with_torch(mode: ExactCalls, optimizer: Any, run: Any) -> None:

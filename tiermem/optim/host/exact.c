@@ -255,8 +255,8 @@ INLINE void put(const void *from, int64_t nbytes, void *to) {
     memcpy(to, from, (size_t)nbytes);
 }
 
-/* Makes the step of the elements from begin to end; half: weights, gradients and state are bfloat16,
- * else weights and state are float32. */
+/* Makes the step of the elements from begin to end; half: weights and state are bfloat16, else
+ * float32. */
 INLINE void piece(const step_t *s, int64_t begin, int64_t end, const int half, const int wide) {
     float own[4][BLOCK] __attribute__((aligned(64)));
     float gradients[BLOCK] __attribute__((aligned(64)));
@@ -272,8 +272,13 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end, const int half, c
             in[k] = after(kept[k], at * size);
             out[k] = apart ? own[k] : in[k];
         }
-        const void *g = !half && s->grad_bf16 ? widen(s->grad, at, n, gradients)
-                                              : after(s->grad, at * size);
+        const void *g = after(s->grad, at * (s->grad_bf16 ? 2 : 4));
+        if (half && !s->grad_bf16) { /* cast first, as for the device */
+            narrow(g, n, narrow16, nan);
+            g = narrow16;
+        } else if (!half && s->grad_bf16) {
+            g = widen(s->grad, at, n, gradients);
+        }
         arrays_t arrays = {in[0], g, in[1], in[2], in[3], out[0], out[1], out[2], out[3]};
         block(s, n, &arrays, half, wide);
         for (int k = 0; apart && k < 4; k++)
