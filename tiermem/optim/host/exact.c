@@ -272,8 +272,13 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end, const int half, c
             in[k] = after(kept[k], at * size);
             out[k] = apart ? own[k] : in[k];
         }
-        const void *g = !half && s->grad_bf16 ? widen(s->grad, at, n, gradients)
-                                              : after(s->grad, at * size);
+        const void *g = after(s->grad, at * size);
+        if (!half && s->grad_bf16) {
+            g = widen(s->grad, at, n, gradients);
+        } else if (half && !s->grad_bf16) { /* the device's kernel is given their cast */
+            narrow((const float *)s->grad + at, n, narrow16, nan);
+            g = narrow16;
+        }
         arrays_t arrays = {in[0], g, in[1], in[2], in[3], out[0], out[1], out[2], out[3]};
         block(s, n, &arrays, half, wide);
         for (int k = 0; apart && k < 4; k++)
