@@ -1424,6 +1424,58 @@ MUTATIONS = (
         LATER,
     ),
     Mutation(
+        "a save that is cut short as it begins is waited for",
+        _LATER,
+        "                self._give_up(error)\n",
+        "                pass\n",
+        LATER,
+    ),
+    Mutation(
+        "a block that a cut step was writing to the save is waited for",
+        _LATER,
+        "            if mine and entry.state",
+        "            if False and entry.state",
+        LATER,
+    ),
+    Mutation(
+        "a save that was waited for in vain is forgotten",
+        "tiermem/tier.py",
+        "            self._saving.settle()\n            self._saving = None",
+        "            saving, self._saving = self._saving, None\n            saving.settle()",
+        LATER,
+    ),
+    *(
+        Mutation(
+            name, f"tiermem/optim/host/{file}", old, new, ("tests/unit/test_optim_host_bits.py",)
+        )
+        for name, file, old, new in (
+            (
+                "float32 gradients of bfloat16 weights are read as bfloat16",
+                "exact.c",
+                "        } else if (half && !s->grad_bf16) {",
+                "        } else if (0) {",
+            ),
+            (
+                "a user's own method of Adam is left out",
+                "exact.py",
+                "        if not is_bare(optimizer) or not all(",
+                "        if not is_bare(optimizer) or not any(",
+            ),
+            (
+                "numbers that steps have in common are kept by equal settings",
+                "exact.py",
+                "decoupled, _bits_of(*(settings[name] for name in _ADAM_NUMBERS)))",
+                "decoupled, *(settings[name] for name in _ADAM_NUMBERS))",
+            ),
+            (
+                "a share of the host is never tried anew",
+                "devicebits.py",
+                "            if self.since >= self.pause and self._is_doubtful():",
+                "            if False:",
+            ),
+        )
+    ),
+    Mutation(
         "what a killed save has left stays",
         _FOLDER,
         "        self.clean()\n",

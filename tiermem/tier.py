@@ -376,14 +376,15 @@ class TierManager:
         if wait:
             save_now(self._runtime, plan)
             return None
-        self._saving = SaveHandle(self._runtime, plan)
-        return self._saving
+        self._saving = saving = SaveHandle(self._runtime, plan)
+        saving.begin(plan)  # entered before: the next save waits for it, wherever this is cut short
+        return saving
 
     def _end_saving(self) -> None:
         """Waits for a save under way; raises an error of it that was not raised before."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.settle()
+        if self._saving is not None:
+            self._saving.settle()
+            self._saving = None  # not before: Ctrl-C leaves it under way
 
     @entrance
     def load(self, path: PathLike) -> Any:

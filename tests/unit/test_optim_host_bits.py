@@ -5,6 +5,7 @@ The device is one that NumPy plays (:mod:`support_hostbits`), which shares no co
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +23,8 @@ from support_hostbits import (
 from support_nn import Tiers
 from support_optim import Net, Twins
 
-from tiermem.optim.host import loop, proof
+from tiermem.errors import StepError
+from tiermem.optim.host import exact, loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import ExactCalls, kind_of_step
 from tiermem.optim.host.spread import Rates
@@ -177,6 +179,66 @@ def test_a_step_without_torchs_python_is_the_step_with_it(cls: Any, hooked: bool
         assert torch.equal(bits(ours), bits(theirs))
 
 
+@pytest.mark.parametrize("name", ["step", "_init_group"])
+def test_what_a_user_gives_a_class_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    own, seen = getattr(torch.optim.AdamW, name), []
+
+    def method(self: Any, *args: Any) -> Any:
+        seen.append(1)
+        return own(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, name, method)
+        _two_steps(_fresh())
+    assert len(seen) == 2
+
+
+def _two_steps(
+    proven: proof.Proven, lrs: tuple[float, float] = (0.01, 0.01), **given: Any
+) -> torch.Tensor:
+    param = torch.nn.Parameter(torch.full((3,), -0.0))
+    optimizer = torch.optim.AdamW([param], fused=True, weight_decay=0.0)
+    for lr in lrs:
+        optimizer.param_groups[0]["lr"] = lr
+        param.grad = torch.ones(3)
+        ExactCalls(proven).step(optimizer, run_unseen)
+        vars(optimizer).update(given)
+    return param.detach()
+
+
+def test_a_scale_is_refused_with_and_without_torchs_python() -> None:
+    for name in ("grad_scale", "found_inf"):
+        with pytest.raises(RuntimeError, match="without a scale"):
+            _two_steps(_fresh(), **{name: torch.ones(1)})
+
+
+def test_numbers_are_kept_by_all_bits_of_the_settings() -> None:
+    proven = _fresh()
+    for lr in (0.0, -0.0):
+        kept = _two_steps(proven, (lr, lr))
+        assert torch.equal(kept.signbit(), _two_steps(_fresh(), (lr, lr)).signbit())
+    nan = [float(value) for value in ("nan", "nan")]
+    _two_steps(proven, (nan[0], nan[1]))
+    _two_steps(proven, (nan[1], nan[0]))
+    assert len(proven.numbers) == 6
+
+
+def _fresh() -> proof.Proven:
+    return proof.Proven("foreach", 0x7FFF)
+
+
+def test_another_thread_may_clear_the_numbers_that_are_kept() -> None:
+    """The thread that measures steps has the same ones as that which makes them."""
+
+    class Cleared(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            super().__setitem__(key, value)
+            self.clear()
+
+    proven = proof.Proven("foreach", 0x7FFF, numbers=Cleared())
+    assert torch.equal(_two_steps(proven), _two_steps(_fresh()))
+
+
 def _count(seen: list[int], *_: object) -> None:
     seen.append(1)
 
@@ -314,6 +376,46 @@ def test_auto_steps_on_both_sides_with_the_residents_bits(
             twins.step()
             if step > 1 or overlap != "backward":
                 twins.check()
+
+
+@pytest.mark.parametrize("where", ["auto", "both"])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_gradients_in_float32_of_bfloat16_weights_are_cast_first(cls: Any, where: Any) -> None:
+    """As the device does, which has one dtype for all that a kernel is given."""
+    dtypes = {"master_dtype": None, "grad_dtype": FP32}
+    options: dict[str, Any] = {**dtypes, "where": where, "overlap": False}
+    with device_of_numpy(), Twins(Net, DRAM, cls, FUSED, **options) as twins:
+        for step in range(3):
+            twins.backward(step)
+            twins.step()
+            twins.check()
+        assert any(unit.host is not None for unit in twins.optimizer._units)
+
+
+@pytest.mark.parametrize("where", ["auto", "host"])
+def test_a_step_that_fails_after_its_counters_leaves_them_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, where: Any
+) -> None:
+    make_steps, left = exact.make_steps, [1]
+
+    def fails(rows: Any) -> None:
+        if left and threading.current_thread() is not threading.main_thread():
+            left.pop()
+            raise RuntimeError("the host's step has new state")
+        make_steps(rows)
+
+    options = {"where": where, "overlap": False}
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED, **options) as twins:
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        twins.backward(2)
+        monkeypatch.setattr(exact, "make_steps", fails)
+        with pytest.raises(StepError, match="new state"):
+            twins.optimizer.step()
+            twins.check()
+        twins.step()  # makes what is left
+        twins.check()
 
 
 def test_what_the_host_would_round_otherwise_is_the_devices_for_that_step() -> None:

@@ -15,6 +15,7 @@ from support_saving import DURING, nothing_is_copied_ahead, save_during
 from torch import nn
 
 import tiermem
+from tiermem.errors import StorageError
 from tiermem.runtime.memory import homes
 from tiermem.saving import later
 from tiermem.saving.later import _State
@@ -247,3 +248,103 @@ def test_a_copy_that_is_cut_short_is_none(tmp_path, monkeypatch, policy) -> None
                     handle.before_write(manager.record(entry.block))
         handle.result()
         run.check(tmp_path / "run")
+
+
+def _cut(_self: Any, *_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def _begins_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", _cut)
+
+
+def _begins_and_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def begin(self: threading.Thread) -> None:
+        start(self)
+        if self.name == "tiermem-save":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+
+
+def _takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(later.SaveHandle, "_take", _cut)
+
+
+@pytest.mark.parametrize("where", [_takes_nothing, _begins_no_thread, _begins_and_is_cut])
+def test_a_call_that_is_cut_short_leaves_nothing_that_others_wait_for(
+    tmp_path, monkeypatch, where
+) -> None:
+    with Loop(False) as run:
+        run.step(2)
+        used = run.tier._manager.parts.homes.dram.used
+        with monkeypatch.context() as patch:
+            where(patch)
+            with pytest.raises(KeyboardInterrupt):
+                run.tier.save(tmp_path / "run", wait=False)
+        run.step()
+        state = run.state()
+        handle = run.tier.save(tmp_path / "run", wait=False)
+        run.step()
+        handle.result()
+        homes = run.tier._manager.parts.homes
+        assert homes.keeper is None and homes.dram.used == used
+        with Loop(False) as other:
+            other.tier.load(tmp_path / "run")
+            assert all(torch.equal(v, state[k]) for k, v in other.state().items())
+
+
+def test_a_save_that_is_waited_for_in_vain_is_still_the_one_under_way(tmp_path, disk) -> None:
+    """Ctrl-C while the next one waits: there never are two, of which one would watch the homes."""
+    with Loop(False) as run:
+        run.step(2)
+        state = run.state()
+        handle = run.tier.save(tmp_path / "first", wait=False)
+        run.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(later.SaveHandle, "settle", _cut)
+            with pytest.raises(KeyboardInterrupt):
+                run.tier.save(tmp_path / "second", wait=False)
+        disk.set()
+        second = run.tier.save(tmp_path / "second", wait=False)
+        assert handle.done()
+        run.step()
+        second.result()
+        with Loop(False) as other:
+            other.tier.load(tmp_path / "first")
+            assert all(torch.equal(v, state[k]) for k, v in other.state().items())
+
+
+def test_a_step_that_is_cut_short_as_it_writes_to_the_save_ends_it(tmp_path, monkeypatch) -> None:
+    """Nobody waits for a block that nobody is writing any more."""
+    with Weights(tmp_path / "swap", "dram") as run:
+        manager = run.tier._manager
+        with nothing_is_copied_ahead(monkeypatch):
+            handle = run.tier.save(tmp_path / "run", wait=False)
+            entry = next(iter(handle._entries.values()))
+            with manager.lock, monkeypatch.context() as patch:
+                patch.setattr(manager.parts.homes, "lend_spare", lambda _: None)
+                patch.setattr(later.SaveHandle, "_put", _cut)
+                with pytest.raises(KeyboardInterrupt):
+                    handle.before_write(manager.record(entry.block))
+                handle.before_write(manager.record(entry.block))
+        with pytest.raises(StorageError, match="KeyboardInterrupt came while a step wrote"):
+            handle.result()
+        run.tier.save(tmp_path / "run", wait=False).result()
+        run.check(tmp_path / "run")
+
+
+def test_no_lock_of_a_step_is_let_go_of_in_python(tmp_path, monkeypatch) -> None:
+    """Ctrl-C where ``with`` of a condition ends comes before that lets go of its lock."""
+    with Weights(tmp_path / "swap", "dram") as run:
+        manager = run.tier._manager
+        with nothing_is_copied_ahead(monkeypatch):
+            handle = run.tier.save(tmp_path / "run", wait=False)
+            entry = next(iter(handle._entries.values()))
+            with manager.lock, monkeypatch.context() as patch:
+                patch.setattr(threading.Condition, "__exit__", _cut)
+                handle.before_write(manager.record(entry.block))
+            assert entry.state is _State.COPIED
+        handle.result()

@@ -9,7 +9,7 @@ the overwriting thread writes it to the checkpoint first. Everything else is tak
 numbers, settings, generators, tensors outside the tiers, and blocks whose home is HBM or that have
 aliases.
 
-Locks are taken in this order: the manager's, ``_changed``, ``_writing``. The thread only tries to
+Locks are taken in this order: the manager's, ``_guard``, ``_writing``. The thread only tries to
 take the first, since ``close()`` holds it and waits for the thread. Bytes are copied without any
 of them: a write of these bytes waits for the copy.
 """
@@ -30,7 +30,7 @@ import torch
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record
 from tiermem.core.residency import State as Residency
-from tiermem.errors import ClosedError, InvariantError, TierError
+from tiermem.errors import ClosedError, InvariantError, StorageError, TierError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.base.forks import generation
 from tiermem.runtime.transfers.block_io import view_of
@@ -84,15 +84,11 @@ class SaveHandle:
     """
 
     def __init__(self, runtime: ModuleRuntime, plan: Plan) -> None:
-        """Takes the present state, and begins to write it.
+        """Does nothing yet.
 
         Args:
             runtime: The modules' runtime.
             plan: What is written.
-
-        Raises:
-            CapacityError: If the file system has no room.
-            StorageError: If it fails, or a block cannot be read or written home.
         """
         self.path = plan.folder.path
         self._runtime = runtime
@@ -101,20 +97,49 @@ class SaveHandle:
         self._left: deque[_Entry] = deque()
         self._ahead: deque[_Entry] = deque()
         self._copied: deque[_Entry] = deque()
-        self._changed = threading.Condition()
+        self._guard = threading.RLock()
+        # Ctrl-C at the end of ``with``: a lock lets go first, a condition is Python
+        self._changed = threading.Condition(self._guard)
         self._writing = threading.Lock()
         self._error: BaseException | None = None
         self._told = False
         self._ended = threading.Event()
+        self._ended.set()  # there is nothing to wait for yet
         self._generation = generation()
+        self._stack = ExitStack()
         self._writer: TensorWriter
-        with ExitStack() as stack:
-            self._writer = stack.enter_context(writing(plan))
-            stack.callback(self._let_go)
+        # whoever takes it, once, ends the save: the thread, or the call where that is cut short
+        self._begun = threading.Lock()
+
+    def begin(self, plan: Plan) -> None:
+        """Takes the present state, and begins to write it.
+
+        Args:
+            plan: As given.
+
+        Raises:
+            CapacityError: If the file system has no room.
+            StorageError: If it fails, or a block cannot be read or written home.
+        """
+        try:
+            self._ended.clear()
+            self._writer = self._stack.enter_context(writing(plan))
+            self._stack.callback(self._let_go)
             self._take(plan)
-            self._stack = stack.pop_all()
-        thread = threading.Thread(target=self._run, name="tiermem-save")
-        thread.start()
+            threading.Thread(target=self._run, name="tiermem-save").start()
+        except BaseException as error:
+            if self._begun.acquire(blocking=False):
+                self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends a save of which the call itself raises an error."""
+        try:
+            with self._stack:
+                raise error
+        finally:
+            self._told = True
+            self._ended.set()
 
     # -- what users ask --------------------------------------------------
 
@@ -218,7 +243,7 @@ class SaveHandle:
 
     def _make_room(self) -> None:
         """Takes room for copies, for as many blocks as there is; the manager's lock is held."""
-        with self._changed:
+        with self._guard:
             for entry in self._ahead:
                 if entry.state is _State.AT_HOME and entry.copy is None:
                     room = self._manager.parts.homes.lend_spare(entry.block.nbytes)
@@ -239,8 +264,9 @@ class SaveHandle:
             return
         if entry.place is not None and entry.place != extent:
             return  # the block has another home by now
+        mine = False
         try:
-            with self._changed:
+            with self._guard:
                 while self._reads_home(entry):
                     self._changed.wait()
                 if entry.state is not _State.AT_HOME or self._error is not None:
@@ -249,11 +275,16 @@ class SaveHandle:
                 if self._copy(entry, whole):
                     self._changed.notify_all()
                     return
+                mine = True
                 entry.state = _State.WRITING
             self._put(entry, whole)
             self._finish(entry)
         except (OSError, TierError) as error:  # it is the save that fails, and not the training
             self._fail(error)
+        except BaseException as error:
+            if mine and entry.state is not _State.DONE:  # else all would wait for it
+                self._fail(StorageError(f"{type(error).__name__} came while a step wrote to it"))
+            raise
 
     def _reads_home(self, entry: _Entry) -> bool:
         """Whether a thread is looking at a block at home."""
@@ -278,10 +309,8 @@ class SaveHandle:
             return False
         homes.arena.bytes_of(extent)[:nbytes].copy_(whole[:nbytes])
         self._copied.append(entry)
-        entry.copy, entry.state = (
-            extent,
-            _State.COPIED,
-        )  # cut short before it, it is saved from home
+        # at once, and last: a copy that is cut short is none, and the block is saved from its home
+        entry.copy, entry.state = extent, _State.COPIED
         return True
 
     def _put(self, entry: _Entry, whole: torch.Tensor) -> None:
@@ -292,7 +321,7 @@ class SaveHandle:
 
     def _finish(self, entry: _Entry) -> None:
         """Marks a block as saved; the manager's lock is held where it has a copy."""
-        with self._changed:
+        with self._guard:
             entry.state, entry.home = _State.DONE, None
             extent, entry.copy = entry.copy, None
             self._changed.notify_all()
@@ -300,7 +329,7 @@ class SaveHandle:
             self._manager.parts.homes.release(Tier.DRAM, extent)
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._guard:
             self._error = self._error or error
             self._changed.notify_all()
 
@@ -311,13 +340,13 @@ class SaveHandle:
         try:
             with MemoryCopier() as copier:
                 while (entry := self._copied_next()) is not None:
-                    with self._changed:
+                    with self._guard:
                         home, extent = entry.home, entry.copy
                     if home is None or extent is None:
                         raise InvariantError(f"block {entry.block.name!r} is not being copied")
                     target = self._manager.parts.homes.arena.bytes_of(extent)
                     copier.copy(target, home, fresh=entry.fresh)
-                    with self._changed:
+                    with self._guard:
                         entry.state = _State.COPIED
                         self._copied.append(entry)
                         self._changed.notify_all()
@@ -330,7 +359,7 @@ class SaveHandle:
         Waits for room, which comes with what is written.
         """
         while True:
-            with self._changed:
+            with self._guard:
                 while self._ahead and self._ahead[0].state is not _State.AT_HOME:
                     self._ahead.popleft()
                 if not self._ahead or self._error is not None:
@@ -341,7 +370,7 @@ class SaveHandle:
                     return entry
             with self._locked():
                 self._make_room()
-            with self._changed:
+            with self._guard:
                 while entry.copy is None and self._error is None and self._count_done() == done:
                     self._changed.wait()
 
@@ -351,6 +380,8 @@ class SaveHandle:
     # -- the thread that writes ------------------------------------------
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             with self._stack:
                 copying = threading.Thread(target=self._copy_ahead, name="tiermem-save-copies")
@@ -374,7 +405,7 @@ class SaveHandle:
 
     def _next(self) -> _Entry | None:
         """Returns the block that is saved next; copies first, so that there is room for others."""
-        with self._changed:
+        with self._guard:
             while self._error is None:
                 if self._copied:
                     return self._copied.popleft()
@@ -393,7 +424,7 @@ class SaveHandle:
             with self._locked():
                 if entry.state is _State.AT_HOME:  # and not copied since
                     whole = self._manager.block_io.read_home(entry.block)
-        with self._changed:
+        with self._guard:
             if entry.state not in (_State.AT_HOME, _State.COPIED):
                 return
             if entry.state is _State.COPIED and entry.copy is not None:
@@ -466,7 +497,7 @@ class SaveHandle:
                 extent, entry.copy = entry.copy, None
                 manager.parts.homes.release(Tier.DRAM, extent)
             entry.home = None
-        with self._changed:
+        with self._guard:
             self._changed.notify_all()
 
 

@@ -11,8 +11,11 @@ if nothing is said. Which operations they are made of: ADR 45.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from struct import Struct
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +37,10 @@ _NO_MOMENTUM, _FIRST_MOMENTUM, _MOMENTUM = 0, 1, 2
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 _ADAM_SETTINGS = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
 _ADAM_NUMBERS = ("lr", "beta1", "beta2", "weight_decay", "eps")
+_SCALES = ("grad_scale", "found_inf")
 _MOST_NUMBERS = 64
+_bits_of = Struct("5d").pack  # zeros of both signs are two settings, and NaN is one
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _f32 = np.float32
 
 
@@ -226,7 +232,10 @@ class ExactCalls(TorchFunctionMode):
 
     def _rows_of(self, optimizer: torch.optim.Optimizer) -> list[Row] | None:
         """Begins a step of Adam or AdamW; returns None if it is not known what that does."""
-        if not is_bare(optimizer) or getattr(optimizer, "grad_scale", None) is not None:
+        cls = type(optimizer)
+        if not is_bare(optimizer) or not all(map(_is_torchs, (cls.step, cls._init_group))):  # type: ignore[attr-defined]
+            return None
+        if any(getattr(optimizer, name, None) is not None for name in _SCALES):
             return None
         calls: list[tuple[list[Any], list[Any], dict[str, Any]]] = []
         for group in optimizer.param_groups:
@@ -285,14 +294,15 @@ class ExactCalls(TorchFunctionMode):
     ) -> tuple[bool, list[float]]:
         """Returns what kernels derive from settings, which all units of a step have in common."""
         known = self._device.numbers
-        key = (step, decoupled, *(settings[name] for name in _ADAM_NUMBERS))
-        if key not in known:
+        key = (step, decoupled, _bits_of(*(settings[name] for name in _ADAM_NUMBERS)))
+        found = known.get(key)
+        if found is None:
             if len(known) >= _MOST_NUMBERS:
-                known.clear()
+                known.clear()  # another thread may just have found its own
             fused = self._device.flavour == "fused"
             numbers_of = self._fused_numbers if fused else _foreach_numbers
-            known[key] = numbers_of(settings, step, decoupled=decoupled)
-        return known[key]
+            found = known[key] = numbers_of(settings, step, decoupled=decoupled)
+        return found
 
     def _fused_numbers(
         self, settings: Mapping[str, Any], step: float, *, decoupled: bool
@@ -384,6 +394,17 @@ def _foreach_numbers(
     numbers = (beta1, beta2, size, root, settings["eps"], factor, 1 - beta1, 1 - beta2)
     with np.errstate(all="ignore"):
         return bool(decay != 0), [float(_f32(x)) for x in numbers]
+
+
+@cache
+def _is_torchs(method: Any) -> bool:
+    """Whether all of a method is torch's own: users give classes other ones, or wrap them."""
+    while method is not None:
+        code = getattr(method, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TORCH):
+            return False
+        method = getattr(method, "__wrapped__", None)
+    return True
 
 
 def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
