@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from support_tried import remember_trials
 
 # Tensors are tiny here. A team of threads for them waits for its slowest member, which on a
 # loaded machine is twenty times as long, and sums in an order that depends on the cores.
@@ -43,6 +44,13 @@ def no_process_group_is_left() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def classes_are_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        remember_trials(request.module.__name__, patch)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
