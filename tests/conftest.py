@@ -3,6 +3,7 @@ GPU tests skipped without a GPU."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -63,3 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if marker in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collector, and children that are forked, what was imported and collected."""
+    gc.collect()
+    gc.freeze()
