@@ -3,6 +3,7 @@ GPU tests skipped without a GPU."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from support_tried import remember_trials
 
 # Tensors are tiny here. A team of threads for them waits for its slowest member, which on a
 # loaded machine is twenty times as long, and sums in an order that depends on the cores.
@@ -45,6 +47,13 @@ def no_process_group_is_left() -> Iterator[None]:
             os.environ[name] = value
 
 
+@pytest.fixture(autouse=True)
+def classes_are_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        remember_trials(request.module.__name__, patch)
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     left_out = {}
     if not torch.cuda.is_available():
@@ -55,3 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if marker in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collector, and children that are forked, what was imported and collected."""
+    gc.collect()
+    gc.freeze()

@@ -7,6 +7,7 @@ another script, is in it.
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import resource
@@ -27,6 +28,7 @@ if _SERVER in os.environ:  # this is the server, which imports this module first
         with suppress(ImportError):
             import_module(name)
     sys.modules["torch"].set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through in every script
 
 
 def run_script(path: Path, arguments: Sequence[str], folder: Path, seconds: int) -> str:

@@ -231,49 +231,71 @@ def test_a_disk_that_is_never_ready_is_an_error_at_last(store: SwapFile, code: i
         assert error.errno == code
 
 
-CHILD = """
+SERVER = """
     import os, sys, torch
     from pathlib import Path
     from tiermem.io import choose_engine
     from tiermem.storage.swapfile import SwapFile
     from tiermem.testing.io import Memory
     from tiermem.transfer.file.mover import FileMover
+    while line := sys.stdin.readline():
+        child = os.fork()
+        if not child:
+            break
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    else:
+        sys.exit()
+    os.environ["TIERMEM_IO_ENGINE"], folder, messages = line.split()
+    os.dup2(os.open(messages, os.O_WRONLY | os.O_CREAT), 2)
     chunk = 16384
-    store = SwapFile([Path(sys.argv[1])], None, chunk)
+    store = SwapFile([Path(folder)], None, chunk)
     store.grow(64 * chunk)
     staging = torch.frombuffer(Memory(4 * chunk).view, dtype=torch.uint8)
     mover = FileMover(store, choose_engine()[0], staging, chunk)
     extent, data = store.allocate(64 * chunk), torch.zeros(64 * chunk, dtype=torch.uint8)
-    print("ready", flush=True)
+    print("ready", os.getpid(), flush=True)
     while True:
         mover.wait(mover.write(extent, data, label="b"))
         mover.wait(mover.read(extent, data, label="b"))
 """
+"""Imports once, and forks a process for each line of engine, folder and file for messages."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SERVER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("name", ["uring", "threads"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_process_leaves_no_file(tmp_path: Path, name: str, number: int) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "TIERMEM_IO_ENGINE": name},
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        child.send_signal(number)
-        try:
-            _, messages = child.communicate(timeout=120)
-        finally:
-            child.kill()
-    assert list(tmp_path.iterdir()) == []
+def test_a_killed_process_leaves_no_file(
+    server: subprocess.Popen[str], tmp_path: Path, name: str, number: int
+) -> None:
+    folder, messages = tmp_path / "swap", tmp_path / "messages"
+    folder.mkdir()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(f"{name} {folder} {messages}\n")
+    ready, child = server.stdout.readline().split()
+    assert ready == "ready"
+    os.kill(int(child), number)
+    status = int(server.stdout.readline())
+    assert list(folder.iterdir()) == []
     if number == signal.SIGINT:
-        assert messages.rstrip().endswith(b"KeyboardInterrupt")
-        assert child.returncode in (-signal.SIGINT, 130)
+        assert messages.read_text().rstrip().endswith("KeyboardInterrupt")
+        assert status in (-signal.SIGINT, 130)
     else:
-        assert child.returncode == -signal.SIGKILL
+        assert status == -signal.SIGKILL
 
 
 def forked(inside: Callable[[], None]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from errno import EIO
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -314,8 +315,9 @@ class Drawing(transformers.PreTrainedModel):  # type: ignore[misc]
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if module is self:
-            transformers.initialization.normal_(self.lasting)
-            transformers.initialization.normal_(self.drawn)
+            initialization = import_module("transformers.initialization")
+            initialization.normal_(self.lasting)
+            initialization.normal_(self.drawn)
 
 
 def sana() -> Any:

@@ -15,6 +15,7 @@ from tiermem.core.layout import (
     contiguous_stride,
     is_dense,
     pack,
+    packed_nbytes,
     split,
 )
 
@@ -66,6 +67,7 @@ def test_packed_tensors_keep_apart(tensors) -> None:
         for i, ((shape, stride), item) in enumerate(tensors)
     ]
     specs, nbytes = pack(wanted)
+    assert packed_nbytes(wanted) == nbytes
     assert nbytes > 0 and nbytes % ALIGNMENT == 0
     assert [spec.name for spec in specs] == [shape.name for shape in wanted]
     end = 0

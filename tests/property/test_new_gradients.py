@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import assert_same, seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -137,6 +138,7 @@ USUAL = [("backward", [(i, False) for i in range(LAYERS)], -1), ("step",), ("zer
 @example([("spy", 0, 5), USUAL[0], ("scale", 5)], torch.optim.SGD)
 @example([("hook", 5), USUAL[0], ("scale", 5)], torch.optim.SGD)
 @example([("spy", 3, 3), USUAL[0], USUAL[0]], torch.optim.SGD)
+@settings(max_examples=examples(40))
 @given(st.lists(CALLS, max_size=14), st.sampled_from([torch.optim.SGD, torch.optim.AdamW]))
 def test_no_program_sees_that_gradients_wait(calls: list[Any], kind: Any) -> None:
     plain = build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,10 +33,7 @@ class TensorShape:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor's elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.itemsize
+        return math.prod(self.shape) * self.itemsize
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -76,6 +74,14 @@ def pack(tensors: Iterable[TensorShape]) -> tuple[tuple[TensorSpec, ...], int]:
         )
         offset = align_up(offset + tensor.nbytes, TENSOR_ALIGNMENT)
     return tuple(specs), align_up(max(offset, 1))
+
+
+def packed_nbytes(tensors: Iterable[TensorShape]) -> int:
+    """Returns the bytes that :func:`pack` gives these tensors, and makes no specs."""
+    offset = 0
+    for tensor in tensors:
+        offset = align_up(offset + tensor.nbytes, TENSOR_ALIGNMENT)
+    return align_up(max(offset, 1))
 
 
 def split(sizes: Sequence[int], limit: int) -> list[range]:

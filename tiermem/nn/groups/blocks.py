@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tiermem.core.block import align_up
-from tiermem.core.layout import TensorShape, pack
+from tiermem.core.layout import TensorShape, packed_nbytes
 from tiermem.core.need import Home
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.inspect import Found
@@ -70,7 +70,7 @@ class Inventory:
 
     def packed(self, members: Iterable[Found]) -> int:
         """Returns the bytes of a block of these tensors."""
-        return pack([self._shapes[id(f)] for f in members])[1]
+        return packed_nbytes(self._shapes[id(f)] for f in members)
 
     def plan(self, hbm: int) -> BlockPlan:
         """Returns the blocks for a budget in bytes."""

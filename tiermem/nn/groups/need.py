@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiermem.config import Settings, format_size
 from tiermem.core.block import Role, align_up
-from tiermem.core.layout import TensorShape, contiguous_stride, pack, split
+from tiermem.core.layout import TensorShape, contiguous_stride, packed_nbytes, split
 from tiermem.core.need import Home, Played, StepNeed, least, unit_limit
 from tiermem.core.parts import at_once, gradient_parts, parts_of
 from tiermem.errors import CapacityError
@@ -205,11 +205,11 @@ class Program:
         whole = unit.block + (max(unit.gradients, default=0) if moves and not unit.runs else 0)
         runs = list(unit.runs) or [(0, 1)]
         if not unit.runs and _may_be_parted(unit, kept, mine, states):
-            nbytes = sum(pack(found)[1] for role, found in kinds if found and role in loose)
+            nbytes = sum(packed_nbytes(found) for role, found in kinds if found and role in loose)
             held = max(0, chain - unit.block) if kept.overlap else 0
             elements = mine[0][1].nbytes // mine[0][1].itemsize
             runs = parts_of(elements, nbytes, max(0, room - whole - held))
-        state, master = ([pack(s)[1] for s in _cut(shapes, runs)] for _, shapes in kinds)
+        state, master = ([packed_nbytes(s) for s in _cut(shapes, runs)] for _, shapes in kinds)
         once = max(unit.gradients) if unit.runs and moves else 0
         for role, sizes in ((Role.OPTIMIZER, state), (Role.MASTER, master)):
             once += max(sizes, default=0) if role in loose else 0
@@ -259,7 +259,7 @@ class Program:
             return _of_itemsize(shape, max(shape.itemsize, torch.float32.itemsize))
 
         def master(param: torch.Tensor, shape: TensorShape) -> TensorShape | None:
-            narrow = param.is_floating_point() and shape.itemsize < torch.float32.itemsize
+            narrow = shape.itemsize < torch.float32.itemsize and param.is_floating_point()
             return wide(shape) if narrow else None
 
         return Kept(
@@ -331,8 +331,8 @@ class _Unit:
     def gradients(self) -> list[int]:
         """Bytes of the blocks of their gradients."""
         if self.runs:
-            return [pack([_run(self.kept[0], end - begin)])[1] for begin, end in self.runs]
-        return [pack(self.kept)[1]] if self.kept else []
+            return [packed_nbytes([_run(self.kept[0], end - begin)]) for begin, end in self.runs]
+        return [packed_nbytes(self.kept)] if self.kept else []
 
     def home(self, policy: Home) -> Home:
         """Returns the home of their blocks, given that of such blocks in general."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiermem.core.block import Block, Role
-from tiermem.core.layout import TensorShape, contiguous_stride, pack
+from tiermem.core.layout import TensorShape, contiguous_stride, packed_nbytes
 from tiermem.core.parts import at_once, parts_of
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.entry import Entry
@@ -48,11 +48,11 @@ def in_parts(
         return unit
     runs: list[Run] = []
     if not entry.unit.runs and param.requires_grad:
-        nbytes = sum(pack(shapes)[1] for shapes in kept)
+        nbytes = sum(packed_nbytes(shapes) for shapes in kept)
         room = _room(runtime, _beside(runtime, entry, held), nbytes)
         runs = parts_of(param.numel(), nbytes, room)
         longest = max(end - begin for begin, end in runs)
-        part = sum(pack([_run(shape, longest) for shape in shapes])[1] for shapes in kept)
+        part = sum(packed_nbytes(_run(shape, longest) for shape in shapes) for shapes in kept)
         if len(runs) > 1 and at_once(part) > room and entry.whole is None:
             runtime.grads.lay_out(entry, whole=False)
     runs = [(run.begin, run.end) for run in entry.unit.runs] or runs

@@ -10,7 +10,7 @@ import torch
 
 from tiermem.config import format_size
 from tiermem.core.block import Block, Extent, Role, Tier
-from tiermem.core.layout import TensorShape, pack
+from tiermem.core.layout import TensorShape, pack, packed_nbytes
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.entry import Entry
@@ -237,7 +237,7 @@ class _ToReserve:
     ) -> None:
         self.blocks.append((f"{unit.name}.{what}", role, shapes))
         self.homes.append(_home_of(unit))
-        self.sizes[id(unit)] = self.sizes.get(id(unit), 0) + pack(shapes)[1]
+        self.sizes[id(unit)] = self.sizes.get(id(unit), 0) + packed_nbytes(shapes)
         self._takers.append(take)
 
     def hand_out(self, blocks: Sequence[Block]) -> None:
