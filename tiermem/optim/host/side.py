@@ -14,7 +14,7 @@ settings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +28,6 @@ from tiermem.nn.tensors.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.optim.host.exact import Proven
 from tiermem.optim.host.job import Job, Staged, StepGradients
 from tiermem.optim.host.room import HostRoom
-from tiermem.optim.host.team import Team
 from tiermem.optim.host.update import HostUpdate
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.undo import cannot_fail_midway, has_pre_hooks
@@ -76,21 +75,18 @@ class HostSide:
     Attributes:
         unit: The unit.
         room: What the steps of its optimizer have in DRAM; no step is under way when it changes.
-        place: Of the unit, from 1, in the order in which forward uses the weights.
         only_exact: Whether it makes no step that has not the device's bits.
         update: Makes the steps, in the thread.
     """
 
-    def __init__(self, unit: StepUnit, bits: Bits, place: int) -> None:
+    def __init__(self, unit: StepUnit, bits: Bits) -> None:
         """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on.
 
         Args:
             unit: The unit.
             bits: Decides whether a step has the device's bits.
-            place: Of the unit, from 1, in the order in which forward uses the weights.
         """
         self.unit = unit
-        self.place = place
         self._bits = bits
         self.room: HostRoom | None = None
         self.only_exact = False
@@ -297,17 +293,16 @@ class HostSide:
                 manager.host_loans.give_back(lent, written=False)
             raise
 
-    def begin(self, runtime: ModuleRuntime, job: Job, pool: Team) -> None:
+    def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
         """Submits a step to the thread."""
         job.announce()
         job.broken = False  # first: else Ctrl-C in between would have it begun twice
         optimizer = self.unit.plain.optimizer_for(None)
-        # what is staged is made in the order in which it is read
-        place = self.place if job.staged is None else 0
-        run = partial(self.update.run, runtime.manager, optimizer, job, self.room)
-        job.future = pool.submit(place, run)
+        job.future = pool.submit(self.update.run, runtime.manager, optimizer, job, self.room)
 
-    def take_up(self, runtime: ModuleRuntime, job: Job, state: State, pool: Team) -> None:
+    def take_up(
+        self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor
+    ) -> None:
         """Waits for a step and takes its blocks back; begins it again if its failure was reported.
 
         Raises:

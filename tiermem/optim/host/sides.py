@@ -242,8 +242,8 @@ def _have_host_step(
     undone = max(_bytes_to_keep(unit, in_files, make, settings) for unit in units)
     room = HostRoom(manager, loads, undone)
     before = rooms_of(earlier)
-    for place, unit in enumerate(new, 1 + len(earlier)):
-        unit.step_on(HostSide(unit, bits, place), make)
+    for unit in new:
+        unit.step_on(HostSide(unit, bits), make)
     for unit in units:
         host = side_of(unit)
         if host is not None:

@@ -14,7 +14,7 @@ from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.job import Job
 from tiermem.optim.host.side import HostSide, side_of
-from tiermem.optim.host.team import Team
+from tiermem.optim.host.team import team
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.transfers.deferred import Deferred
@@ -82,7 +82,7 @@ class HostSteps:
         self._state = state
         self._explain = explain
         self._jobs: dict[int, tuple[StepUnit, Job]] = {}
-        self._pool = Team(f"tiermem-optimizer-{number}")
+        self._pool = team(f"tiermem-optimizer-{number}")
         self._manager.closers.append(self._pool.shutdown)
 
     def begin(
