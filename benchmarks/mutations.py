@@ -1452,8 +1452,8 @@ MUTATIONS = (
             (
                 "float32 gradients of bfloat16 weights are read as bfloat16",
                 "exact.c",
-                "        } else if (half && !s->grad_bf16) {",
-                "        } else if (0) {",
+                "        if (half && !s->grad_bf16) { /* cast first, as for the device */",
+                "        if (0) {",
             ),
             (
                 "a user's own method of Adam is left out",
