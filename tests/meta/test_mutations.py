@@ -22,7 +22,8 @@ def test_there_is_exactly_one_place(mutation: Mutation) -> None:
     text = (ROOT / mutation.file).read_text(encoding="utf-8")
     assert text.count(mutation.old) == 1
     assert mutation.new != mutation.old
-    compile(text.replace(mutation.old, mutation.new), mutation.file, "exec")
+    if mutation.file.endswith(".py"):  # the loop in C is compiled when the mutant is tried
+        compile(text.replace(mutation.old, mutation.new), mutation.file, "exec")
     for test in mutation.tests:
         assert (ROOT / test).exists()
 
