@@ -57,34 +57,29 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config)
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
 def mixtral() -> Any:
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-    )
-    return transformers.MixtralForCausalLM(config)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=4))
 
 
 def qwen_moe() -> Any:
     """Its experts are stacked, and "all-linear" means none of them to peft."""
     config = transformers.Qwen2MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        **SMALL,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=32,
-        max_position_embeddings=64,
     )
     config._experts_implementation = "eager"  # others round differently by where bytes lie
     return transformers.Qwen2MoeForCausalLM(config)

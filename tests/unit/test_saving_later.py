@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,19 +319,28 @@ def test_a_save_that_is_waited_for_in_vain_is_still_the_one_under_way(tmp_path, 
             assert all(torch.equal(v, state[k]) for k, v in other.state().items())
 
 
+@contextmanager
+def _a_block_to_write(run: Any, folder: Any, monkeypatch: Any) -> Iterator[tuple[Any, ...]]:
+    """A save of which nothing is copied yet: its handle, a block, what asks before the block is
+    written, and a patch that ends before the save goes on."""
+    manager = run.tier._manager
+    with nothing_is_copied_ahead(monkeypatch):
+        handle = run.tier.save(folder / "run", wait=False)
+        entry = next(iter(handle._entries.values()))
+        with manager.lock, monkeypatch.context() as patch:
+            write = partial(handle.before_write, manager.record(entry.block))
+            yield handle, entry, write, patch
+
+
 def test_a_step_that_is_cut_short_as_it_writes_to_the_save_ends_it(tmp_path, monkeypatch) -> None:
     """Nobody waits for a block that nobody is writing any more."""
     with Weights(tmp_path / "swap", "dram") as run:
-        manager = run.tier._manager
-        with nothing_is_copied_ahead(monkeypatch):
-            handle = run.tier.save(tmp_path / "run", wait=False)
-            entry = next(iter(handle._entries.values()))
-            with manager.lock, monkeypatch.context() as patch:
-                patch.setattr(manager.parts.homes, "lend_spare", lambda _: None)
-                patch.setattr(later.SaveHandle, "_put", _cut)
-                with pytest.raises(KeyboardInterrupt):
-                    handle.before_write(manager.record(entry.block))
-                handle.before_write(manager.record(entry.block))
+        with _a_block_to_write(run, tmp_path, monkeypatch) as (handle, _, write, patch):
+            patch.setattr(run.tier._manager.parts.homes, "lend_spare", lambda _: None)
+            patch.setattr(later.SaveHandle, "_put", _cut)
+            with pytest.raises(KeyboardInterrupt):
+                write()
+            write()
         with pytest.raises(StorageError, match="KeyboardInterrupt came while a step wrote"):
             handle.result()
         run.tier.save(tmp_path / "run", wait=False).result()
@@ -339,12 +350,8 @@ def test_a_step_that_is_cut_short_as_it_writes_to_the_save_ends_it(tmp_path, mon
 def test_no_lock_of_a_step_is_let_go_of_in_python(tmp_path, monkeypatch) -> None:
     """Ctrl-C where ``with`` of a condition ends comes before that lets go of its lock."""
     with Weights(tmp_path / "swap", "dram") as run:
-        manager = run.tier._manager
-        with nothing_is_copied_ahead(monkeypatch):
-            handle = run.tier.save(tmp_path / "run", wait=False)
-            entry = next(iter(handle._entries.values()))
-            with manager.lock, monkeypatch.context() as patch:
-                patch.setattr(threading.Condition, "__exit__", _cut)
-                handle.before_write(manager.record(entry.block))
+        with _a_block_to_write(run, tmp_path, monkeypatch) as (handle, entry, write, patch):
+            patch.setattr(threading.Condition, "__exit__", _cut)
+            write()
             assert entry.state is _State.COPIED
         handle.result()

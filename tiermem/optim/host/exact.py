@@ -256,8 +256,8 @@ class ExactCalls(TorchFunctionMode):
             settings = {name: group[name] for name in _ADAM_SETTINGS}
             settings["beta1"], settings["beta2"] = group["betas"]
             grads = [param.grad for param in params]
-            adam = self._adamw if _is_decoupled(optimizer, group) else self._adam
-            rows += adam(params, grads, firsts, seconds, tops, steps, **settings)
+            settings["decoupled"] = _is_decoupled(optimizer, group)
+            rows += self._adam(params, grads, firsts, seconds, tops, steps, **settings)
         return rows
 
     def _adamw(self, *args: Any, **settings: Any) -> list[Row]:
