@@ -31,7 +31,6 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.inspect import check_module
 from tiermem.nn.groups.resident import Resident
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.nn.wrap import compiled
 from tiermem.nn.wrap.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.wrap.materialize import Target, materialize
 from tiermem.nn.wrap.origins import Origins
@@ -109,7 +108,6 @@ class TierManager:
         where = device_of(device)
         room = hbm_of(hbm, where)
         below = parse_budget(dram, "dram", total_memory)
-        compiled.prepare(where)
         self._manager = BlockManager(
             Settings(
                 device=str(where),

@@ -343,18 +343,6 @@ class DriverCalls:
             self._leave()
         return code == 0 and there.value == address
 
-    def of_a_copy(self) -> dict[str, Any]:
-        """Returns what :meth:`copy_behind` works on, by name, for one that is compiled."""
-        functions = (self._record, self._wait, self._copy)
-        return {
-            "calls": self,
-            "marks": self._marks,
-            "local": self._local,
-            "current_device": _current_device,
-            "index": self.index,
-            "functions": tuple(ctypes.cast(f, ctypes.c_void_p).value for f in functions),
-        }
-
     def synchronize(self) -> None:
         """Makes the host wait for everything on the device."""
         torch.cuda.synchronize(self.index)

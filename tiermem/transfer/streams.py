@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -134,23 +133,6 @@ class StreamCopyEngine:
         if again is None:
             self._rising.add(extent, event)
         return event
-
-    def of_a_copy(self) -> dict[str, Any]:
-        """Returns what :meth:`up` works on, by name, for one that is compiled.
-
-        Nothing where copies do not go through the driver.
-        """
-        if not isinstance(self.calls, DriverCalls):
-            return {}
-        found = self.calls.of_a_copy()
-        return {
-            **found,
-            "compute": self._compute,
-            "rising": self._rising,
-            "landed": self._landed,
-            "falling": self._falling,
-            "driver": (self._up, found["index"], *found["functions"]),
-        }
 
     def up_behind(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]

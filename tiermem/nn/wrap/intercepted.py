@@ -15,7 +15,6 @@ from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
-from tiermem.nn.wrap import compiled
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
@@ -194,18 +193,13 @@ class InterceptedModules:
 
     def install(self) -> None:
         """Puts the interceptors in."""
-        uses = compiled.of(self._wrapped.runtime.manager)
-        if uses is not None:
-            for group in {id(group): group for group in self.group_of.values()}.values():
-                uses.take_over(group)
         for name, scope in self.scopes.items():
             module = self._modules[name]
             for kind in OF_SCOPES:
                 if kind is not CallInterceptor:
                     module.__dict__[kind.method] = kind(module, scope)
                 elif scope.called:
-                    call = _call_kind(module, scope)(module, scope)
-                    module.__dict__[kind.method] = call if uses is None else uses.call(call)
+                    module.__dict__[kind.method] = _call_kind(module, scope)(module, scope)
             self._intercept_names(module)
         for name, scope in self._around.items():
             module = self._modules[name]

@@ -193,23 +193,6 @@ class CallInterceptor(Interceptor):
         # only where a block begins there is something to do although its groups are held
         self._quick = _NOBODY if scope.begins else scope.inside
 
-    def is_plain(self) -> bool:
-        """Whether a call does nothing but hold groups, where no gradient is needed."""
-        return not self._enters
-
-    def of_a_call(self) -> tuple[Any, ...]:
-        """Returns what a call works on, for one that is compiled: see ``uses.c``."""
-        return (
-            self, self.inner, self._quick, self._inside, self._here, self._gate, self._lock,
-            self._unwritten, tuple(group.hold_locked for group in self._groups),
-        )  # fmt: skip
-
-    def explain(self, error: BaseException) -> None:
-        """Raises what is to be raised instead of an error of the module's own code, if anything."""
-        if was_refused(error):
-            there = [group.block for group in self._groups]
-            raise read_elsewhere(self.module, self.scope.name, there) from error
-
     def give_back(self) -> None:
         """Leaves the module as it was found, compiled or not."""
         if self.compiled is not None:
@@ -277,8 +260,9 @@ class CallInterceptor(Interceptor):
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
                 # it came at a line of tiermem's; no call: see entrance
                 self._gate.torn = self._gate.unsure = True
-            else:
-                self.explain(error)
+            elif was_refused(error):
+                there = [group.block for group in groups]
+                raise read_elsewhere(self.module, self.scope.name, there) from error
             raise
 
     def _begin(self, args: Any, kwargs: Any) -> Any:

@@ -8,8 +8,7 @@ is, and the rest of the pass is decided as the first one was. (A dirty one is wr
 rounds that are laid out, which only read.)
 
 Most passes are not disturbed. :meth:`Replay.use` makes a whole use of one of those, with nothing
-asked that cannot have changed since the pass began. With CUDA it is compiled: ``nn/wrap/uses.c``
-does the same, and what is changed here is changed there.
+asked that cannot have changed since the pass began.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any
 
 from tiermem.core.block import Extent, Tier
 from tiermem.core.residency import Record, State
@@ -38,7 +36,7 @@ _NO_SLOTS: Mapping[int, Slot] = {}
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class _Run:
     """A pass under way that repeats others.
 
     Attributes:
@@ -61,7 +59,7 @@ class Run:
     counted: int = -1
 
 
-class Swapped:
+class _Swapped:
     """What a swap reads and changes, found once: it is done at every streamed use.
 
     Attributes:
@@ -116,11 +114,11 @@ class Replay:
         self._pass_timer = parts.pass_timer
         self._counters = parts.counters
         self._pending = parts.transfers.waste.pending
-        self._swapped = Swapped(parts)
+        self._swapped = _Swapped(parts)
         self._stream = -1  # of the last use that waited for its block
         self.arranger = Arranger(parts, prefetcher.fetcher)
         self.recordings = Recordings(parts)
-        self.run: Run | None = None
+        self.run: _Run | None = None
 
     @property
     def repeating(self) -> bool:
@@ -146,7 +144,7 @@ class Replay:
         if steps is None:
             return False
         both = [*steps, _END], schedule
-        self.run = Run(*both, number, self._departures.count, arranged is not None)
+        self.run = _Run(*both, number, self._departures.count, arranged is not None)
         self._evictor.order.lose_track()
         self._swapped.transfers.ahead.lose_track()
         return self.advance()
@@ -273,20 +271,6 @@ class Replay:
             self._swapped.transfers.waste.used(step.block)
         return all(self._swap(run, swap) for swap in step.swaps)
 
-    def of_a_use(self) -> dict[str, Any]:
-        """Returns what :meth:`use` works on, by name, for one that is compiled."""
-        return {
-            "replay": self,
-            "planner": self._planner,
-            "evictor": self._evictor,
-            "departures": self._departures,
-            "deferred": self._deferred,
-            "copy": self._copy,
-            "pass_timer": self._pass_timer,
-            "pending": self._pending,
-            "swapped": self._swapped,
-        }
-
     def repair(self) -> None:
         """Forgets what passes did, after an exception anywhere."""
         self.recordings.repair()
@@ -295,7 +279,7 @@ class Replay:
 
     # -- inside ----------------------------------------------------------
 
-    def _use_again(self, run: Run, block_id: int) -> Slot | None:
+    def _use_again(self, run: _Run, block_id: int) -> Slot | None:
         """Makes another use of the block that was used last; None where it is not that one."""
         step = run.steps[run.cursor]
         record = step.used
@@ -317,7 +301,7 @@ class Replay:
             return False
         return extent.offset >= self._evictor.largest_later or record.leases > 0
 
-    def _swap(self, run: Run, swap: Swap) -> bool:
+    def _swap(self, run: _Run, swap: Swap) -> bool:
         """Performs one of the swaps of a place of the schedule.
 
         A block comes up from DRAM to where another one begins, which leaves for it, in one go: the
@@ -402,7 +386,7 @@ class Replay:
                 swapped.table.hbm.retake(extent, before)
             raise
 
-    def _swap_otherwise(self, run: Run, swap: Swap) -> bool:
+    def _swap_otherwise(self, run: _Run, swap: Swap) -> bool:
         """Performs a swap for which no other block leaves, or several do, or one that was written.
 
         One that may not leave ends the replay.
@@ -415,7 +399,7 @@ class Replay:
             return self._swap(run, swap)
         return self._stop([leaves] if as_was else ())
 
-    def _written_home(self, run: Run, record: Record) -> bool:
+    def _written_home(self, run: _Run, record: Record) -> bool:
         """Writes a block home that was written since and may leave; returns whether that could be.
 
         In rounds that are laid out, which only read: a program looked at an output layer's weight
@@ -425,7 +409,7 @@ class Replay:
         rules = self._evictor.rules
         return run.arranged and rules.may_leave(record, _AHEAD) and write_home(self._parts, record)
 
-    def _fill(self, run: Run, swap: Swap, fit: Fit) -> bool:
+    def _fill(self, run: _Run, swap: Swap, fit: Fit) -> bool:
         """Brings a block to a place that is not just another's; returns whether that could be."""
         comes, offset = swap.comes, fit.offset()
         there = comes.at_home is _VALID and comes.defined
@@ -445,7 +429,7 @@ class Replay:
         self._swapped.transfers.waste.fetched(comes.block.id, run.number + swap.passes, swap.key)
         return True
 
-    def _send_away(self, run: Run, record: Record) -> bool:
+    def _send_away(self, run: _Run, record: Record) -> bool:
         """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
         if record.in_hbm is _DIRTY and not self._written_home(run, record):
             return False
@@ -462,7 +446,7 @@ class Replay:
         self._parts.counters.evictions += 1
         return True
 
-    def _step_now(self, run: Run) -> Step | None:
+    def _step_now(self, run: _Run) -> Step | None:
         """Returns what to do at the use that the planner has come to; None if it was not foreseen.
 
         For uses that :meth:`use` does not make: the begin of a pass, and whatever is
