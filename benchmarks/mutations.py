@@ -1473,6 +1473,12 @@ MUTATIONS = (
                 "            if self.since >= self.pause and self._is_doubtful():",
                 "            if False:",
             ),
+            (
+                "steps of another length begin on the host whatever the last ones did",
+                "devicebits.py",
+                "last.on_host, _ANOTHER_LOAD",
+                "True, _ANOTHER_LOAD",
+            ),
         )
     ),
     Mutation(

@@ -288,18 +288,18 @@ def _loop(seconds: Callable[[int, bool], float], steps: int, load: Any = lambda:
     return seen
 
 
-_TRIED = [False] * 10 + [True] * 6  # 7 and 2 of them are made before any of a side counts
+_TRIED = [True] * 16 + [False] * 6  # 13 and 2 of them are made before any of a side counts
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.5, True), (0.99, False), (2.0, False)])
 def test_a_share_stays_where_it_makes_a_loop_faster(seconds: float, kept: bool) -> None:
     def takes(number: int, on_host: bool) -> float:
-        if number in (*range(6), 10, 11):  # what is learned anew takes its time
+        if number in (*range(12), 16, 17):  # what is learned anew takes its time
             return 9.0
         odd = (-1) ** number * 0.4  # what one step is late, the next one is early
-        return (seconds if on_host else 1.0) + (9.0 if number in (8, 14) else odd)
+        return (seconds if on_host else 1.0) + (9.0 if number in (14, 20) else odd)
 
-    assert _loop(takes, 40) == _TRIED + [kept] * 24
+    assert _loop(takes, 46) == _TRIED + [kept] * 24
 
 
 def test_a_share_that_comes_to_hinder_is_tried_anew_and_so_is_one_that_did() -> None:
@@ -311,8 +311,8 @@ def test_a_share_that_comes_to_hinder_is_tried_anew_and_so_is_one_that_did() -> 
 
     seen = _loop(takes, 1100)
     again = [False] * 6 + [True] * 6
-    assert seen[:16] == _TRIED
-    assert all(seen[16:90])
+    assert seen[:22] == _TRIED
+    assert all(seen[22:90])
     late = 94  # four of the last eight steps took longer
     assert seen[late : late + 12] == again
     assert not any(seen[late + 12 : 150])
@@ -322,7 +322,10 @@ def test_a_share_that_comes_to_hinder_is_tried_anew_and_so_is_one_that_did() -> 
 
 
 def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
-    """Here the host helps short passes and hinders long ones; lengths come in turn."""
+    """Here the host helps short passes and hinders long ones; lengths come in turn.
+
+    Those of another length begin on the side of the ones before.
+    """
     now, load = 0.0, 0
     trial = ShareTrial(lambda: now, lambda: load)
     seen: dict[int, list[bool]] = {1: [], 4: []}
@@ -330,11 +333,16 @@ def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
         load = 4 if number % 2 else 1
         now += load * (1.5 if load == 4 else 0.5) if trial.on_host else load
         seen[load].append(_TRY(trial, object()))
-    for load, kept in ((1, True), (4, False)):
-        assert seen[load] == _TRIED + [kept] * 8
+    after = [True] * 9 + [False] * 6  # 6 and 2 are made before any counts
+    for load, first, kept in ((1, _TRIED, True), (4, after, False)):
+        assert seen[load] == first + [kept] * (24 - len(first))
         assert trial.decided and trial.on_host is kept
     load = 2
     assert not trial.decided and not trial.on_host
+    load = 1
+    assert trial.on_host
+    load = 3
+    assert not trial.decided and trial.on_host
 
 
 def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,14 +353,15 @@ def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.Monkey
         assert optimizer._timing.ahead is not None
         hosted = [unit for unit in optimizer._units if unit.host is not None]
         ahead, sides = [], []
-        for step in range(13):
+        for step in range(20):
             twins.backward(step, use_extra=step != 2)
             ahead.append(any(unit in optimizer._timing.ahead.provisional for unit in hosted))
             twins.step()
             sides.append(any(unit.host is not None for unit in hosted))
         twins.check()
-        assert sides == [False] * 11 + [True] * 2  # 10 of them were stepped before its step()
-        assert ahead == [False, *[True] * 12]
+        first = [False] + [True] * 16  # state comes about on the device
+        assert sides == [*first, *[False] * 3]  # the last of those was stepped before its step()
+        assert ahead == [False, *[True] * 19]
 
 
 def test_torchs_own_cpu_kernels_have_other_bits() -> None:

@@ -23,8 +23,10 @@ from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
 from tiermem.optim.units.unit import StepUnit
 
-_AT_FIRST = 6
-"""Steps until all others are where they will be made, inside backward or in the next forward."""
+_AT_FIRST = 12
+"""Steps until all others are where they will be made, inside backward or in the next forward, and
+some more: what is measured of a few steps is that of the side that is mostly the faster one."""
+_ANOTHER_LOAD = 6
 _SETTLING = 2
 _TIMED = 4
 _FASTER = 0.97
@@ -122,18 +124,22 @@ class _Tried:
 
     Attributes:
         on_host: Whether the host has its share by now.
-        decided: Whether that stays so for now.
         settling: So many steps more do not count.
+        decided: Whether the side stays so for now.
+        other_is_next: Whether the other side is still to be tried.
         times: Seconds of the last steps that count: while it is tried, or since it is decided.
-        without: Seconds of a step without the share, when that was tried last.
+        shared: Seconds of a step with the share, when that was tried last.
+        without: The same without it.
         pause: Steps before it is tried again, at least.
         since: Steps since it was decided.
     """
 
-    on_host: bool = False
+    on_host: bool
+    settling: int
     decided: bool = False
-    settling: int = _AT_FIRST + 1  # what is before the first is no step
+    other_is_next: bool = True
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_WATCHED))
+    shared: float = math.inf
     without: float = math.inf
     pause: int = _PAUSE
     since: int = 0
@@ -147,23 +153,28 @@ class _Tried:
         if self.decided:
             self.since += 1
             if self.since >= self.pause and self._is_doubtful():
-                self._try(on_host=False)
+                self.decided, self.other_is_next = False, True
+                self._go_to(on_host=False)
         elif len(self.times) == _TIMED:
-            usual = statistics.median(self.times)
-            if self.on_host:
-                self._decide(usual < _FASTER * self.without)
-            else:
-                self.without = usual
-                self._try(on_host=True)
+            self._has_tried(statistics.median(self.times))
 
-    def _try(self, *, on_host: bool) -> None:
-        self.on_host, self.decided, self.settling = on_host, False, _SETTLING
-        self.times.clear()
-
-    def _decide(self, on_host: bool) -> None:
-        self.on_host, self.decided, self.settling = on_host, True, _SETTLING
-        self.times.clear()
+    def _has_tried(self, usual: float) -> None:
+        """Notes how long steps take on the present side; goes to the other, or decides."""
+        if self.on_host:
+            self.shared = usual
+        else:
+            self.without = usual
+        if self.other_is_next:
+            self.other_is_next = False
+            self._go_to(on_host=not self.on_host)
+            return
+        self.decided = True
+        self._go_to(on_host=self.shared < _FASTER * self.without)
         self.since, self.pause = 0, min(2 * self.pause, _LONGEST_PAUSE)
+
+    def _go_to(self, *, on_host: bool) -> None:
+        self.on_host, self.settling = on_host, _SETTLING
+        self.times.clear()
 
     def _is_doubtful(self) -> bool:
         """Whether it may be otherwise by now: other programs need the host's cores as well."""
@@ -175,7 +186,8 @@ class ShareTrial:
 
     What limits is often the host's memory, which serves copies and steps, and how much that
     bears is not known before. Bits are the same both ways, so it is tried in the loop itself: with
-    each number of tokens, since what takes longest differs, and remembered. Where steps with the
+    each number of tokens, since what takes longest differs, and remembered. The first steps have
+    the share, those with another number of tokens what the last ones had. Where steps with the
     share come to take longer than those without did, and where there is none, it is tried anew
     after a while: 32 steps, then 64, ..., 1024.
     """
@@ -183,7 +195,7 @@ class ShareTrial:
     def __init__(
         self, now: Callable[[], float] = time.perf_counter, load: Callable[[], int] = lambda: 0
     ) -> None:
-        """Begins without.
+        """Begins with the share.
 
         Args:
             now: Returns seconds.
@@ -194,6 +206,7 @@ class ShareTrial:
         self._ticket: object = None
         self._began = 0.0
         self._by_load: dict[int, _Tried] = {}
+        self._last: _Tried | None = None
 
     @property
     def on_host(self) -> bool:
@@ -214,9 +227,15 @@ class ShareTrial:
         load = self._load()
         found = self._by_load.get(load)
         if found is None:
-            found = self._by_load[load] = _Tried()
+            last = self._last
+            # what is before the first is no step
+            found = (
+                _Tried(True, _AT_FIRST + 1) if last is None else _Tried(last.on_host, _ANOTHER_LOAD)
+            )
+            self._by_load[load] = found
             if len(self._by_load) > _MOST_LOADS:
                 del self._by_load[next(iter(self._by_load))]
+        self._last = found
         return found
 
     def host_has_share(self, ticket: object) -> bool:
