@@ -40,7 +40,7 @@ weights by Adam moves four times as much each way (4.7 ms at 57 GB/s), and is on
 milliseconds of work for the host, however few bytes it steps."""
 
 
-def largest_block(model_nbytes: int, hbm: int) -> int:
+def largest_block(model_nbytes: int, hbm: int, coarse: int = 0) -> int:
     """Returns the bytes above which the automatic choice divides a block if it can.
 
     Where the model streams, what is in use and what is on its way take room from what could
@@ -52,10 +52,11 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
     Args:
         model_nbytes: Bytes of all parameters, and of what training adds to them.
         hbm: Device budget in bytes.
+        coarse: Bytes up to which blocks are not divided in any case.
     """
     if model_nbytes <= hbm:
         return max(1, hbm // 4)
-    return max(1, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
+    return max(1, coarse, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -133,6 +134,7 @@ def runs(
     hbm: int,
     *,
     trained: bool = False,
+    coarse: int = 0,
 ) -> dict[str, str]:
     """Chooses layers that share a block with those called just before and after them.
 
@@ -147,6 +149,7 @@ def runs(
         sizes: Bytes of the block of each that has one.
         hbm: Device budget in bytes.
         trained: Whether most of the weights will be trained.
+        coarse: Bytes up to which blocks are shared in any case.
 
     Returns:
         Names of shared blocks, such as ``layers.0-3``, by the name of each module in them.
@@ -168,7 +171,7 @@ def runs(
             fits = item in roots and item in sizes and item not in divided
             # not what is read by rows, or expert by expert
             fits = fits and not (isinstance(child, nn.Embedding) or experts_of(child))
-            if not fits or nbytes + sizes[item] > min(most, room):
+            if not fits or nbytes + sizes[item] > max(coarse, min(most, room)):
                 run, nbytes = [], 0
             if fits:
                 run.append(item)
