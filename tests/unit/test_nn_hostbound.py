@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support_examples import examples
 from torch import nn
@@ -124,13 +124,13 @@ class Layer(nn.Module):
         return self.second(self.first(x))
 
 
-def stack(layers: int = 40, width: int = 2048) -> nn.Module:
-    """Returns layers of 16 MiB; in 160 MiB of HBM each half is a block, but for the host."""
+def stack(layers: int = 40, width: int = 4096) -> nn.Module:
+    """Returns layers of 64 MiB; in 640 MiB of HBM each half is a block, but for the host."""
     with torch.device("meta"):
         return nn.Sequential(*[Layer(width) for _ in range(layers)]).bfloat16().eval()
 
 
-HBM = 160 << 20
+HBM = 640 << 20
 
 
 def test_blocks_are_coarser_only_where_the_host_binds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_what_is_trained_or_chosen_by_the_user_is_not_coarser() -> None:
 
 def test_a_model_that_fits_is_left_alone() -> None:
     model = stack().requires_grad_(False)
-    hbm = 1 << 30
+    hbm = 3 << 30
     assert list(inventory(model, 1e15).plan(hbm).params) == finer(model, hbm)
 
 
@@ -243,6 +243,16 @@ SIZES = st.integers(1, 60)
     states=st.integers(0, 3),
     elementwise=st.booleans(),
     overlap=st.booleans(),
+)
+@example(1, [(47, 43, 2), (22, 24, 2), (1, 1, 1)], 9, [1], 1, False, False)
+@example(
+    40000,
+    [(1, 1, 1), (22, 36, 2), (41, 45, 3), (46, 55, 3), (9, 15, 3), (42, 47, 1), (15, 48, 2)],
+    27,
+    [1],
+    0,
+    False,
+    True,
 )
 def test_what_fits_with_finer_blocks_fits(
     own: int,

@@ -11,7 +11,7 @@ from torch import nn
 
 from tiermem.core.block import align_up
 from tiermem.core.layout import TensorShape, packed_nbytes
-from tiermem.core.need import Home
+from tiermem.core.need import Home, unit_limit
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.hostbound import SHARES, STEPPED, Streamed, host_seconds, rate_up
 from tiermem.nn.groups.inspect import Found
@@ -133,7 +133,7 @@ class BlockPlan:
         known = self.inventory
         model = known.model
         largest = largest_block(training_bytes(model), self.hbm, self.coarse)
-        roots = territories(model, known.blocks, largest)
+        roots = territories(model, known.blocks, largest, self.coarse)
         modules = dict(model.named_modules())
         self.roots = {**roots, **{name: modules[name] for name in known.homes}}
         self.territory = {}
@@ -232,13 +232,18 @@ class BlockPlan:
         Args:
             fine: The finer ones.
         """
-        nbytes = self.inventory.shape
         same = {tuple(map(id, members)) for members in fine.params.values()}
         own = [members for members in self.params.values() if tuple(map(id, members)) not in same]
         chain = self.chain("dram")
         beside = own if chain <= fine.chain("dram") else self.params.values()
-        largest = max((nbytes(f).nbytes for members in beside for f in members), default=0)
-        return chain + STEPPED * largest <= self.streamed().room
+        largest = max(map(self._largest_unit, beside), default=0)
+        return chain + STEPPED * align_up(largest) <= self.streamed().room
+
+    def _largest_unit(self, members: Sequence[Found]) -> int:
+        """Returns the most bytes of a block's weights that are stepped together."""
+        known = self.inventory
+        sizes = [known.shape(f).nbytes for f in members]
+        return max(*sizes, unit_limit(self.hbm, known.packed(members), sizes))
 
     def homes(self) -> list[Home | None]:
         """Returns the home of each block, parameters' first, where it is not the policy's."""

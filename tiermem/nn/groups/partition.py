@@ -89,7 +89,7 @@ def training_bytes(module: nn.Module) -> int:
 
 
 def territories(
-    model: nn.Module, blocks: str | Iterable[str] | Predicate, largest: int
+    model: nn.Module, blocks: str | Iterable[str] | Predicate, largest: int, coarse: int = 0
 ) -> dict[str, nn.Module]:
     """Chooses the modules at which a block begins.
 
@@ -97,6 +97,7 @@ def territories(
         model: The model.
         blocks: ``"auto"``, qualified names of modules, or a predicate of name and module.
         largest: Bytes above which a block is divided if it can be.
+        coarse: Bytes up to which lists of steps inside a layer are not divided either.
 
     Returns:
         Modules by qualified name; the root (``""``) is always among them, and none inside a module
@@ -107,7 +108,7 @@ def territories(
     """
     modules = dict(model.named_modules())
     if blocks == "auto":
-        chosen = _Automatic(largest).choose(model)
+        chosen = _Automatic(largest, coarse).choose(model)
     elif callable(blocks):
         chosen = {name for name, module in modules.items() if outside(blocks, name, module)}
     elif isinstance(blocks, str):
@@ -238,8 +239,8 @@ def home_of(name: str, homes: Mapping[str, Home]) -> Home | None:
 class _Automatic:
     """Walks down from the root and marks where blocks begin."""
 
-    def __init__(self, largest: int) -> None:
-        self._largest = largest
+    def __init__(self, largest: int, coarse: int) -> None:
+        self._largest, self._coarse = largest, coarse
         self._marked: set[str] = set()
         self._each: dict[int, dict[int, int]] = {}
 
@@ -263,7 +264,8 @@ class _Automatic:
             path = f"{name}.{child_name}" if name else child_name
             if not self._size(child):
                 continue
-            if isinstance(child, CONTAINERS):
+            steps = whole and self._size(module) <= self._coarse and _differ(path, child)
+            if isinstance(child, CONTAINERS) and not steps:
                 self._visit_list(path, child, inside=inside)
             elif experts_of(child):  # of which few may be used
                 self._begin(path, child)
