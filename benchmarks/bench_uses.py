@@ -6,7 +6,7 @@ GPU's table and narrow, so that kernels cost little; the sizes by which blocks a
 as the weights are. Copies go through the same engine and the same calls as on CUDA: the driver is a
 library of a few lines (made by cc), which copies at once, or, while times are taken, not at all.
 
-    python benchmarks/bench_uses.py [t5] [vit] [layers] [lora] [--calls] [--profile] [--train]
+    python benchmarks/bench_uses.py [t5] [vit] [bart] [...] [--calls] [--profile] [--train]
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.nn.groups import partition, resident
+from tiermem.core import need
+from tiermem.nn.groups import hostbound, partition, resident
 from tiermem.runtime import assembly
 from tiermem.runtime.lookahead.walks import Reach
 from tiermem.transfer import driver
@@ -181,6 +182,56 @@ def vit() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     return model, lambda m: m(pixel_values=pixels).last_hidden_state, 256
 
 
+def bart() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+    """Returns a BART of 24 and 24 layers likewise."""
+    import transformers
+
+    config = transformers.BartConfig(
+        vocab_size=3000,
+        d_model=64,
+        encoder_layers=24,
+        decoder_layers=24,
+        encoder_ffn_dim=256,
+        decoder_ffn_dim=256,
+        encoder_attention_heads=16,
+        decoder_attention_heads=16,
+        use_cache=False,
+    )
+    ids = torch.ones(1, 1, dtype=torch.long)
+    model = transformers.BartForConditionalGeneration(config).bfloat16()
+    return model, lambda m: m(input_ids=ids, decoder_input_ids=ids).logits, 256
+
+
+def swin() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+    """Returns a Swin of 30 layers likewise."""
+    import transformers
+
+    config = transformers.SwinConfig(
+        image_size=64, embed_dim=16, depths=[2, 2, 24, 2], num_heads=[1, 2, 4, 8], window_size=2
+    )
+    pixels = torch.rand(1, 3, 64, 64)
+    model = transformers.SwinModel(config)
+    return model, lambda m: m(pixel_values=pixels).last_hidden_state, 128
+
+
+def deberta() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+    """Returns a DeBERTa of 24 layers likewise."""
+    import transformers
+
+    config = transformers.DebertaV2Config(
+        vocab_size=2000,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+    )
+    ids = torch.ones(1, 1, dtype=torch.long)
+    model = transformers.DebertaV2Model(config).bfloat16()
+    return model, lambda m: m(input_ids=ids).last_hidden_state, 256
+
+
 def layers() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     """Returns 120 small layers; each is a block."""
     x = torch.rand(1, 64)
@@ -207,7 +258,15 @@ def lora() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     return model, lambda m: m(input_ids=ids).logits, 4096
 
 
-KINDS = {"t5": t5, "vit": vit, "layers": layers, "lora": lora}
+KINDS = {
+    "t5": t5,
+    "vit": vit,
+    "layers": layers,
+    "bart": bart,
+    "swin": swin,
+    "deberta": deberta,
+    "lora": lora,
+}
 
 
 @contextmanager
@@ -224,6 +283,8 @@ def smaller(by: int, vectors: int = 1) -> Iterator[None]:
             for name in ("_FINEST", "_COARSEST", "_RUN", "_RUN_TRAINED", "_PARTS", "_SMALL")
         ),
         (resident, "_LITTLE"),
+        (hostbound, "_FASTEST"),
+        (need, "_LEAST_UNIT"),
     ]
     kept = [getattr(module, name) for module, name in places]
     try:

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from tiermem.config import Home, Policy, Settings
-from tiermem.core.block import align_up
+from tiermem.core.block import Role, align_up
 from tiermem.core.need import Played
 from tiermem.errors import StepError
 from tiermem.given import Size, default_hbm, device_of, hbm_of
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.blocks import Inventory
+from tiermem.nn.groups.hostbound import rate_up
 from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared
 from tiermem.nn.groups.need import DtypeFor, Kept, Program
 from tiermem.nn.groups.partition import checked_homes
@@ -113,7 +114,8 @@ def budgets_for(
     check_module(model, 0)
     twins = _Twins(dtype, buffer_dtype)
     program = Program(limits, _gradient_dtypes(floating("grad_dtype", grad_dtype)))
-    program.models.append(_inventory(model, twins, blocks, homes, resident))
+    rate = rate_up(files=limits.policy.home(Role.PARAM) == "nvme")
+    program.models.append(_inventory(model, twins, blocks, homes, resident, rate))
     stepped = None
     kept: list[Kept] = []
     if cls is not None:
@@ -220,6 +222,7 @@ def _inventory(
     blocks: Blocks,
     homes: Mapping[str, Home] | None,
     resident: Resident,
+    rate: float,
 ) -> Inventory:
     """Returns the inventory that ``wrap`` will make of a model, made of stand-ins."""
     twin = twins.module(model)
@@ -232,7 +235,7 @@ def _inventory(
             found.same_as = params[index[id(original.same_as)]]
     buffers = [found for found in find(twin, "_buffers") if can_move(found)]
     own = checked_homes(homes, dict(twin.named_modules()))
-    return Inventory(twin, blocks, params, buffers, own, resident)
+    return Inventory(twin, blocks, params, buffers, own, resident, rate)
 
 
 class _Stepped:

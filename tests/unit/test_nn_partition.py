@@ -166,6 +166,7 @@ def test_what_is_trained_is_seen_by_the_models_mode(
     model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(48)]).train(trained)
     size = parameter_bytes(model[0])
     monkeypatch.setattr(partition, "_RUN", size)
+    monkeypatch.setattr("tiermem.nn.groups.blocks.SHARES", ())
     with tiermem.TierManager(device="cpu", hbm=44 * size, dram=400 * size) as tier:
         tier.wrap(model)
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3)

@@ -255,12 +255,12 @@ class Estimates:
         recent = self._rates.get(link)
         if recent is not None:
             return recent.value
-        return self._known_before(link, nbytes) or GUESSED_RATES[link]
+        return self.known_before(link, nbytes) or GUESSED_RATES[link]
 
     def best_rate(self, link: str) -> float | None:
         """Returns the best speed sustained lately, else that known before; None if neither."""
         recent = self._rates.get(link)
-        return recent.most if recent is not None else self._known_before(link, 1 << 62)
+        return recent.most if recent is not None else self.known_before(link, 1 << 62)
 
     def fastest(self, link: str) -> float:
         """Returns the bytes a second of a link, by the best that was measured."""
@@ -290,7 +290,8 @@ class Estimates:
             for block, recent in known.blocks.items():
                 yield key, block, recent.value, len(recent)
 
-    def _known_before(self, link: str, nbytes: int) -> float | None:
+    def known_before(self, link: str, nbytes: int) -> float | None:
+        """Returns the bytes per second of a link that were known before anything was measured."""
         return None if self._first is None else self._first(link, nbytes)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from tiermem.core.block import align_up
 from tiermem.core.layout import TensorShape, packed_nbytes
-from tiermem.core.need import Home
+from tiermem.core.need import Home, unit_limit
 from tiermem.nn.compat.shapes import shape_of
+from tiermem.nn.groups.hostbound import SHARES, STEPPED, Streamed, host_seconds, rate_up
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.partition import (
     Predicate,
@@ -43,6 +45,8 @@ class Inventory:
         buffers: Its buffers that can move.
         homes: Homes of modules' weights that are not the policy's, by qualified name.
         resident: Which parameters stay in HBM, with their gradients and state.
+        rate: Bytes a second at which weights are expected to come to HBM, by default from DRAM.
+        trained: Whether most of its weights will be trained.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Inventory:
         buffers: Sequence[Found],
         homes: Mapping[str, Home],
         resident: Resident = "auto",
+        rate: float | None = None,
     ) -> None:
         """Reads shapes and strides while the tensors have their own memory."""
         self.model = model
@@ -62,7 +67,11 @@ class Inventory:
         if not isinstance(blocks, str) and not callable(blocks):
             self.blocks = list(blocks)
         self.params, self.buffers = params, buffers
+        self.rate = rate or rate_up(files=False)
         self._shapes = {id(f): shape_of(f.name, f.tensor) for f in [*params, *buffers]}
+        elements = [(f.tensor.numel(), f.tensor.requires_grad) for f in params]
+        most = sum(number for number, _ in elements) // 2
+        self.trained = model.training and sum(n for n, grad in elements if grad) > most
 
     def shape(self, found: Found) -> TensorShape:
         """Returns a tensor's shape as it was given to ``wrap``."""
@@ -72,9 +81,26 @@ class Inventory:
         """Returns the bytes of a block of these tensors."""
         return packed_nbytes(self._shapes[id(f)] for f in members)
 
+    @cached_property
+    def host(self) -> float:
+        """Seconds of the host for a forward of the model's own code."""
+        return host_seconds(self.model)
+
     def plan(self, hbm: int) -> BlockPlan:
-        """Returns the blocks for a budget in bytes."""
-        return BlockPlan(self, hbm)
+        """Returns the blocks for a budget in bytes: coarser ones where the host binds a forward."""
+        best = fine = BlockPlan(self, hbm)
+        if self.blocks != "auto" or self.trained:
+            return fine
+        host, link = fine.streamed().seconds(self.host, self.rate)
+        if host <= link:
+            return fine
+        least = host
+        for share in SHARES:
+            plan = BlockPlan(self, hbm, hbm // share)
+            seconds = max(plan.streamed().seconds(self.host, self.rate))
+            if seconds < least and plan.can_replace(fine):
+                best, least = plan, seconds
+        return best
 
 
 @dataclass(slots=True)
@@ -84,6 +110,7 @@ class BlockPlan:
     Attributes:
         inventory: The model's tensors.
         hbm: The budget in bytes.
+        coarse: Bytes up to which blocks are not divided, and shared, in any case.
         roots: Modules at which a block begins, by qualified name.
         territory: For every module, the name of the one at which its block begins.
         params: Parameters that share a block, by that name; of those over the same memory one.
@@ -94,6 +121,7 @@ class BlockPlan:
 
     inventory: Inventory
     hbm: int
+    coarse: int = 0
     roots: Mapping[str, nn.Module] = field(init=False)
     territory: dict[str, str] = field(init=False)
     params: dict[str, list[Found]] = field(init=False, default_factory=dict)
@@ -104,8 +132,8 @@ class BlockPlan:
         """Chooses the blocks."""
         known = self.inventory
         model = known.model
-        largest = largest_block(training_bytes(model), self.hbm)
-        roots = territories(model, known.blocks, largest)
+        largest = largest_block(training_bytes(model), self.hbm, self.coarse)
+        roots = territories(model, known.blocks, largest, self.coarse)
         modules = dict(model.named_modules())
         self.roots = {**roots, **{name: modules[name] for name in known.homes}}
         self.territory = {}
@@ -159,10 +187,7 @@ class BlockPlan:
         known = self.inventory
         free = {name: module for name, module in self.roots.items() if name not in known.homes}
         sizes = {root: known.packed(members) for root, members in self.params.items()}
-        elements = [(f.tensor.numel(), f.tensor.requires_grad) for f in known.params]
-        most = sum(number for number, _ in elements) // 2
-        trained = known.model.training and sum(n for n, grad in elements if grad) > most
-        joined = runs(known.model, free, sizes, self.hbm, trained=trained)
+        joined = runs(known.model, free, sizes, self.hbm, trained=known.trained, coarse=self.coarse)
         for blocks in (self.params, self.buffers):
             apart, found = list(blocks.items()), dict[str, list[Found]]()
             for root, members in apart:
@@ -188,6 +213,37 @@ class BlockPlan:
             small.add(id(found))
         stay = [f for f in buffers if id(f) in small]
         return [f for f in buffers if id(f) not in small], stay
+
+    def streamed(self) -> Streamed:
+        """Returns what moves in a forward, where weights are at home below HBM."""
+        known = self.inventory
+        fixed, sizes = known.packed(self.small), list[int]()
+        for root, members in (*self.params.items(), *self.buffers.items()):
+            nbytes = align_up(known.packed(members))
+            if self._home(root) == "hbm":
+                fixed += nbytes
+            else:
+                sizes.append(nbytes)
+        return Streamed(sizes, self.hbm - fixed)
+
+    def can_replace(self, fine: BlockPlan) -> bool:
+        """Whether all fits with these blocks that does with finer ones: forwards and steps.
+
+        Args:
+            fine: The finer ones.
+        """
+        same = {tuple(map(id, members)) for members in fine.params.values()}
+        own = [members for members in self.params.values() if tuple(map(id, members)) not in same]
+        chain = self.chain("dram")
+        beside = own if chain <= fine.chain("dram") else self.params.values()
+        largest = max(map(self._largest_unit, beside), default=0)
+        return chain + STEPPED * align_up(largest) <= self.streamed().room
+
+    def _largest_unit(self, members: Sequence[Found]) -> int:
+        """Returns the most bytes of a block's weights that are stepped together."""
+        known = self.inventory
+        sizes = [known.shape(f).nbytes for f in members]
+        return max(*sizes, unit_limit(self.hbm, known.packed(members), sizes))
 
     def homes(self) -> list[Home | None]:
         """Returns the home of each block, parameters' first, where it is not the policy's."""

@@ -40,7 +40,7 @@ weights by Adam moves four times as much each way (4.7 ms at 57 GB/s), and is on
 milliseconds of work for the host, however few bytes it steps."""
 
 
-def largest_block(model_nbytes: int, hbm: int) -> int:
+def largest_block(model_nbytes: int, hbm: int, coarse: int = 0) -> int:
     """Returns the bytes above which the automatic choice divides a block if it can.
 
     Where the model streams, what is in use and what is on its way take room from what could
@@ -52,10 +52,11 @@ def largest_block(model_nbytes: int, hbm: int) -> int:
     Args:
         model_nbytes: Bytes of all parameters, and of what training adds to them.
         hbm: Device budget in bytes.
+        coarse: Bytes up to which blocks are not divided in any case.
     """
     if model_nbytes <= hbm:
         return max(1, hbm // 4)
-    return max(1, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
+    return max(1, coarse, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -88,7 +89,7 @@ def training_bytes(module: nn.Module) -> int:
 
 
 def territories(
-    model: nn.Module, blocks: str | Iterable[str] | Predicate, largest: int
+    model: nn.Module, blocks: str | Iterable[str] | Predicate, largest: int, coarse: int = 0
 ) -> dict[str, nn.Module]:
     """Chooses the modules at which a block begins.
 
@@ -96,6 +97,7 @@ def territories(
         model: The model.
         blocks: ``"auto"``, qualified names of modules, or a predicate of name and module.
         largest: Bytes above which a block is divided if it can be.
+        coarse: Bytes up to which lists of steps inside a layer are not divided either.
 
     Returns:
         Modules by qualified name; the root (``""``) is always among them, and none inside a module
@@ -106,7 +108,7 @@ def territories(
     """
     modules = dict(model.named_modules())
     if blocks == "auto":
-        chosen = _Automatic(largest).choose(model)
+        chosen = _Automatic(largest, coarse).choose(model)
     elif callable(blocks):
         chosen = {name for name, module in modules.items() if outside(blocks, name, module)}
     elif isinstance(blocks, str):
@@ -133,6 +135,7 @@ def runs(
     hbm: int,
     *,
     trained: bool = False,
+    coarse: int = 0,
 ) -> dict[str, str]:
     """Chooses layers that share a block with those called just before and after them.
 
@@ -147,6 +150,7 @@ def runs(
         sizes: Bytes of the block of each that has one.
         hbm: Device budget in bytes.
         trained: Whether most of the weights will be trained.
+        coarse: Bytes up to which blocks are shared in any case.
 
     Returns:
         Names of shared blocks, such as ``layers.0-3``, by the name of each module in them.
@@ -168,7 +172,7 @@ def runs(
             fits = item in roots and item in sizes and item not in divided
             # not what is read by rows, or expert by expert
             fits = fits and not (isinstance(child, nn.Embedding) or experts_of(child))
-            if not fits or nbytes + sizes[item] > min(most, room):
+            if not fits or nbytes + sizes[item] > max(coarse, min(most, room)):
                 run, nbytes = [], 0
             if fits:
                 run.append(item)
@@ -235,8 +239,8 @@ def home_of(name: str, homes: Mapping[str, Home]) -> Home | None:
 class _Automatic:
     """Walks down from the root and marks where blocks begin."""
 
-    def __init__(self, largest: int) -> None:
-        self._largest = largest
+    def __init__(self, largest: int, coarse: int) -> None:
+        self._largest, self._coarse = largest, coarse
         self._marked: set[str] = set()
         self._each: dict[int, dict[int, int]] = {}
 
@@ -260,7 +264,8 @@ class _Automatic:
             path = f"{name}.{child_name}" if name else child_name
             if not self._size(child):
                 continue
-            if isinstance(child, CONTAINERS):
+            steps = whole and self._size(module) <= self._coarse and _differ(path, child)
+            if isinstance(child, CONTAINERS) and not steps:
                 self._visit_list(path, child, inside=inside)
             elif experts_of(child):  # of which few may be used
                 self._begin(path, child)

@@ -16,6 +16,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.entry import Entry, Member
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.hostbound import rate_up
 from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners, stays_apart
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
@@ -92,7 +93,7 @@ class WrappedModel:
         self._apart = [f.tensor for f in every if stays_apart(f)]
         modules = dict(model.named_modules())
         own = checked_homes(homes, modules)
-        inventory = Inventory(model, blocks, params, buffers, own, resident)
+        inventory = Inventory(model, blocks, params, buffers, own, resident, self._rate_up(params))
         self.before: Originals | None = None  # what it was, until it is wrapped
         runtime.models.wrapping = self
         hide_from_compiler()
@@ -129,6 +130,15 @@ class WrappedModel:
             raise
 
     # -- planning --------------------------------------------------------
+
+    def _rate_up(self, params: Iterable[Found]) -> float:
+        """Returns the bytes a second at which the weights are expected to come to HBM."""
+        parts = self.runtime.manager.parts
+        home = parts.settings.policy.home(Role.PARAM)
+        nbytes = sum(f.tensor.numel() * f.tensor.element_size() for f in params)
+        overflows = bool(parts.settings.nvme) and nbytes > parts.settings.dram
+        files = home == "nvme" or (home == "auto" and (self.origins is not None or overflows))
+        return rate_up(parts.pass_timer.estimates.known_before, files=files)
 
     def _plan(self, plan: BlockPlan) -> dict[int, list[torch.Tensor]]:
         """Reserves the blocks' homes; returns the tensors that have the bytes, by block."""

@@ -1,0 +1,111 @@
+"""Whether the host or the link binds a forward, before anything is measured.
+
+A use of a block that is copied costs the host about as much whatever the block's size. Where the
+model's own code leaves the host no time for many of them, few large blocks are better; where copies
+take longer, small ones are, as what is in use and on its way takes HBM that could spare copies.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from tiermem.core.pace import GUESSED_RATES
+from tiermem.nn.groups.partition import CONTAINERS
+
+_FASTEST = 55e9
+"""Bytes a second of a link from DRAM of which nothing is known: PCI Express 5 with 16 lanes. So
+copies are not thought to take longer than they do, where no machine profile says it."""
+_COPY = 64 << 20  # bytes of a copy whose speed is asked for
+SHARES = (12, 8)
+"""Parts of HBM that coarser blocks are no larger than, the finer first."""
+_OPERATION = 8e-6
+"""Seconds of the host for a call or an operator in a forward's code: 3 to 14 us, 8 in the mean, for
+23 architectures of transformers in HBM at one token on H100 machines."""
+_USE = 80e-6
+"""Seconds of the host for a use of a block with its copy: 40 to 110 us there."""
+_SLOTS = 2  # one in use and one on its way
+_FAR_LARGER = 2  # as many blocks stay rather than set the size of slots: an embedding and a head
+STEPPED = 10
+"""Times the bytes of a bfloat16 parameter: gradient, master and three states in float32."""
+
+
+def rate_up(known: Callable[[str, int], float | None] | None = None, *, files: bool) -> float:
+    """Returns the bytes a second at which weights are expected to come to HBM.
+
+    Args:
+        known: Returns what is known of a link for copies of so many bytes, or None.
+        files: Whether weights are at home in files.
+    """
+    link = "nvme->hbm" if files else "dram->hbm"
+    found = None if known is None else known(link, _COPY)
+    return found or (GUESSED_RATES[link] if files else _FASTEST)
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What moves in a forward of a model that is divided into blocks.
+
+    Attributes:
+        sizes: Bytes of the blocks that are not at home in HBM.
+        room: Bytes of HBM beside what is.
+    """
+
+    sizes: Sequence[int]
+    room: int
+
+    def seconds(self, host: float, rate: float) -> tuple[float, float]:
+        """Returns the seconds of the host and of the link.
+
+        Args:
+            host: Seconds of the host for the model's own code.
+            rate: Bytes a second of the link.
+        """
+        total = sum(self.sizes)
+        beside = sorted(self.sizes)[:-_FAR_LARGER]
+        slots = _SLOTS * max(beside, default=0)
+        moved = min(total, total - self.room + slots) if total > self.room else 0
+        copies = len(self.sizes) * moved / total if total else 0.0
+        return host + _USE * copies, moved / rate
+
+
+def host_seconds(model: nn.Module) -> float:
+    """Returns about how long a forward's own code takes the host: each of the modules once.
+
+    Counted are the calls and operators that stand in the code of the modules' forwards, and of the
+    functions and methods of the same file which that names.
+    """
+    known: dict[type[nn.Module], int] = {}
+    total = 0
+    for module in model.modules():
+        kind = type(module)
+        if not isinstance(module, CONTAINERS):
+            if kind not in known:
+                known[kind] = _operations(kind.forward, kind, set())
+            total += known[kind]
+    return total * _OPERATION
+
+
+def _operations(called: Any, kind: type[nn.Module], seen: set[CodeType]) -> int:
+    """Returns the calls and operators in a function of a module's class, each function once."""
+    function = inspect.unwrap(getattr(called, "__func__", called))
+    if not isinstance(function, FunctionType):
+        return 1
+    code = function.__code__
+    if code in seen:
+        return 0
+    seen.add(code)
+    names = (step.opname for step in dis.get_instructions(code))
+    total = sum(name.startswith(("CALL", "BINARY")) for name in names)
+    for name in code.co_names:
+        found = inspect.getattr_static(kind, name, function.__globals__.get(name))
+        found = inspect.unwrap(getattr(found, "__func__", found))
+        if isinstance(found, FunctionType) and found.__globals__ is function.__globals__:
+            total += _operations(found, kind, seen)
+    return total
