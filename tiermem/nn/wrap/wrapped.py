@@ -20,6 +20,7 @@ from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.profiled import follow_profiler
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.intercepted import InterceptedModules
@@ -98,6 +99,7 @@ class WrappedModel:
         hide_from_compiler()
         around.follow(runtime.backward.reduced)
         follow_transforms()
+        follow_profiler()
         try:
             self.runtime.program.models.append(inventory)
             plan = inventory.plan(self.runtime.manager.parts.table.hbm.capacity)
