@@ -43,7 +43,8 @@ class Wanted:
         """Cuts a gradient into runs that would take most of HBM beside what calls hold."""
         (entry, *others), shape = self._entries, self._shapes[0]
         policy = runtime.manager.parts.settings.policy
-        if others or entry.whole is True or self.group.resident or policy.home(Role.GRAD) == "hbm":
+        whole = entry.whole is True or entry.sparse
+        if others or whole or self.group.resident or policy.home(Role.GRAD) == "hbm":
             return
         if shape.stride != contiguous_stride(shape.shape):
             return

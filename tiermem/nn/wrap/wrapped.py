@@ -193,7 +193,9 @@ class WrappedModel:
         for found in params:
             index = position.get(id(found.same_as or found), -1)
             if index >= 0 and isinstance(found.tensor, nn.Parameter | torch.Tensor):
-                group.entries.append(Entry(found.tensor, found.name, group, index))  # type: ignore[arg-type]
+                entry = Entry(found.tensor, found.name, group, index)  # type: ignore[arg-type]
+                entry.sparse = found.sparse
+                group.entries.append(entry)
         self.entries.extend(group.entries)
 
     def _check_hbm(self) -> None:
