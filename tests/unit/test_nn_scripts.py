@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -404,6 +405,25 @@ def sparse_tables(run: Run) -> None:
             optimizer.step()
             optimizer.zero_grad()
         run.see(loss)
+
+
+@script
+def a_range_of_rates(run: Run) -> None:
+    """Tries learning rates, goes back, and begins with another scheduler, from the rate of then."""
+    model = run.wrap(layers(2))
+    optimizer = run.optimizer(model, torch.optim.SGD, lr=1e-3)
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    for kind in (torch.optim.lr_scheduler.ExponentialLR, torch.optim.lr_scheduler.StepLR):
+        scheduler = kind(optimizer, 2)
+        for _ in range(2):
+            model(x()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            run.see(scheduler.get_last_lr(), optimizer.param_groups[0]["initial_lr"])
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(before[1])
+        optimizer.param_groups[0]["lr"] = 0.5
 
 
 @script
