@@ -82,7 +82,7 @@ class Entry(Member):
         ways: How stand-ins get at the gradient, once there was one.
         whole: Whether its gradient is to be in one block, or in runs, as who steps it asks for;
             None for what there is room for.
-        sparse: Whether a module takes sparse gradients of it, which are never in runs.
+        sparse: Whether a module takes sparse gradients of it, which are stepped as a whole.
     """
 
     __slots__ = (

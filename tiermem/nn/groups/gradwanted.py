@@ -43,8 +43,7 @@ class Wanted:
         """Cuts a gradient into runs that would take most of HBM beside what calls hold."""
         (entry, *others), shape = self._entries, self._shapes[0]
         policy = runtime.manager.parts.settings.policy
-        whole = entry.whole is True or entry.sparse
-        if others or whole or self.group.resident or policy.home(Role.GRAD) == "hbm":
+        if others or entry.whole is True or self.group.resident or policy.home(Role.GRAD) == "hbm":
             return
         if shape.stride != contiguous_stride(shape.shape):
             return
