@@ -27,6 +27,7 @@ SAVING = ("tests/unit/test_saving.py",)
 LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
+_SCRIPTS = ("tests/unit/test_nn_scripts.py",)
 CRASHES = ("tests/faults/test_saving_faults.py",)
 
 
@@ -1628,6 +1629,76 @@ MUTATIONS = (
         "    if parameters:\n",
         "    if False:\n",
         ("tests/integrations/test_lora.py",),
+    ),
+    Mutation(
+        "scripts: what was given out as data keeps its values",
+        "tiermem/nn/groups/olddata.py",
+        "            data.data = old\n",
+        "            pass\n",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: data that is set to itself stays one memory",
+        "tiermem/nn/groups/olddata.py",
+        "any(data is value and share(own, data) for data in given)",
+        "False",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: placeholders can be read while shapes are recorded",
+        "tiermem/nn/tensors/profiled.py",
+        "let_be_read(self.record_shapes)",
+        "let_be_read(False)",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: placeholders are refused again after a profile",
+        "tiermem/nn/tensors/profiled.py",
+        "            let_be_read(False)\n",
+        "            pass\n",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: a state dict that is to have the parameters has them",
+        "tiermem/nn/wrap/scope.py",
+        "        if keep_vars:\n",
+        "        if False:\n",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: a weight with sparse gradients is not stepped in parts",
+        "tiermem/optim/units/cutting.py",
+        " or entry.sparse:\n",
+        ":\n",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: budgets are those of weights with sparse gradients",
+        "tiermem/nn/groups/need.py",
+        " or unit.members[0].sparse:\n",
+        ":\n",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: a sparse gradient is refused where steps have parts",
+        _PARTS,
+        "        if gradient.layout is not torch.strided:\n",
+        "        if False:\n",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: a sparse state has no place in a block",
+        "tiermem/optim/units/places.py",
+        "return same and first.layout is second.layout",
+        "return same",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: settings that a loaded state has not are taken away",
+        "tiermem/optim/state.py",
+        "            del group[key]",
+        "            pass",
+        _SCRIPTS,
     ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)

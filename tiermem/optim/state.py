@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ def load_state(
     state: State,
     state_dict: dict[str, Any],
     cls: type[torch.optim.Optimizer],
+    defaults: Set[str],
     begin: Callable[[], None] | None = None,
 ) -> None:
     """Checks a state dict against the units, then takes it over.
@@ -41,6 +42,7 @@ def load_state(
         state: The tiered optimizer's, to be kept up to date.
         state_dict: As this or the plain optimizer gave it.
         cls: The class; one that loads in a way of its own does so for each unit.
+        defaults: The settings that the class has; one that is not in the dict stays as it is.
         begin: Called once it is known to fit.
 
     Raises:
@@ -52,7 +54,10 @@ def load_state(
     if begin is not None:
         begin()
     for group, other in zip(groups, state_dict["param_groups"], strict=True):
-        group.update(deepcopy(settings_of(other)))  # a tensor learning rate is written in place
+        settings = deepcopy(settings_of(other))  # a tensor learning rate is written in place
+        for key in settings_of(group).keys() - settings.keys() - defaults:
+            del group[key]  # a scheduler's, of after the save: the next one would begin from it
+        group.update(settings)
     loads = cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
     for unit in units:
         if isinstance(unit, PartedUnit):

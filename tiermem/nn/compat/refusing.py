@@ -66,9 +66,19 @@ def refuse(tensor: torch.Tensor, text: str) -> bool:
     if _WITH_TEXT is not None:
         _WITH_TEXT(handle, text)
         return True
+    return _switch(handle, on=True)
+
+
+def permit(tensor: torch.Tensor) -> None:
+    """Lets the bytes of a tensor that :func:`refuse` was called for be read, until it is again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _switch(tensor._typed_storage()._cdata, on=False)
+
+
+def _switch(handle: int, *, on: bool) -> bool:
     found = _switches()
     for offset in found:
-        _byte(handle, offset).value = 1
+        _byte(handle, offset).value = on
     return bool(found)
 
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import distributed
 
 from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.groups.olddata import give, keep_old, share
 from tiermem.nn.groups.replaced import named, why_not
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.nn.tensors.standin import Opened, StandIn, writes
@@ -29,6 +30,7 @@ from tiermem.nn.tensors.standin import Opened, StandIn, writes
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
 
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
@@ -102,6 +104,8 @@ class Away(StandIn):
         if func == _SET_DATA:
             _take_data(self, args[1])
             return True, None
+        if func == _GET_DATA and id(self) in group_of:
+            return True, self._given(func)
         if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
             result = func(*args, **kwargs)
             group = group_of.get(id(self))
@@ -146,7 +150,16 @@ class Away(StandIn):
                     "HBM has no room for them: start every process from the same weights and "
                     f"pass init_sync=False to it ({error})"
                 ) from error
-        return False, None
+        return (True, self._given(torch.Tensor.detach)) if id(self) in group_of else (False, None)
+
+    def _given(self, func: Callable[..., Any]) -> Any:
+        """Returns a tensor over the memory of the block, as ``data`` and ``detach()`` do."""
+        itself: Any = self
+        use = _Held(self)
+        try:
+            return give(itself, func(use.tensor))
+        finally:
+            use.close(func)
 
     def _open(self) -> Opened:
         if id(self) in group_of:
@@ -252,11 +265,6 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
     return made
 
 
-def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    same: bool = first.untyped_storage()._cdata == second.untyped_storage()._cdata
-    return same
-
-
 def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
     refused = why_not(_group(away), away, away, value)
@@ -266,7 +274,8 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
         use = _Held(away)
         try:
             own = away.detach()
-            if not isinstance(value, StandIn) and _share(own, value):
+            keep_old(away, own, value)
+            if not isinstance(value, StandIn) and share(own, value):
                 value = value.clone()  # ``param.data = param.data.t()``
             own.copy_(value)
         finally:

@@ -82,6 +82,7 @@ class Entry(Member):
         ways: How stand-ins get at the gradient, once there was one.
         whole: Whether its gradient is to be in one block, or in runs, as who steps it asks for;
             None for what there is room for.
+        sparse: Whether a module takes sparse gradients of it, which are stepped as a whole.
     """
 
     __slots__ = (
@@ -92,6 +93,7 @@ class Entry(Member):
         "lazy",
         "name",
         "param",
+        "sparse",
         "tracked",
         "unheard",
         "unit",
@@ -116,3 +118,4 @@ class Entry(Member):
         self.lazy: torch.Tensor | None = None
         self.ways: Ways | None = None
         self.whole: bool | None = None
+        self.sparse = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -27,27 +26,27 @@ class Found:
         name: The qualified name it was met under first.
         places: Every (module name, attribute) that holds it.
         same_as: Another that looks at exactly the same memory, if there is one.
+        sparse: Whether a module takes sparse gradients of it.
     """
 
     tensor: torch.Tensor
     name: str
     places: list[tuple[str, str]] = field(default_factory=list)
     same_as: Found | None = None
-
-
-def _walk(model: nn.Module, which: str) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for module_name, module in model.named_modules():
-        for name, tensor in getattr(module, which).items():
-            if tensor is not None:
-                yield module_name, name, tensor
+    sparse: bool = False
 
 
 def find(model: nn.Module, which: str) -> list[Found]:
     """Returns the distinct tensors in ``_parameters`` or ``_buffers``, in the modules' order."""
     found: dict[int, Found] = {}
-    for module_name, name, tensor in _walk(model, which):
-        full = f"{module_name}.{name}" if module_name else name
-        found.setdefault(id(tensor), Found(tensor, full)).places.append((module_name, name))
+    for module_name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for name, tensor in getattr(module, which).items():
+            if tensor is not None:
+                full = f"{module_name}.{name}" if module_name else name
+                one = found.setdefault(id(tensor), Found(tensor, full))
+                one.places.append((module_name, name))
+                one.sparse |= sparse
     return list(found.values())
 
 

@@ -114,6 +114,7 @@ class Program:
         wide = max((kept.grad_itemsize for kept in optimizers), default=0)
         room = hbm - sum(nbytes for home, nbytes in homes if home == "hbm") - chain
         whole = {i for kept in optimizers if not kept.elementwise for i in kept.params}
+        whole |= {id(f.tensor) for model in self.models for f in model.params if f.sparse}
         cuts = _Cuts(max(0, room), chain, whole, at)
         units = [
             self._in_runs(unit, optimizers, room + chain, cuts)
@@ -386,7 +387,7 @@ def _may_be_parted(
     states: Sequence[TensorShape],
 ) -> bool:
     """Whether a unit, some parameters of which an optimizer steps, can be stepped in parts."""
-    if not kept.elementwise or unit.resident or not unit.gradients:
+    if not kept.elementwise or unit.resident or not unit.gradients or unit.members[0].sparse:
         return False
     if not len(mine) == len(unit.members) == 1 or not mine[0][1].nbytes:
         return False

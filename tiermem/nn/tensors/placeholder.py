@@ -2,7 +2,9 @@
 
 Shape, dtype and device stay right. Any access to the bytes raises an error of torch's
 (:mod:`tiermem.nn.compat.refusing`). There is one element behind it, with all bits set, which is
-NaN: on a torch that cannot be told to refuse, a use that was not intercepted shows at least.
+NaN: on a torch that cannot be told to refuse, a use that was not intercepted shows at least. So it
+does while torch's profiler records shapes, as it asks every operand of every operation for its
+address (:mod:`tiermem.nn.tensors.profiled`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from tiermem.nn.compat.quiet import unrecorded
-from tiermem.nn.compat.refusing import OURS, refuse
+from tiermem.nn.compat.refusing import OURS, permit, refuse
 
 _TEXT = (
     OURS + " {what} of shape {shape} and dtype {dtype} were asked for while they were not "
@@ -23,6 +25,7 @@ _TEXT = (
 _shared: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = (
     WeakValueDictionary()
 )
+_readable = False
 
 
 def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -56,9 +59,14 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """Returns a tensor of this shape that takes one element of memory and cannot be read."""
     with unrecorded():
         found = poison_element(dtype, device).expand(shape)
-    if found.numel():  # an empty one has no bytes to read
-        refuse(found, _TEXT.format(what="parameter or gradient", shape=tuple(shape), dtype=dtype))
+    _refuse(found)
     return found
+
+
+def _refuse(found: torch.Tensor) -> None:
+    if found.numel():  # an empty one has no bytes to read
+        shape, dtype = tuple(found.shape), found.dtype
+        refuse(found, _TEXT.format(what="parameter or gradient", shape=shape, dtype=dtype))
 
 
 def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -71,4 +79,14 @@ def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.devi
     found = _shared.get(key)
     if found is None:
         found = _shared[key] = placeholder(shape, dtype, device)
+        if _readable:
+            permit(found)
     return found
+
+
+def let_be_read(readable: bool) -> None:
+    """Lets shared placeholders be read, as NaN, those to come as well; or refuses that again."""
+    global _readable
+    _readable = readable
+    for found in list(_shared.values()):
+        (permit if readable else _refuse)(found)

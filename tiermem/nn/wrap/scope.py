@@ -429,8 +429,10 @@ class SaveInterceptor(Interceptor):
 
     @entrance
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Fills ``destination`` with copies in host memory."""
+        """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
         outside(self.inner, destination, prefix, keep_vars)
+        if keep_vars:
+            return  # the parameters themselves: programs ask them for `requires_grad`
         self.scope.wrapped.dicts.export(self.module, destination, prefix)
 
 

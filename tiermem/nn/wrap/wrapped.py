@@ -21,6 +21,7 @@ from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.profiled import follow_profiler
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.intercepted import InterceptedModules
@@ -99,6 +100,7 @@ class WrappedModel:
         hide_from_compiler()
         around.follow(runtime.backward.reduced)
         follow_transforms()
+        follow_profiler()
         try:
             self.runtime.program.models.append(inventory)
             plan = inventory.plan(self.runtime.manager.parts.table.hbm.capacity)
@@ -201,7 +203,9 @@ class WrappedModel:
         for found in params:
             index = position.get(id(found.same_as or found), -1)
             if index >= 0 and isinstance(found.tensor, nn.Parameter | torch.Tensor):
-                group.entries.append(Entry(found.tensor, found.name, group, index))  # type: ignore[arg-type]
+                entry = Entry(found.tensor, found.name, group, index)  # type: ignore[arg-type]
+                entry.sparse = found.sparse
+                group.entries.append(entry)
         self.entries.extend(group.entries)
 
     def _check_hbm(self) -> None:

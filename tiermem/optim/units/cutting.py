@@ -41,7 +41,7 @@ def in_parts(
     if len(unit.members) != 1 or len(unit.entries) != 1 or probe.sparse:
         return unit
     (entry,), ((param, _),) = unit.entries, unit.members
-    if entry.unit is None or entry.group.resident:
+    if entry.unit is None or entry.group.resident or entry.sparse:
         return unit
     kept = _kept(runtime, unit, groups, probe)
     if kept is None:

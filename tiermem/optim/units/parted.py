@@ -210,10 +210,24 @@ class PartedUnit(StepUnit):
                 self._copied = True
         gradient = None if owed else entry.param.grad
         if gradient is not None and (entry.materialized or not entry.has_grad):
+            self._refuse_sparse(gradient)
             self._gradient, runs = gradient.to(self._param.device).contiguous(), ()
             self._copied = False
         for part, run in zip_longest(self.parts, runs):
             part.unit.run = run
+
+    def _refuse_sparse(self, gradient: torch.Tensor) -> None:
+        """Raises for a gradient whose runs torch has no kernels for.
+
+        Raises:
+            StepError: If it is sparse.
+        """
+        if gradient.layout is not torch.strided:
+            raise StepError(
+                f"the gradient of {self.entries[0].name!r} is sparse, and its step is made in "
+                "parts, as HBM has no room for the whole: give more hbm=, or use the weight in an "
+                "nn.Embedding or nn.EmbeddingBag with sparse=True, which is planned for"
+            )
 
     def _has_runs(self, unit: GradUnit) -> bool:
         """Whether a gradient is in the runs of the parts; not where its dtype was changed since."""

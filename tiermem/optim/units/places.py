@@ -79,7 +79,8 @@ class Place:
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.shape == second.shape and first.dtype is second.dtype
+    same = first.shape == second.shape and first.dtype is second.dtype
+    return same and first.layout is second.layout  # a sparse gradient makes a sparse momentum
 
 
 def _is(first: torch.Tensor, second: torch.Tensor) -> bool:
