@@ -1517,6 +1517,27 @@ MUTATIONS = (
             ),
         )
     ),
+    *(
+        Mutation(
+            f"plans: {name}",
+            _RUNTIME + "lookahead/plan_maker.py",
+            old,
+            new,
+            ("tests/unit/test_runtime_arranged.py",),
+        )
+        for name, old, new in (
+            (
+                "layers' own blocks, held one after the other, are thought to be held at once",
+                "> room >= 2 * max(map(sizes.__getitem__, held)):",
+                "> room < 0:",
+            ),
+            (
+                "what every layer uses streams",
+                "            held |= there_throughout(",
+                "            there_throughout(",
+            ),
+        )
+    ),
     Mutation(
         "what a killed save has left stays",
         _FOLDER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from tiermem.core.laps import (
     lay_out,
     play,
     postpone_more,
+    there_throughout,
     visits_of,
 )
 from tiermem.core.layouts import layouts
@@ -395,3 +396,39 @@ def test_first_in_place_is_what_no_other_comes_before(places: list[tuple[int, in
             expected.append(fetch)
         taken |= there
     assert list(first_in_place(fetches)) == expected
+
+
+@given(
+    order=st.lists(st.integers(0, 5), min_size=1, max_size=30),
+    sizes=st.lists(st.integers(1, 4), min_size=6, max_size=6),
+    room=st.integers(2, 30),
+)
+def test_what_is_there_throughout_would_hardly_leave(
+    order: list[int], sizes: list[int], room: int
+) -> None:
+    """Of each block the longest run of uses with no more than half of the room between two."""
+    streams = dict(enumerate(sizes))
+    found = there_throughout(order, streams, room)
+    for block in set(order):
+        uses = [n for n, used in enumerate(order) if used == block]
+        begin, longest = uses[0], 0
+        for before, use in pairwise(uses):
+            if fetched_between(order, streams, before, use, room // 2) > room // 2:
+                begin = use
+            longest = max(longest, use - begin)
+        assert (block in found) == (longest > len(order) / 2)
+
+
+def fetched_between(
+    order: Sequence[int], sizes: dict[int, int], first: int, last: int, reach: int
+) -> int:
+    """Returns the bytes that come up between two uses, each block whenever it was away for long."""
+    came, counts = 0, []  # bytes that had come up before each use, and after it
+    seen: dict[int, int] = {}
+    for block in order[: last + 1]:
+        before = came
+        if block not in seen or came - seen[block] > reach:
+            came += sizes[block]
+        seen[block] = came
+        counts.append((before, came))
+    return counts[last][0] - counts[first][1]

@@ -474,6 +474,30 @@ def test_modules_that_hold_their_own_while_inner_ones_run_break_off_no_more(slot
         made.check()
 
 
+@pytest.mark.parametrize("slots", [5, 7, 9])
+def test_a_block_that_every_layer_uses_while_it_holds_its_own_stays(slots: int) -> None:
+    """Embeddings of relative positions; the layers' own are held one after the other, not all."""
+    with loop(21, slots, depth="auto") as made:
+        manager = made.manager
+
+        def turn() -> None:
+            manager.begin_pass("forward")
+            for layer in range(10):
+                manager.acquire(made.blocks[2 * layer])
+                made.use(20)
+                manager.release(made.blocks[2 * layer])
+                made.use(2 * layer + 1)
+
+        for _ in range(10):
+            turn()
+        moved = ups(made.events)
+        for _ in range(4):
+            turn()
+            assert arranged(made)
+        assert ups(made.events) - moved <= 4 * (21 - (slots - 4))
+        made.check()
+
+
 @pytest.mark.parametrize("slots", [6, 7, 8, 9])
 def test_what_comes_to_stay_for_good_is_not_laid_over(slots: int) -> None:
     """Another model's weights, at home in HBM, lie where the loop streamed through."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from tiermem.core.block import Role, Tier, align_up
 from tiermem.core.cost import Timetable, refetched
 from tiermem.core.forecast import timed
+from tiermem.core.laps import there_throughout
 from tiermem.core.loops import Loop, Plan, largest_beside
 from tiermem.core.nearer import nearer_from_disk
 from tiermem.core.plans import share_hbm
@@ -246,6 +247,10 @@ class PlanMaker:
         if sum(sizes.values()) <= room:
             return self._share(schedule, sizes, room, compute, fetch, beside)
         held = seen_held & sizes.keys()
+        if 2 * sum(map(sizes.__getitem__, held)) > room >= 2 * max(map(sizes.__getitem__, held)):
+            held = set()  # one after the other, each while a few others are used
+        if beside:
+            held |= there_throughout(schedule.order, sizes, room)
         unsteady = self._waste.unsteady() & sizes.keys() - held
         rest = {b: size for b, size in sizes.items() if b not in held and b not in unsteady}
         pinned = sum(sizes[block] for block in held)
