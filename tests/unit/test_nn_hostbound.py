@@ -85,6 +85,35 @@ def test_code_that_cannot_be_seen_is_one_call() -> None:
     assert host_seconds(Foreign()) == pytest.approx(EACH)
 
 
+class _AnyAttribute:
+    """Has whatever it is asked for, and remembers that."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> _AnyAttribute:
+        self.asked.append(name)
+        return self
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+anything = _AnyAttribute()
+
+
+class _CallsAnything(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = anything(x)
+        return found
+
+
+def test_what_a_forward_names_is_asked_for_nothing() -> None:
+    anything.asked.clear()  # pytest looks at all there is
+    assert host_seconds(_CallsAnything()) > 0
+    assert anything.asked == []
+
+
 @given(
     sizes=st.lists(st.integers(1, 1 << 30), max_size=30),
     room=st.integers(-(1 << 30), 1 << 34),

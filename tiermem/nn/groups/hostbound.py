@@ -32,6 +32,7 @@ _USE = 80e-6
 """Seconds of the host for a use of a block with its copy: 40 to 110 us there."""
 _SLOTS = 2  # one in use and one on its way
 _FAR_LARGER = 2  # as many blocks stay rather than set the size of slots: an embedding and a head
+_MOST_WRAPPERS = 16  # of a function that is decorated, one in another
 STEPPED = 10
 """Times the bytes of a bfloat16 parameter: gradient, master and three states in float32."""
 
@@ -94,8 +95,8 @@ def host_seconds(model: nn.Module) -> float:
 
 def _operations(called: Any, kind: type[nn.Module], seen: set[CodeType]) -> int:
     """Returns the calls and operators in a function of a module's class, each function once."""
-    function = inspect.unwrap(getattr(called, "__func__", called))
-    if not isinstance(function, FunctionType):
+    function = _plain(called)
+    if function is None:
         return 1
     code = function.__code__
     if code in seen:
@@ -104,8 +105,23 @@ def _operations(called: Any, kind: type[nn.Module], seen: set[CodeType]) -> int:
     names = (step.opname for step in dis.get_instructions(code))
     total = sum(name.startswith(("CALL", "BINARY")) for name in names)
     for name in code.co_names:
-        found = inspect.getattr_static(kind, name, function.__globals__.get(name))
-        found = inspect.unwrap(getattr(found, "__func__", found))
-        if isinstance(found, FunctionType) and found.__globals__ is function.__globals__:
+        found = _plain(inspect.getattr_static(kind, name, function.__globals__.get(name)))
+        if found is not None and found.__globals__ is function.__globals__:
             total += _operations(found, kind, seen)
     return total
+
+
+def _plain(found: Any) -> FunctionType | None:
+    """Returns the function in Python behind a function or method; None for any other object.
+
+    Other objects are asked for nothing: one that a forward names may make attributes up.
+    """
+    if isinstance(found, (staticmethod, classmethod)):
+        found = found.__func__
+    for _ in range(_MOST_WRAPPERS):
+        if not isinstance(found, FunctionType):
+            return None
+        if "__wrapped__" not in found.__dict__:
+            break
+        found = found.__dict__["__wrapped__"]
+    return found if isinstance(found, FunctionType) else None
