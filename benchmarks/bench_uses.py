@@ -144,7 +144,23 @@ class Layers(nn.Module):
         return x
 
 
-def t5() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+Case = tuple[nn.Module, Callable[[nn.Module], Any], int]
+"""A model, what is asked of it, and by how much its weights are smaller than real ones."""
+
+
+def asked(model: nn.Module, result: str, by: int, **inputs: torch.Tensor) -> Case:
+    """Returns a model of transformers that is called with ``inputs``.
+
+    Args:
+        model: The model.
+        result: What is taken of its output.
+        by: By how much its weights are smaller.
+        inputs: Arguments of its calls, by name.
+    """
+    return model, lambda m: getattr(m(**inputs), result), by
+
+
+def t5() -> Case:
     """Returns a T5 of 24 and 24 layers, its pass of one token, and by what its weights are less."""
     import transformers
 
@@ -162,10 +178,10 @@ def t5() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     )
     ids = torch.ones(1, 1, dtype=torch.long)
     model = transformers.T5ForConditionalGeneration(config).bfloat16()
-    return model, lambda m: m(input_ids=ids, decoder_input_ids=ids).logits, 256
+    return asked(model, "logits", 256, input_ids=ids, decoder_input_ids=ids)
 
 
-def vit() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+def vit() -> Case:
     """Returns a ViT of 32 layers likewise."""
     import transformers
 
@@ -179,10 +195,10 @@ def vit() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     )
     pixels = torch.rand(1, 3, 32, 32)
     model = transformers.ViTModel(config)
-    return model, lambda m: m(pixel_values=pixels).last_hidden_state, 256
+    return asked(model, "last_hidden_state", 256, pixel_values=pixels)
 
 
-def bart() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+def bart() -> Case:
     """Returns a BART of 24 and 24 layers likewise."""
     import transformers
 
@@ -199,10 +215,10 @@ def bart() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     )
     ids = torch.ones(1, 1, dtype=torch.long)
     model = transformers.BartForConditionalGeneration(config).bfloat16()
-    return model, lambda m: m(input_ids=ids, decoder_input_ids=ids).logits, 256
+    return asked(model, "logits", 256, input_ids=ids, decoder_input_ids=ids)
 
 
-def swin() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+def swin() -> Case:
     """Returns a Swin of 30 layers likewise."""
     import transformers
 
@@ -211,10 +227,10 @@ def swin() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     )
     pixels = torch.rand(1, 3, 64, 64)
     model = transformers.SwinModel(config)
-    return model, lambda m: m(pixel_values=pixels).last_hidden_state, 128
+    return asked(model, "last_hidden_state", 128, pixel_values=pixels)
 
 
-def deberta() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+def deberta() -> Case:
     """Returns a DeBERTa of 24 layers likewise."""
     import transformers
 
@@ -229,16 +245,16 @@ def deberta() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     )
     ids = torch.ones(1, 1, dtype=torch.long)
     model = transformers.DebertaV2Model(config).bfloat16()
-    return model, lambda m: m(input_ids=ids).last_hidden_state, 256
+    return asked(model, "last_hidden_state", 256, input_ids=ids)
 
 
-def layers() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+def layers() -> Case:
     """Returns 120 small layers; each is a block."""
     x = torch.rand(1, 64)
     return Layers(), lambda m: m(x), 800
 
 
-def lora() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
+def lora() -> Case:
     """Returns a Llama of 32 layers with adapters, whose layers are computed again in backward."""
     import transformers
 
@@ -255,7 +271,7 @@ def lora() -> tuple[nn.Module, Callable[[nn.Module], Any], int]:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.requires_grad_(False)
     tiermem.add_adapters(model, tiermem.Lora(r=2, target_modules=["q_proj", "v_proj"]))
-    return model, lambda m: m(input_ids=ids).logits, 4096
+    return asked(model, "logits", 4096, input_ids=ids)
 
 
 KINDS = {

@@ -882,7 +882,7 @@ _ELSEWHERE = (
     Mutation(
         "the lists of a layer that is one block are divided",
         "tiermem/nn/groups/partition.py",
-        "if isinstance(child, CONTAINERS) and not steps:",
+        "if isinstance(child, CONTAINERS) and not (one_block and _differ(path, child)):",
         "if isinstance(child, CONTAINERS):",
         ("tests/unit/test_nn_hostbound.py",),
     ),

@@ -19,7 +19,7 @@ from tiermem.core.rounds import Fetch, Round, Rounds, busy_in, postponed, second
 _VISIT = 0.5
 """Share of the room to stream through that may come up between two uses for one fetch."""
 _THROUGHOUT = 0.5
-"""Share of a round's uses, from a block's first to its last, from which on it stays."""
+"""Share of all uses, from a block's first to its last, from which on it stays."""
 _AS_GOOD = 1.01
 """A layout that takes so many times the busier of link and compute is taken at once."""
 _AS_GOOD_SEVERAL = 1.03
@@ -296,13 +296,13 @@ def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> lis
 
 
 def there_throughout(order: Sequence[int], sizes: Mapping[int, int], room: int) -> set[int]:
-    """Returns the blocks that are in HBM for most of a round however they stream.
+    """Returns the blocks that are in HBM for most of the time however they stream.
 
     One of them is used again and again among all others (embeddings of relative positions, in each
     layer). Its place is taken nearly as if it stayed, and what streams would have to go around it.
 
     Args:
-        order: Ids of the blocks that are used, one round.
+        order: Ids of the blocks that are used, one round or several.
         sizes: Bytes of those that stream, by id.
         room: Bytes of HBM for them.
     """

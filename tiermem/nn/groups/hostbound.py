@@ -16,8 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from tiermem.core.block import Tier
 from tiermem.core.pace import GUESSED_RATES
 from tiermem.nn.groups.partition import CONTAINERS
+from tiermem.runtime.metrics.pass_timer import LINK_UP
 
 _FASTEST = 55e9
 """Bytes a second of a link from DRAM of which nothing is known: PCI Express 5 with 16 lanes. So
@@ -44,7 +46,7 @@ def rate_up(known: Callable[[str, int], float | None] | None = None, *, files: b
         known: Returns what is known of a link for copies of so many bytes, or None.
         files: Whether weights are at home in files.
     """
-    link = "nvme->hbm" if files else "dram->hbm"
+    link = LINK_UP[Tier.NVME if files else Tier.DRAM]
     found = None if known is None else known(link, _COPY)
     return found or (GUESSED_RATES[link] if files else _FASTEST)
 
@@ -119,9 +121,6 @@ def _plain(found: Any) -> FunctionType | None:
     if isinstance(found, (staticmethod, classmethod)):
         found = found.__func__
     for _ in range(_MOST_WRAPPERS):
-        if not isinstance(found, FunctionType):
-            return None
-        if "__wrapped__" not in found.__dict__:
-            break
-        found = found.__dict__["__wrapped__"]
+        if isinstance(found, FunctionType):
+            found = found.__dict__.get("__wrapped__", found)
     return found if isinstance(found, FunctionType) else None

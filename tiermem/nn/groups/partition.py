@@ -260,12 +260,12 @@ class _Automatic:
             inside: Whether a block has begun at it or above it, other than the root's.
         """
         whole = inside and self._size(module) <= self._largest
+        one_block = whole and self._size(module) <= self._coarse
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if not self._size(child):
                 continue
-            steps = whole and self._size(module) <= self._coarse and _differ(path, child)
-            if isinstance(child, CONTAINERS) and not steps:
+            if isinstance(child, CONTAINERS) and not (one_block and _differ(path, child)):
                 self._visit_list(path, child, inside=inside)
             elif experts_of(child):  # of which few may be used
                 self._begin(path, child)
