@@ -10,7 +10,9 @@ often settle.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -29,10 +31,10 @@ _MOST_PASSING = 3  # of all seats: one in so many at most
 _TO_BEGIN = 2
 """Passes of a trial that do not count: HBM is laid out in them, and they are measured."""
 _COUNTED = 2
-_NEAR = 1.15
+_NEAR = 1.25
 """Factor over the least a pass can take at which no other way is tried."""
 _MORE_MOVED = 1.4
-"""Factor over the bytes of single experts that whole layers may come to."""
+"""Factor over the bytes of single experts that whole tensors and layers may come to."""
 
 
 class Popularity:
@@ -97,9 +99,18 @@ class Seats:
         self._worth = worth
         self._free = list(range(count))[::-1]
         self._passing: dict[Hashable, None] = {}  # the one used longest ago first
-        most = max(_LEAST_PASSING, _PASSING // max(nbytes, 1))
-        self._most = max(1, min(most, count // _MOST_PASSING))
+        self._count = count
+        self._usual = max(_LEAST_PASSING, _PASSING // max(nbytes, 1))
+        self._most = max(1, min(self._usual, count // _MOST_PASSING))
         self._order: list[Hashable] = []  # settled ones, some of them gone, the worthiest first
+
+    def expect(self, pieces: int) -> None:
+        """Lets as many pass through as a layer uses, up to three quarters, if more than usual.
+
+        Else the bus has nothing to do in a layer's other work, where all experts are chosen.
+        """
+        usual = min(self._usual, self._count // _MOST_PASSING)
+        self._most = max(1, usual, min(pieces, self._count * 3 // 4))
 
     def used(self, piece: Hashable) -> None:
         """Notes a use of a seated piece: if it passes through, others leave sooner."""
@@ -194,46 +205,111 @@ class Seats:
         return None
 
 
+class Way(Enum):
+    """How the experts of a pass come up.
+
+    Attributes:
+        EACH: One by one, those that tokens choose.
+        TENSORS: All of a tensor, in seats that follow each other.
+        LAYERS: All tensors of a layer, as a block like any other.
+    """
+
+    EACH = "each"
+    TENSORS = "tensors"
+    LAYERS = "layers"
+
+
 class Trial:
     """Finds out which way passes of one kind take less time, all of whose experts are chosen.
 
     Expert by expert less is moved, but each layer's copies wait for its router, and its product is
-    made in parts; whole layers are copied beside the compute of others. Whole layers are tried
+    made in parts; whole tensors and layers are copied beside the compute of others. These are tried
     first; expert by expert only where that could be much better.
 
     Attributes:
-        whole: Whether the next pass goes by whole layers.
+        way: That of the next pass.
         settled: Whether that is decided.
     """
 
-    def __init__(self) -> None:
-        """Begins with whole layers."""
-        self.whole = True
+    def __init__(self, way: Way) -> None:
+        """Begins with ``way``; the other is :attr:`Way.EACH`."""
+        self.way = self._other = way
         self.settled = False
         self._seen = 0
-        self._best: dict[bool, float] = {}
+        self._best: dict[Way, float] = {}
 
-    def note(self, whole: bool, seconds: float, least: float) -> None:
+    def refuse(self, way: Way) -> None:
+        """Notes that a pass could not go this way."""
+        if way is self._other:
+            self.way, self.settled = Way.EACH, True
+
+    def note(self, way: Way, seconds: float, least: float) -> None:
         """Enters a pass; one that went another way than the trial is at does not count.
 
         Args:
-            whole: Whether it went by whole layers.
+            way: Which way it went.
             seconds: How long it took.
             least: What it takes at the least, whichever way.
         """
-        if self.settled or whole is not self.whole:
+        if self.settled or way is not self.way:
             return
         self._seen += 1
         if self._seen <= _TO_BEGIN:
             return
-        self._best[whole] = min(seconds, self._best.get(whole, seconds))
+        self._best[way] = min(seconds, self._best.get(way, seconds))
         if self._seen < _TO_BEGIN + _COUNTED:
             return
-        if whole and self._best[whole] > _NEAR * least:
-            self.whole, self._seen = False, 0
+        if way is self._other and self._best[way] > _NEAR * least:
+            self.way, self._seen = Way.EACH, 0
             return
-        self.whole = self._best[True] <= self._best.get(False, self._best[True])
+        self.way = min(self._best, key=self._best.__getitem__)
         self.settled = True
+
+
+def whole_tensors(tensors: int, experts: int, rows: int, *, abreast: bool) -> list[int] | None:
+    """Returns where tensors begin that are used in turn, each as a whole.
+
+    Some have a place of their own and stay. The others share what is left: every second one begins
+    at its first row, the rest end at its last. So rows that a tensor does not use can be filled
+    for the one after it while it is read.
+
+    Args:
+        tensors: How many there are.
+        experts: Rows of each.
+        rows: Of the place.
+        abreast: Whether two tensors that share are to have places that do not overlap, where there
+            is room for that: those of one layer are used one directly after the other.
+
+    Returns:
+        The first row of each; None where not one has room.
+    """
+    if rows < experts:
+        return None
+    if tensors * experts <= rows:
+        return [number * experts for number in range(tensors)]
+    shared = 2 * experts if abreast and rows >= 2 * experts else experts
+    stay = (rows - shared) // experts
+    begins, kept, shares = list[int](), 0, 0
+    for number in range(tensors):
+        if (number + 1) * stay // tensors > kept:  # evenly spread
+            begins.append(kept * experts)
+            kept += 1
+        else:
+            begins.append(rows - experts if shares % 2 else stay * experts)
+            shares += 1
+    return begins
+
+
+def moved_whole(tensors: int, experts: int, rows: int, *, abreast: bool) -> int:
+    """Returns how many rows a pass copies of tensors that are used as wholes.
+
+    Args: as of :func:`whole_tensors`.
+    """
+    begins = whole_tensors(tensors, experts, rows, abreast=abreast)
+    if begins is None:
+        return tensors * experts
+    users = Counter(row for begin in begins for row in range(begin, begin + experts))
+    return sum(count for count in users.values() if count > 1)
 
 
 def is_worth_whole(room: int, stacks: Collection[int]) -> bool:
@@ -253,7 +329,12 @@ def is_worth_whole(room: int, stacks: Collection[int]) -> bool:
     for nbytes in sorted(stacks, reverse=True):
         kept += nbytes if kept + nbytes <= spare else 0
     total = sum(stacks)
-    return total - kept <= _MORE_MOVED * (total - room)
+    return moves_little_more(total - kept, total - room)
+
+
+def moves_little_more(nbytes: int, least: int) -> bool:
+    """Whether a pass that moves ``nbytes`` is worth a trial where ``least`` have to move."""
+    return nbytes <= _MORE_MOVED * least
 
 
 def share_out(room: int, sizes: dict[int, tuple[int, int]]) -> dict[int, int] | None:

@@ -20,6 +20,7 @@ from tiermem.nn.groups.writes import refuse_changed
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
+from tiermem.runtime.services.expert_tensors import Lent
 
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _DERIVED = _GROUPED[:2]
@@ -122,6 +123,39 @@ class Choice:
         self.manager.gate.guard()
         with self.manager.lock:
             return self.store.rows(self.use, self.stack, tensor, experts)
+
+    def whole(
+        self, tensor: int, read: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Reads a whole tensor, where the pass under way brings it into HBM as one.
+
+        Args:
+            tensor: Which tensor of the block.
+            read: Submits what reads it, and keeps no view of it.
+
+        Returns:
+            What ``read`` returns; None where the tensor is not there.
+        """
+        if not self.store.tensors or torch.is_grad_enabled():
+            return None
+        lent = self._lend(tensor)
+        if lent is None:
+            return None
+        try:
+            return read(lent[1])
+        finally:
+            self._take_back(lent[0])
+
+    @inside
+    def _lend(self, tensor: int) -> tuple[Lent, torch.Tensor] | None:
+        self.manager.gate.guard()
+        with self.manager.lock:
+            return self.store.lend(self.stack, tensor)
+
+    @inside
+    def _take_back(self, lent: Lent) -> None:
+        with self.manager.lock:
+            self.store.tensors.take_back(lent)
 
     def row(self, tensor: int, expert: int) -> torch.Tensor | None:
         """Returns a row; None where it cannot be had by itself."""
@@ -254,6 +288,9 @@ class Rows:
             ``[tokens, outputs]``; None where the whole parameter is needed.
         """
         choice = self._choice
+        product = choice.whole(self._tensor, partial(self._product, function, rows, offsets))
+        if product is not None:
+            return product
         counts = list(choice.use.counts)
         if not choice.exact or sum(counts) != rows.shape[0] or len(counts) != len(offsets):
             ends = offsets.tolist()
@@ -261,6 +298,17 @@ class Rows:
         if not any(counts) or sum(counts) != rows.shape[0] or min(counts) < 0:
             return None
         return Groups(self, function, counts)(rows, offsets)
+
+    def _product(
+        self,
+        function: Callable[..., Any],
+        rows: torch.Tensor,
+        offsets: torch.Tensor,
+        matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the product with the matrices of all experts."""
+        turned = matrices.transpose(-2, -1) if self._turned else matrices
+        return function(rows, turned, offs=offsets)  # type: ignore[no-any-return]
 
     def matrices(self, experts: Sequence[int]) -> torch.Tensor | None:
         """Returns those of some experts, the only one as it lies; None where none can be had."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from tiermem.core.experts import Way
 from tiermem.core.forecast import rounded, timed
 from tiermem.nn.passes.load import Kinds, tokens
 from tiermem.nn.passes.scopes import PassScope
@@ -31,7 +32,7 @@ class PassNames:
     def forward(
         self,
         scope: PassScope,
-        modes: tuple[bool, bool, bool, bool],
+        modes: tuple[bool, bool, bool, Way],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> tuple[Hashable, ...]:
@@ -40,20 +41,19 @@ class PassNames:
         Args:
             scope: Of the module that is called.
             modes: Whether the module is in training mode, gradients are taken, and there are
-                optimizer steps in it, or experts come up with their whole layers (it uses other
-                blocks then).
+                optimizer steps in it (it uses other blocks then), and which way experts come up.
             args: Of the call.
             kwargs: Of the call.
         """
-        mode, training, stepping, whole = modes
+        mode, training, stepping, way = modes
         kind = self._kinds.number((scope.name, scope.number), mode, args, kwargs)
         key: tuple[Hashable, ...]
         key = ("forward", scope.name, scope.number, training, stepping)
-        if kind or whole:
+        if kind or way is not Way.EACH:
             key = (*key, kind)
-        if whole:
-            key = (*key, "whole")
-        same = scope.name, scope.number, stepping, whole
+        if way is not Way.EACH:
+            key = (*key, way)
+        same = scope.name, scope.number, stepping, way
         self.like = self._named.get(same)
         self._named[same] = self._forward = key
         return key

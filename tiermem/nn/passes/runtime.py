@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import align_up
+from tiermem.core.experts import Way
 from tiermem.core.need import unit_limit
 from tiermem.errors import CheckpointError, WrapError
 from tiermem.nn.groups.entry import Entry
@@ -157,13 +158,13 @@ class ModuleRuntime:
             training = torch.is_grad_enabled()
             for keeper in self.keepers:
                 keeper.before_forward(training)
-            load, whole = self.names.weigh(args, kwargs), False
+            load, way = self.names.weigh(args, kwargs), Way.EACH
             if self.experts.stacks:
-                whole = self._prepare_experts((scope.name, scope.number, load), training)
+                way = self._prepare_experts((scope.name, scope.number, load), training)
             self.grads.drop_forgotten()
             self.away.end()
             # with optimizer steps in it the pass uses other blocks: it is learned as another
-            modes = module.training, training, self.manager.parts.deferred.here, whole
+            modes = module.training, training, self.manager.parts.deferred.here, way
             key = self.names.forward(scope, modes, args, kwargs)
             guess: Sequence[int] = ()
             if not self.manager.parts.planner.knows(key):
@@ -176,22 +177,22 @@ class ModuleRuntime:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()
 
-    def _prepare_experts(self, name: Hashable, training: bool) -> bool:
-        """Makes room for experts one by one, or for whole layers of them.
+    def _prepare_experts(self, name: Hashable, training: bool) -> Way:
+        """Makes room for experts one by one, or for whole tensors or layers of them.
 
         Args:
             name: Of forwards that do the same.
             training: Whether gradients are taken in it.
 
         Returns:
-            Whether all of them come up with their layers though none is trained.
+            Which way those come up that are not trained.
         """
         if training:
             self.experts.prepare(*self._trained())
-            return False
-        whole = self.experts.way.choose(name)
-        self.experts.prepare(whole)
-        return bool(whole)
+            return Way.EACH
+        way = self.experts.way.choose(name)
+        self.experts.prepare((), way=way)
+        return way
 
     def _trained(self) -> tuple[set[int], int]:
         """Returns the stacks of experts that are trained, and bytes of gradients to come to HBM."""
@@ -231,7 +232,7 @@ class ModuleRuntime:
         if not self.backward.under_way:  # what is computed again there is a part of it
             if self.experts.stacks:
                 with self.manager.lock:
-                    self.experts.way.ended(not self.experts.open, self.names.last[0])
+                    self.experts.way.ended(self.experts.goes, self.names.last[0])
             self.manager.end_pass()
             self.saved.let_go()
         lane = "optimizer" if what == "optimizer" else "compute"

@@ -150,6 +150,14 @@ class ExpertsInterceptor(CallInterceptor):
         indices = choices_in(args, kwargs)
         if stack is None or not how or indices is None or not indices.numel():
             return None
+        stack.grouped = how == "grouped_mm"
+        if self._store.tensors:
+            if again or torch.is_grad_enabled() or not stack.grouped:
+                return None
+            use = Use(stack, (), ())  # all are there, whatever is chosen
+            return Choice(
+                self._manager, self._store, use, None, exact=False, saving=self._saved.rows
+            )
         manager = self._manager
         manager.gate.guard()  # before the lock: a forked child may find it taken for ever
         if again:

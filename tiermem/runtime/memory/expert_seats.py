@@ -12,6 +12,7 @@ import torch
 from tiermem.core.block import Block, Extent, TensorSpec, align_up
 from tiermem.core.experts import Popularity, Seats
 from tiermem.core.layout import contiguous_stride
+from tiermem.core.residency import Record
 from tiermem.runtime.memory.slots import typed_view, use_count
 from tiermem.transfer.copy import Event
 from tiermem.transfer.file.mover import FileTransfer
@@ -50,6 +51,7 @@ class Stack:
         places: Where checkpoint files have its pieces.
         after: The stack that was used after it last.
         order: The pieces that its last call asked for, in order.
+        grouped: Whether its last call was one of grouped products.
         foresee: Returns scores of the experts, by the hidden states of the layer before; None where
             its router is not at hand.
     """
@@ -64,6 +66,7 @@ class Stack:
     places: dict[Piece, Extent] = field(default_factory=dict)
     after: Stack | None = None
     order: tuple[Piece, ...] = ()
+    grouped: bool = False
     foresee: Callable[[torch.Tensor], torch.Tensor | None] | None = None
 
     def nbytes(self, tensor: int) -> int:
@@ -96,6 +99,11 @@ def stack_of(number: int, block: Block, experts: int) -> Stack | None:
     if any(specs[index].nbytes // experts % 256 for index in rows):
         return None
     return Stack(number, block, experts, rows, Popularity(experts))
+
+
+def stamp_of(record: Record) -> tuple[Any, ...]:
+    """Returns what tells which bytes a stack's home has."""
+    return record.writes, record.home_writes, record.home, record.home_extent
 
 
 def sizes_of(stacks: Iterable[Stack]) -> dict[int, tuple[int, int]]:

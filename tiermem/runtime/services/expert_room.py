@@ -61,18 +61,17 @@ class ExpertRoom:
             self._gradients = gradients
         return suits
 
-    def make(self, stacks: Iterable[Stack], worth: Callable[[Any], float]) -> None:
-        """Makes the room, where there is space for it.
+    def make(self, stacks: Iterable[Stack], worth: Callable[[Any], float]) -> bool:
+        """Makes the room; returns whether there is space for it.
 
         Args:
             stacks: Of which it has seats for pieces.
             worth: Returns what having a piece there is worth.
         """
         stacks = list(stacks)
-        room = int(self._spare(stacks) * self.share) // 4096 * 4096
-        counts = share_out(room, sizes_of(stacks))
-        if counts is None or self.share <= _LEAST:
-            return
+        counts = self.counts(stacks)
+        if counts is None:
+            return False
         parts, least = self._parts, self._parts.limit.least
         nbytes = sum(size * count for size, count in counts.items())
         shape = TensorShape(_NAME, (nbytes,), (1,), torch.uint8, 1)
@@ -80,7 +79,7 @@ class ExpertRoom:
             [block] = self._manager.add_blocks([("experts", Role.BUFFER, [shape])], home="hbm")
         except CapacityError:
             self.share *= _SHRINK
-            return
+            return False
         finally:
             parts.limit.least = least  # it gives way
         self.block = block
@@ -90,6 +89,15 @@ class ExpertRoom:
             for tensor in range(len(stack.block.tensors)):
                 bank = self.banks[align_up(stack.nbytes(tensor))]
                 self.bank_of[stack.number, tensor] = bank
+        return True
+
+    def counts(self, stacks: Iterable[Stack]) -> dict[int, int] | None:
+        """Returns how many seats it has, or would have, by their bytes; None without space."""
+        if self.block is not None:
+            return {size: len(bank.seats) for size, bank in self.banks.items()}
+        stacks = list(stacks)
+        room = int(self._spare(stacks) * self.share) // 4096 * 4096
+        return None if self.share <= _LEAST else share_out(room, sizes_of(stacks))
 
     def give_back(self) -> None:
         """Gives the room back; nothing is seated there, and no copy to it is under way."""

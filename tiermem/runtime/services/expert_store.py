@@ -20,11 +20,21 @@ from weakref import ref
 import torch
 
 from tiermem.core.block import Block, Tier
-from tiermem.core.experts import FORESEEN
+from tiermem.core.experts import FORESEEN, Way
 from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.expert_seats import WHOLE, Bank, Piece, Seat, Stack, Use, stack_of
+from tiermem.runtime.memory.expert_seats import (
+    WHOLE,
+    Bank,
+    Piece,
+    Seat,
+    Stack,
+    Use,
+    stack_of,
+    stamp_of,
+)
 from tiermem.runtime.services.expert_room import ExpertRoom
+from tiermem.runtime.services.expert_tensors import Lent, WholeTensors
 from tiermem.runtime.services.expert_way import ExpertWay
 from tiermem.runtime.services.piece_copies import PieceCopies
 
@@ -46,7 +56,8 @@ class ExpertStore:
         open: Whether there is an expert room.
         room: That room.
         whole: Stacks, by the id of their blocks, that come up whole in the pass under way.
-        way: Decides whether all of them do, in forwards without gradients.
+        tensors: Brings up whole tensors, in passes that use them so.
+        way: Decides which way forwards without gradients go.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -62,7 +73,8 @@ class ExpertStore:
         self._last: Use | None = None
         self._lent: list[Seat] = []  # whose readers may not all be submitted
         self.whole: frozenset[int] = frozenset()
-        self.way = ExpertWay(manager, self.stacks)
+        self.tensors = WholeTensors(parts)
+        self.way = ExpertWay(manager, self.stacks, self.room)
         limit, more = parts.limit, parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
@@ -92,29 +104,45 @@ class ExpertStore:
 
     # -- the expert room -------------------------------------------------
 
+    @property
+    def goes(self) -> Way:
+        """Which way the pass under way goes."""
+        if not self.open:
+            return Way.LAYERS
+        return Way.TENSORS if self.tensors else Way.EACH
+
     def by_rows(self, block_id: int) -> bool:
         """Whether a block is a stack whose rows come up by themselves in the pass under way."""
         return self.open and block_id in self.stacks and block_id not in self.whole
 
-    def prepare(self, whole: Collection[int], gradients: int | None = None) -> None:
+    def prepare(
+        self, whole: Collection[int], gradients: int | None = None, *, way: Way = Way.EACH
+    ) -> None:
         """Makes the expert room as a pass begins, gives it back, or leaves it as it is.
 
         Args:
             whole: Stacks, by the id of their blocks, that come up whole: gradients are taken of
                 them.
             gradients: Bytes of those that backward will bring into HBM; None where it is not known.
+            way: Which way all stacks go, if none of them is in ``whole``.
         """
-        parts = self._parts
-        if not self.stacks or parts.copy.capturing():
+        parts, stacks = self._parts, self.stacks.values()
+        if not stacks or parts.copy.capturing():
             return
-        self.whole = frozenset(whole)
-        if len(self.whole) == len(self.stacks):
+        self.whole = frozenset(self.stacks if way is Way.LAYERS else whole)
+        if len(self.whole) == len(stacks):
             self.close()
             return
-        if not self.room.suits(self.whole, gradients):
+        suits = self.room.suits(self.whole, gradients)
+        if not suits or bool(self.tensors) is not (way is Way.TENSORS):
             self.close()
         if not self.open:
-            self.room.make(self.stacks.values(), self._worth)
+            made = self.room.make(stacks, self._worth)
+            if made and way is Way.TENSORS:
+                self.tensors.lay_out(stacks, self.room.banks)
+        experts = max(s.experts for s in stacks) if self.way.all_chosen else 0
+        for bank in self.room.banks.values():
+            bank.who.expect(experts)
 
     def close(self) -> None:
         """Gives the expert room back, with all that is seated."""
@@ -127,6 +155,7 @@ class ExpertStore:
     def repair(self) -> None:
         """Gives the expert room back after an exception anywhere; nothing is under way."""
         self._uses.clear()
+        self.tensors.repair()
         self._forget_seated()
         self.room.repair()
         self.way.reset()
@@ -141,6 +170,7 @@ class ExpertStore:
 
     def _forget_seated(self) -> None:
         """Empties every seat."""
+        self.tensors.clear()
         for bank in self.room.banks.values():
             for piece in list(bank.who.seated):
                 bank.who.give_up(piece)
@@ -183,7 +213,7 @@ class ExpertStore:
             parts.transfers.settle(stack.block.id)
         if record.at_home is not State.VALID:
             return False
-        stamp = (record.writes, record.home_writes, record.home, record.home_extent)
+        stamp = stamp_of(record)
         if stack.stamp != stamp:
             self._drop(stack)
             stack.stamp = stamp
@@ -255,6 +285,8 @@ class ExpertStore:
         after = use.stack.after
         if use.again or after is None or (use.saved and after.number <= use.stack.number):
             return  # backward comes next, and resumes what was saved
+        if self.tensors:
+            return
         if self.open and self.usable(after):
             self._guess(after)
 
@@ -339,6 +371,12 @@ class ExpertStore:
         bank = self.room.bank_of.get((stack.number, tensor))
         return 0 if bank is None else len(bank.seats)
 
+    def lend(self, stack: Stack, tensor: int) -> tuple[Lent, torch.Tensor] | None:
+        """Returns a whole tensor; see :meth:`WholeTensors.lend`."""
+        if not self.tensors or not self.usable(stack):
+            return None
+        return self.tensors.lend(stack, tensor)
+
     # -- inside ----------------------------------------------------------
 
     def _note_released(self) -> None:
@@ -413,6 +451,8 @@ class ExpertStore:
         self, bank: Bank, piece: Piece, *, urgent: bool = False, guessed: bool = False
     ) -> int | None:
         """Begins to copy a piece into a seat; returns which, None where none can be had."""
+        if self.tensors and piece.expert != WHOLE:
+            return None
         uses, guesses, seats, seated = self._uses, self._guesses, bank.seats, bank.who.seated
         wanted = uses[0].wanted if len(uses) == 1 else {p for use in uses for p in use.wanted}
 

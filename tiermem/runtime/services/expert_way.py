@@ -1,21 +1,22 @@
-"""Whether the experts of a kind of call come up one by one, or with their whole layer.
+"""Whether the experts of a kind of call come up one by one, by whole tensors or by whole layers.
 
-Where tokens choose all of them there is nothing to choose. A whole layer is a block as any other
-then: it comes up beside the compute of others, whatever its router will say.
+Where tokens choose all of them there is nothing to choose. Whole tensors and layers come up beside
+the compute of others, whatever their routers will say. A whole layer is a block as any other then.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 
 from tiermem.core.block import Tier, align_up
-from tiermem.core.experts import Trial, is_worth_whole
+from tiermem.core.experts import Trial, Way, is_worth_whole, moves_little_more
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Stack
 from tiermem.runtime.metrics.pass_timer import LINK_UP
-from tiermem.runtime.services.expert_room import beside
+from tiermem.runtime.services.expert_room import ExpertRoom, beside
+from tiermem.runtime.services.expert_tensors import moved
 from tiermem.transfer.stamps import Stamp
 
 _ALL = 0.9
@@ -30,19 +31,19 @@ class _Kind:
 
     Attributes:
         all_chosen: Whether the last one that went expert by expert chose all of each layer.
-        trial: Which way is faster.
+        trial: Which way is faster; None before one is begun.
     """
 
     all_chosen: bool = False
-    trial: Trial = field(default_factory=Trial)
+    trial: Trial | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Timed:
     """A pass between two stamps, and the name under which it is measured."""
 
-    kind: _Kind
-    whole: bool
+    trial: Trial
+    way: Way
     begin: Stamp
     end: Stamp | None = None
     key: Hashable = None
@@ -51,13 +52,17 @@ class _Timed:
 class ExpertWay:
     """Decides for calls without gradients; under the manager's lock."""
 
-    def __init__(self, manager: BlockManager, stacks: Mapping[int, Stack]) -> None:
+    def __init__(
+        self, manager: BlockManager, stacks: Mapping[int, Stack], room: ExpertRoom
+    ) -> None:
         """Starts with nothing known.
 
         Args:
             manager: Of the blocks.
             stacks: Of experts, by the id of their blocks.
+            room: For pieces of them.
         """
+        self._room = room
         self._parts = manager.parts
         self._fetcher = manager.prefetcher.fetcher
         self._stacks = stacks
@@ -67,8 +72,13 @@ class ExpertWay:
         self._open: _Timed | None = None
         self._timed: deque[_Timed] = deque()
 
-    def choose(self, name: Hashable) -> Collection[int]:
-        """Returns the stacks, by the id of their blocks, that come up whole in a call.
+    @property
+    def all_chosen(self) -> bool:
+        """Whether all experts of each layer are expected to be chosen in the call under way."""
+        return self._now is not None and self._now.all_chosen
+
+    def choose(self, name: Hashable) -> Way:
+        """Returns which way a call goes.
 
         Args:
             name: Of calls that do the same, with as many tokens.
@@ -76,36 +86,43 @@ class ExpertWay:
         self._drop()
         clock = self._parts.pass_timer.clock
         if not self._stacks or not self._fetcher.beside or not clock.usable():
-            return ()
+            return Way.EACH
         self._read()
-        name = name, self._parts.table.hbm.capacity, len(self._stacks)
+        grouped = all(stack.grouped for stack in self._stacks.values())
+        name = name, self._parts.table.hbm.capacity, len(self._stacks), grouped
         kind = self._now = self._kinds.pop(name, None) or _Kind()
         self._kinds[name] = kind
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         again, self._last = name == self._last, name
         # for one call among others it does not pay: what has settled would be brought up again
-        if not again or not kind.all_chosen or not self._is_worth_it():
-            return ()
-        whole = kind.trial.whole
+        if not again or not kind.all_chosen:
+            return Way.EACH
+        if kind.trial is None:
+            way = self._worth_a_trial(grouped=grouped)
+            if way is Way.EACH:
+                return way
+            kind.trial = Trial(way)
         if not kind.trial.settled and len(self._timed) < _MOST_TIMED:
             begin = clock.stamp()
-            self._open = None if begin is None else _Timed(kind, whole, begin)
-        return self._stacks if whole else ()
+            self._open = None if begin is None else _Timed(kind.trial, kind.trial.way, begin)
+        return kind.trial.way
 
-    def ended(self, whole: bool, key: Hashable) -> None:
+    def ended(self, way: Way, key: Hashable) -> None:
         """Notes that a call has ended.
 
         Args:
-            whole: Whether its experts came up whole.
+            way: Which way it went.
             key: Under which it is measured.
         """
         kind, timed = self._now, self._open
         self._now = self._open = None
-        if kind is not None and not whole:
+        if kind is not None and way is Way.EACH:
             stacks = self._stacks.values()
             kind.all_chosen = all(len(s.popularity.last) >= _ALL * s.experts for s in stacks)
         if timed is not None:
+            if way is not timed.way:
+                timed.trial.refuse(timed.way)
             timed.end, timed.key = self._parts.pass_timer.clock.stamp(), key
             self._timed.append(timed)
 
@@ -132,19 +149,26 @@ class ExpertWay:
                 if not clock.passed(timed.end):
                     return
                 seconds = clock.seconds(timed.begin, timed.end)
-                timed.kind.trial.note(timed.whole, seconds, self._least(timed))
+                timed.trial.note(timed.way, seconds, self._least(timed))
                 clock.free(timed.end)
             clock.free(timed.begin)
             self._timed.popleft()
 
-    def _is_worth_it(self) -> bool:
-        """Whether whole layers are worth a trial; they are not where a disk is read."""
+    def _worth_a_trial(self, *, grouped: bool) -> Way:
+        """Returns the way that may be faster than one by one; none is where a disk is read."""
         stacks, table = self._stacks.values(), self._parts.table
         if any(table[stack.block.id].home is not Tier.DRAM for stack in stacks):
-            return False
-        return is_worth_whole(self._room(), [align_up(stack.block.nbytes) for stack in stacks])
+            return Way.EACH
+        counts = self._room.counts(stacks) if grouped else None
+        if counts is not None:
+            nbytes, total = moved(stacks, counts), sum(s.block.nbytes for s in stacks)
+            seats = sum(size * count for size, count in counts.items())
+            if nbytes is not None and moves_little_more(nbytes, total - seats):
+                return Way.TENSORS
+        whole = is_worth_whole(self._beside(), [align_up(s.block.nbytes) for s in stacks])
+        return Way.LAYERS if whole else Way.EACH
 
-    def _room(self) -> int:
+    def _beside(self) -> int:
         """Bytes of HBM beside all blocks but the stacks."""
         table = self._parts.table
         others = beside(table, self._stacks.keys())
@@ -158,5 +182,5 @@ class ExpertWay:
         """
         estimates, link = self._parts.pass_timer.estimates, LINK_UP[Tier.DRAM]
         nbytes = sum(align_up(stack.block.nbytes) for stack in self._stacks.values())
-        computes = estimates.computes(timed.key) if timed.whole else None
-        return max(max(0, nbytes - self._room()) / estimates.fastest(link), computes or 0.0)
+        computes = estimates.computes(timed.key) if timed.way is Way.LAYERS else None
+        return max(max(0, nbytes - self._beside()) / estimates.fastest(link), computes or 0.0)
