@@ -26,6 +26,7 @@ GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
 LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
+_TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
 CRASHES = ("tests/faults/test_saving_faults.py",)
@@ -734,9 +735,45 @@ _ELSEWHERE = (
     Mutation(
         "whole layers of experts are kept though single ones are faster",
         "tiermem/core/experts.py",
-        "self.whole = self._best[True] <= self._best.get(False, self._best[True])",
-        "self.whole = True",
+        "self.way = min(self._best, key=self._best.__getitem__)",
+        "self.way = self._other",
         ("tests/property/test_core_experts.py", "tests/unit/test_expert_way.py"),
+    ),
+    Mutation(
+        "whole tensors: a copy does not wait for those that read its seats",
+        _TENSORS,
+        "parts.copy.up_behind(target, source, behind)",
+        "parts.copy.up_behind(target, source, ())",
+        ("tests/property/test_expert_streams.py",),
+    ),
+    Mutation(
+        "whole tensors: what reads does not wait for the copies",
+        _TENSORS,
+        "            self._parts.copy.use(event)",
+        "            pass",
+        ("tests/property/test_expert_streams.py",),
+    ),
+    Mutation(
+        "whole tensors: seats are not known to be read",
+        _TENSORS,
+        "            rows.read[seat] += 1\n",
+        "",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
+        "whole tensors: rows copied before a write are taken for current",
+        _TENSORS,
+        "rows, here = tensor.rows, (tensor, stack.stamp)",
+        "rows, here = tensor.rows, next((w for w in [tensor.rows.what[tensor.begin]] "
+        "if w is not None and w[0] is tensor), (tensor, stack.stamp))",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
+        "whole tensors: what shares seats is copied at its use alone",
+        _TENSORS,
+        "for other, first, last in tensor.next:",
+        "for other, first, last in ():",
+        ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
         "what comes to the same is not left to the begin of a pass",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,9 +10,18 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from support_experts import CONFIGS, build, check_step, expert_bytes, freeze_experts, tokens
+from support_experts import (
+    CONFIGS,
+    all_bytes,
+    build,
+    check_step,
+    expert_bytes,
+    freeze_experts,
+    tokens,
+)
 
 import tiermem
+from tiermem.core.experts import Way
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +50,36 @@ def test_many_tokens_and_few(name: str, how: str) -> None:
             ids = tokens(count, seed).cuda()
             assert torch.equal(model(ids).logits, plain(ids).logits)
         assert tier.stats().experts_chosen > tier.stats().expert_hits > 0
+
+
+@pytest.mark.parametrize("share", [4, 2])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_whole_tensors_beside_compute_that_is_late(name: str, share: int) -> None:
+    config = wide(name)
+    config.num_hidden_layers = 8
+    if name == "gpt_oss":
+        config.layer_types = ["full_attention"] * 8
+    plain = build(config, "grouped_mm", torch.bfloat16).cuda()
+    model = build(config, "grouped_mm", torch.bfloat16)
+    random = Random(0)
+    for one in model.model.layers:
+        one.self_attn.register_forward_pre_hook(
+            lambda *_: torch.cuda._sleep(random.choice([0, 0, 1_000_000]))
+        )
+    rest = all_bytes(model) - expert_bytes(model)
+    with (
+        tiermem.TierManager(
+            "cuda", hbm=expert_bytes(model) // share + rest + (2 << 20), dram="1GiB"
+        ) as tier,
+        torch.no_grad(),
+    ):
+        tier.wrap(model)
+        store, ways = tier._runtime.experts, set()
+        for turn in range(24):
+            ids = tokens(512, turn).cuda()
+            assert torch.equal(model(ids).logits, plain(ids).logits)
+            ways.add(store.goes)
+        assert Way.TENSORS in ways
 
 
 @pytest.mark.parametrize("recomputed", [None, True, False], ids=["saved", "reentrant", "not"])

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.core.experts import Popularity, Seats, Trial, is_worth_whole, share_out
+from tiermem.core.experts import (
+    Popularity,
+    Seats,
+    Trial,
+    Way,
+    is_worth_whole,
+    moved_whole,
+    share_out,
+    whole_tensors,
+)
 
 Asks = st.lists(
     st.tuples(st.integers(0, 30), st.booleans(), st.booleans(), st.sets(st.integers(0, 30))),
@@ -94,20 +103,63 @@ def test_room_is_shared_and_never_passed(room: int, sizes: dict[int, tuple[int, 
             assert min(count, few) <= found[size] <= count
 
 
-@given(st.floats(1.0, 3.0), st.floats(1.0, 3.0), st.integers(0, 20))
-def test_a_trial_ends_with_the_faster_way(whole: float, single: float, others: int) -> None:
-    """Or with whole layers, where those are near what is possible; and counts its own passes."""
-    trial, took = Trial(), {True: whole, False: single}
+@given(
+    st.sampled_from([Way.TENSORS, Way.LAYERS]),
+    st.floats(1.0, 3.0),
+    st.floats(1.0, 3.0),
+    st.integers(0, 20),
+)
+def test_a_trial_ends_with_the_faster_way(
+    way: Way, whole: float, single: float, others: int
+) -> None:
+    """Or with whole ones, where those are near what is possible; and counts its own passes."""
+    trial, took = Trial(way), {way: whole, Way.EACH: single}
     tried = []
     for number in range(40):
         if number < others:
-            trial.note(not trial.whole, 0.0, 1.0)
-        tried.append(trial.whole)
+            trial.note(next(w for w in Way if w is not trial.way), 0.0, 1.0)
+        tried.append(trial.way)
         slow = 10.0 if tried[-2:-1] != tried[-1:] else 1.0  # the first one of a way
-        trial.note(trial.whole, slow * took[trial.whole], 1.0)
+        trial.note(trial.way, slow * took[trial.way], 1.0)
     assert trial.settled and len(set(tried[10:])) == 1
-    assert trial.whole == (whole <= 1.15 or whole <= single)
-    assert (False in tried) == (whole > 1.15)
+    assert trial.way is (way if whole <= 1.25 or whole <= single else Way.EACH)
+    assert (Way.EACH in tried) == (whole > 1.25)
+
+
+def test_a_way_that_cannot_be_gone_is_given_up() -> None:
+    trial = Trial(Way.TENSORS)
+    trial.refuse(Way.LAYERS)
+    assert trial.way is Way.TENSORS and not trial.settled
+    trial.refuse(Way.TENSORS)
+    assert trial.way is Way.EACH and trial.settled
+
+
+@given(st.integers(1, 12), st.integers(1, 9), st.integers(0, 120), st.booleans())
+def test_whole_tensors_share_what_those_that_stay_leave(
+    tensors: int, experts: int, rows: int, abreast: bool
+) -> None:
+    begins = whole_tensors(tensors, experts, rows, abreast=abreast)
+    moved = moved_whole(tensors, experts, rows, abreast=abreast)
+    assert (begins is None) == (rows < experts)
+    if begins is None:
+        assert moved == tensors * experts
+        return
+    assert len(begins) == tensors
+    assert all(0 <= begin <= rows - experts for begin in begins)
+    what: dict[int, int] = {}
+    loads = []
+    for _ in range(4):  # passes that use them in turn
+        loads.append(0)
+        for number, begin in enumerate(begins):
+            for row in range(begin, begin + experts):
+                loads[-1] += what.get(row) != number
+                what[row] = number
+    assert loads[-1] <= moved <= loads[-1] + 2 * experts  # the last one may be the first again
+    if tensors * experts <= rows:
+        assert moved == loads[-1] == 0
+    else:  # all but what streams, and what can be filled ahead, is kept
+        streams = (2 if abreast and rows >= 2 * experts else 1) * experts + experts // 4
+        assert moved <= tensors * experts - (rows - streams) + experts
 
 
 @given(st.integers(0, 4000), st.lists(st.integers(1, 200), min_size=1, max_size=30))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
+from tiermem.core.experts import Way
 from tiermem.core.layout import TensorShape
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Piece, Use
@@ -27,10 +28,8 @@ UP, DOWN, FILES = 101, 102, 103
 PAGE, EXPERTS, STACKS = 4096, 5, 3
 
 
-@given(st.integers(0, 1 << 30), st.integers(0, 8), st.integers(0, 8), st.booleans())
-def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -> None:
-    random = Random(seed)
-    device = SimulatedDevice(random)
+def begun(device: SimulatedDevice, pages: int) -> tuple[BlockManager, ExpertStore]:
+    """Returns a manager with HBM of so many pages, and a store of stacks of two tensors each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "tiermem.runtime.assembly.HostCopyEngine",
@@ -39,7 +38,7 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
         manager = BlockManager(
             Settings(
                 device="cpu",
-                hbm=(8 + more) * PAGE,
+                hbm=pages * PAGE,
                 dram=64 * PAGE,
                 nvme=(),
                 nvme_bytes=None,
@@ -51,12 +50,21 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
     shape = TensorShape("w", (EXPERTS, 16, 256), (PAGE, 256, 1), torch.uint8, 1)
     wanted = [(f"s{i}", Role.PARAM, [shape, shape]) for i in range(STACKS)]
     store = ExpertStore(manager)
-    wrong: list[str] = []
     blocks = manager.add_blocks(wanted)
     for number, block in enumerate(blocks):
         rows = torch.arange(EXPERTS, dtype=torch.uint8)[:, None, None].expand(EXPERTS, 16, 256)
         manager.write_home(block, [rows + 10 * number, rows + 10 * number + 100])
-    stacks = [store.add(block, EXPERTS) for block in blocks]
+        assert store.add(block, EXPERTS) is not None
+    return manager, store
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, 8), st.integers(0, 8), st.booleans())
+def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -> None:
+    random = Random(seed)
+    device = SimulatedDevice(random)
+    manager, store = begun(device, 8 + more)
+    wrong: list[str] = []
+    stacks = [store.stacks[block_id] for block_id in sorted(store.stacks)]
 
     def look(address: int, value: int) -> None:
         if ctypes.string_at(address, PAGE) != bytes([value]) * PAGE:
@@ -78,7 +86,6 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
             store.prepare(set(store.stacks) if turn == 15 else ())
             number = turn % STACKS
             stack = stacks[number]
-            assert stack is not None
             if not (store.open and store.usable(stack)):
                 assert turn == 15
                 continue
@@ -98,6 +105,49 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
                     read(saved.resume(call), asked)
                 saved.end_backward()
                 calls.clear()
+    manager.parts.copy.synchronize()
+    assert not wrong
+    manager.close()
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, 14), st.integers(0, 8), st.booleans())
+def test_no_whole_tensor_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -> None:
+    """In turn or not, and with passes in between that go another way."""
+    random = Random(seed)
+    device = SimulatedDevice(random)
+    manager, store = begun(device, 2 * EXPERTS + 1 + more)
+    wrong: list[str] = []
+    stacks = [store.stacks[block_id] for block_id in sorted(store.stacks)]
+
+    def look(address: int, number: int, tensor: int) -> None:
+        for expert in range(EXPERTS):
+            value = expert + 10 * number + 100 * tensor
+            if ctypes.string_at(address + expert * PAGE, PAGE) != bytes([value]) * PAGE:
+                wrong.append(f"{value} is not there")
+
+    def read(number: int, tensor: int) -> None:
+        lent = store.lend(stacks[number], tensor)
+        assert lent is not None
+        address, view = lent[1].data_ptr(), lent[1]
+        assert view.shape == (EXPERTS, 16, 256)
+        device.submit(device.stream, partial(look, address, number, tensor))
+        for _ in range(random.randint(0, lag)):
+            device.advance()
+        store.tensors.take_back(lent[0])
+
+    with manager.lock:
+        for turn in range(8):
+            store.prepare((), way=Way.TENSORS)
+            assert store.goes is Way.TENSORS
+            order = list(range(STACKS))
+            if random.random() < 0.3:
+                random.shuffle(order)
+            for number in order:
+                device.stream = random.choice([0, 1]) if two else 0
+                for tensor in (0, 1):
+                    read(number, tensor)
+            if turn == 4:
+                store.prepare((), way=random.choice([Way.EACH, Way.LAYERS]))
     manager.parts.copy.synchronize()
     assert not wrong
     manager.close()

@@ -1,4 +1,4 @@
-"""Mixtures of which all experts are chosen: by whole layers where that is the faster way."""
+"""Mixtures of which all experts are chosen: by whole tensors or layers where that is faster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from support_ctrl_c import cut_short
 from support_experts import VOCABULARY, check, mixtral, twins
+
+from tiermem.core.experts import Way, moved_whole
 
 MANY, FEW = 40, 1
 _FILES = ["runtime/services/expert_", "core/experts", "nn/passes/runtime"]
@@ -28,13 +30,13 @@ def scripted(tier: Any, monkeypatch: pytest.MonkeyPatch, whole: float, single: f
     manager, way = tier._manager, tier._runtime.experts.way
     manager.prefetcher.fetcher.beside = True
     real = manager.parts.pass_timer.clock
-    took = {True: whole, False: single}
+    took = {Way.TENSORS: whole, Way.LAYERS: whole, Way.EACH: single}
 
     class Clock(type(real)):  # type: ignore[misc]
         def seconds(self, begin: Any, end: Any) -> float:
             timed = way._timed[0] if way._timed else None
             if timed is not None and timed.begin is begin:
-                return took[timed.whole]
+                return took[timed.way]
             return float(super().seconds(begin, end))
 
     monkeypatch.setattr(manager.parts.pass_timer, "_clock", Clock())
@@ -43,26 +45,93 @@ def scripted(tier: Any, monkeypatch: pytest.MonkeyPatch, whole: float, single: f
 
 
 def goes(model: Any, plain: Any, tier: Any, tokens: int) -> bool:
-    """Runs a pass, checks its bits, and returns whether it went by whole layers."""
+    """Runs a pass, checks its bits, and returns whether it went by whole tensors or layers."""
     check(model, plain, ids(tokens))
-    return bool(tier._runtime.experts.whole)
+    way = tier._runtime.experts.goes
+    grouped = all(stack.grouped for stack in tier._runtime.experts.stacks.values())
+    assert way in (Way.EACH, Way.TENSORS if grouped else Way.LAYERS)
+    return way is not Way.EACH
 
 
+@pytest.mark.parametrize("how", ["grouped_mm", "eager"])
 @pytest.mark.parametrize(
     ("whole", "single", "then"),
     [
-        (1.1, 1.0, [True] * 8),  # near what is possible
+        (1.2, 1.0, [True] * 8),  # near what is possible
         (1.5, 2.0, [True] * 4 + [False] * 4 + [True] * 4),
         (2.0, 1.5, [True] * 4 + [False] * 8),
     ],
 )
 def test_the_faster_way_is_found(
-    monkeypatch: pytest.MonkeyPatch, whole: float, single: float, then: list[bool]
+    monkeypatch: pytest.MonkeyPatch, whole: float, single: float, then: list[bool], how: str
 ) -> None:
-    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
+    with twins(deep(), how, 0.13) as (model, plain, tier):
         scripted(tier, monkeypatch, whole, single)
         assert not goes(model, plain, tier, MANY)  # which are chosen is not known before
         assert [goes(model, plain, tier, MANY) for _ in then] == then
+
+
+def test_tensors_that_share_seats_are_copied_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than by whole layers, and whatever the routers say."""
+    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
+        scripted(tier, monkeypatch, 1.0, 2.0)
+        moved, counters = [], tier._manager.parts.counters
+        store = tier._runtime.experts
+        lend, waited = store.tensors.lend, []
+
+        def watched(*args: Any) -> Any:
+            before = sum(counters.bytes_by_link().values())
+            lent = lend(*args)
+            waited.append(sum(counters.bytes_by_link().values()) - before)
+            return lent
+
+        monkeypatch.setattr(store.tensors, "lend", watched)
+        for _ in range(6):
+            before = sum(counters.bytes_by_link().values())
+            check(model, plain, ids(MANY))
+            moved.append(sum(counters.bytes_by_link().values()) - before)
+        assert len(waited) == 5 * 32 and not any(waited)  # each has been copied ahead
+        rows = {size: len(bank.seats) for size, bank in store.room.banks.items()}
+        shared = [size * moved_whole(16, 4, count, abreast=False) for size, count in rows.items()]
+        assert len(rows) == 2 and all(4 < count < 64 for count in rows.values())
+        assert moved[3:] == [sum(shared)] * 3
+
+
+def test_a_tensor_that_is_read_keeps_its_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins(deep(), "grouped_mm", 0.02) as (model, plain, tier):
+        scripted(tier, monkeypatch, 1.0, 2.0)
+        while not goes(model, plain, tier, MANY):
+            pass
+        store = tier._runtime.experts
+        first, second = list(store.stacks.values())[1:3]  # what follows each other shares seats
+        lent = store.lend(first, 0)
+        assert lent is not None
+        with tier.materialize(model), torch.no_grad():
+            wanted = plain.model.layers[1].mlp.experts.gate_up_proj
+            assert torch.equal(lent[1], wanted)
+        for _ in range(2):  # other threads' calls
+            check(model, plain, ids(MANY))
+        assert torch.equal(lent[1], wanted)
+        assert store.lend(second, 0) is None
+        store.close()  # as for a block that has no place
+        check(model, plain, ids(FEW))
+        assert torch.equal(lent[1], wanted)
+        store.tensors.take_back(lent[0])
+        del lent
+        check(model, plain, ids(MANY))
+        assert not tier._manager.parts.evictor._orphans
+
+
+def test_stacks_that_are_written_are_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
+        scripted(tier, monkeypatch, 1.0, 2.0)
+        for layer in range(0, 16, 3):
+            assert goes(model, plain, tier, MANY) or layer < 6
+            name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+            with tier.materialize(model), torch.no_grad():
+                for one in (model, plain):
+                    one.get_parameter(name)[1].mul_(1.5)
+            check(model, plain, ids(MANY))
 
 
 def test_calls_among_others_go_expert_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:

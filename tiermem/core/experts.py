@@ -28,6 +28,8 @@ _PASSING = 192 << 20
 """Bytes of seats for what passes through: they keep a bus busy over a layer's other work."""
 _LEAST_PASSING = 4
 _MOST_PASSING = 3  # of all seats: one in so many at most
+_AHEAD = 4
+"""Part of a tensor's rows that can be filled while another is read, of those that share a place."""
 _TO_BEGIN = 2
 """Passes of a trial that do not count: HBM is laid out in them, and they are measured."""
 _COUNTED = 2
@@ -269,9 +271,9 @@ class Trial:
 def whole_tensors(tensors: int, experts: int, rows: int, *, abreast: bool) -> list[int] | None:
     """Returns where tensors begin that are used in turn, each as a whole.
 
-    Some have a place of their own and stay. The others share what is left: every second one begins
-    at its first row, the rest end at its last. So rows that a tensor does not use can be filled
-    for the one after it while it is read.
+    Some have a place of their own and stay. The others share what is left, so that every second
+    one ends some rows later: rows that a tensor does not use are filled for the one after it while
+    it is read. What is left of less than a tensor is used to keep rows of the first that shares.
 
     Args:
         tensors: How many there are.
@@ -288,14 +290,17 @@ def whole_tensors(tensors: int, experts: int, rows: int, *, abreast: bool) -> li
     if tensors * experts <= rows:
         return [number * experts for number in range(tensors)]
     shared = 2 * experts if abreast and rows >= 2 * experts else experts
-    stay = (rows - shared) // experts
+    stay, left = divmod(rows - shared, experts)
+    ahead = min(left, experts // _AHEAD) if shared == experts else 0
+    first, last = rows - shared - ahead, rows - experts
     begins, kept, shares = list[int](), 0, 0
     for number in range(tensors):
         if (number + 1) * stay // tensors > kept:  # evenly spread
             begins.append(kept * experts)
             kept += 1
         else:
-            begins.append(rows - experts if shares % 2 else stay * experts)
+            place = last if shares % 2 else first
+            begins.append(place if shares else stay * experts)
             shares += 1
     return begins
 

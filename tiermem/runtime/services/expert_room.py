@@ -21,6 +21,8 @@ from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of
 _NAME = "expert room"
 _SHRINK = 0.5
 _LEAST = 1 / 64
+_SPARE = 64
+"""Part of HBM that is left beside all other blocks, for what is made in between."""
 
 
 class ExpertRoom:
@@ -152,8 +154,8 @@ class ExpertRoom:
         room = table.hbm.capacity - table.fixed_nbytes()
         largest = max(others, default=0)
         # what streams needs a few slots; what fits is to stay
-        rest = room - sum(others) - self._gradients
-        return max(rest - largest, min(room // 2, room - 4 * largest), 0)
+        rest = room - sum(others) - self._gradients - room // _SPARE
+        return max(rest, min(room // 2, room - 4 * largest), 0)
 
 
 def beside(table: ResidencyTable, by_rows: Collection[int]) -> list[int]:

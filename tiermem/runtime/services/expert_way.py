@@ -32,9 +32,11 @@ class _Kind:
     Attributes:
         all_chosen: Whether the last one that went expert by expert chose all of each layer.
         trial: Which way is faster; None before one is begun.
+        grouped: Whether all stacks were used in grouped products as it was begun.
     """
 
     all_chosen: bool = False
+    grouped: bool = False
     trial: Trial | None = None
 
 
@@ -89,7 +91,7 @@ class ExpertWay:
             return Way.EACH
         self._read()
         grouped = all(stack.grouped for stack in self._stacks.values())
-        name = name, self._parts.table.hbm.capacity, len(self._stacks), grouped
+        name = name, self._parts.table.hbm.capacity, len(self._stacks)
         kind = self._now = self._kinds.pop(name, None) or _Kind()
         self._kinds[name] = kind
         if len(self._kinds) > _MOST_KINDS:
@@ -98,7 +100,8 @@ class ExpertWay:
         # for one call among others it does not pay: what has settled would be brought up again
         if not again or not kind.all_chosen:
             return Way.EACH
-        if kind.trial is None:
+        if kind.trial is None or kind.grouped is not grouped:
+            kind.trial, kind.grouped = None, grouped
             way = self._worth_a_trial(grouped=grouped)
             if way is Way.EACH:
                 return way
