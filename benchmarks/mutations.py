@@ -721,14 +721,14 @@ _ELSEWHERE = (
     Mutation(
         "layers of experts come up whole in a call among others",
         "tiermem/runtime/services/expert_way.py",
-        "if not again or not kind.all_chosen",
-        "if not kind.all_chosen",
+        "if not again or not self.all_chosen",
+        "if not self.all_chosen",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
         "layers of experts come up whole for a few tokens",
         "tiermem/runtime/services/expert_way.py",
-        "if not again or not kind.all_chosen",
+        "if not again or not self.all_chosen",
         "if not again",
         ("tests/unit/test_expert_way.py",),
     ),

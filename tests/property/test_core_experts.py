@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -155,6 +156,9 @@ def test_whole_tensors_share_what_those_that_stay_leave(
                 loads[-1] += what.get(row) != number
                 what[row] = number
     assert loads[-1] <= moved <= loads[-1] + 2 * experts  # the last one may be the first again
+    users = Counter(row for begin in begins for row in range(begin, begin + experts))
+    if rows >= (3 if abreast else 2) * experts:  # a pass can begin at once
+        assert all(users[row] == 1 for row in range(begins[0], begins[0] + experts))
     if tensors * experts <= rows:
         assert moved == loads[-1] == 0
     else:  # all but what streams, and what can be filled ahead, is kept

@@ -83,4 +83,4 @@ def test_whichever_way_it_goes_the_bits_are_the_same(
         for _ in range(3):
             check(model, plain, ids(MANY))
             kind = way._kinds[way._last]
-        assert kind.all_chosen
+        assert kind.chosen >= 0.8

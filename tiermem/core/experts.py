@@ -271,9 +271,10 @@ class Trial:
 def whole_tensors(tensors: int, experts: int, rows: int, *, abreast: bool) -> list[int] | None:
     """Returns where tensors begin that are used in turn, each as a whole.
 
-    Some have a place of their own and stay. The others share what is left, so that every second
-    one ends some rows later: rows that a tensor does not use are filled for the one after it while
-    it is read. What is left of less than a tensor is used to keep rows of the first that shares.
+    Some have a place of their own and stay: the first, with which a pass can begin at once, and
+    others, evenly spread. The rest share what is left, so that every second one ends some rows
+    later: rows that a tensor does not use are filled for the one after it while it is read. What
+    is left of less than a tensor is used to keep rows of the first that shares.
 
     Args:
         tensors: How many there are.
@@ -295,7 +296,7 @@ def whole_tensors(tensors: int, experts: int, rows: int, *, abreast: bool) -> li
     first, last = rows - shared - ahead, rows - experts
     begins, kept, shares = list[int](), 0, 0
     for number in range(tensors):
-        if (number + 1) * stay // tensors > kept:  # evenly spread
+        if number * stay // tensors >= kept and kept < stay:
             begins.append(kept * experts)
             kept += 1
         else:

@@ -140,6 +140,7 @@ class ExpertStore:
             made = self.room.make(stacks, self._worth)
             if made and way is Way.TENSORS:
                 self.tensors.lay_out(stacks, self.room.banks)
+        self.tensors.begin()
         experts = max(s.experts for s in stacks) if self.way.all_chosen else 0
         for bank in self.room.banks.values():
             bank.who.expect(experts)

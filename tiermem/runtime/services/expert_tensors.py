@@ -48,6 +48,7 @@ class Lent:
     Attributes:
         stack: The stack.
         index: Which of the block's tensors.
+        number: In the order of use.
         rows: Where.
         begin: Its first seat there.
         next: Tensors that have a row after it in the same seats: the first of these, and the last.
@@ -55,6 +56,7 @@ class Lent:
 
     stack: Stack
     index: int
+    number: int
     rows: _Rows
     begin: int
     next: list[tuple[Lent, int, int]] = field(default_factory=list)
@@ -101,13 +103,14 @@ class WholeTensors:
         """Starts with no tensor laid out."""
         self._parts = parts
         self._tensors: dict[tuple[int, int], Lent] = {}
+        self._postponed: dict[tuple[Lent, int, int], None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
     def clear(self) -> None:
         """Forgets what is where: the expert room is given back."""
-        self._tensors = {}
+        self._tensors, self._postponed = {}, {}
 
     def repair(self) -> None:
         """Notes, after an exception anywhere, that nobody is about to read anything."""
@@ -117,13 +120,15 @@ class WholeTensors:
                 tensor.rows.seats[seat].inside = False
 
     def lay_out(self, stacks: Iterable[Stack], banks: Mapping[int, Bank]) -> None:
-        """Gives each tensor seats, which are empty, and begins the copies of those used first.
+        """Gives each tensor seats, which are empty.
 
         Args:
             stacks: In the order of use, for which :func:`moved` has found room.
             banks: Of seats, by the bytes of one.
         """
         stacks = list(stacks)
+        used = [(stack.number, index) for stack in stacks for index in stack.rows]
+        number = {name: number for number, name in enumerate(used)}
         for size, tensors in _by_size(stacks).items():
             seats = banks[size].seats
             rows = _Rows(seats, [None] * len(seats), [0] * len(seats))
@@ -132,15 +137,23 @@ class WholeTensors:
             if begins is None:
                 continue
             placed = [
-                Lent(*tensor, rows, begin) for tensor, begin in zip(tensors, begins, strict=True)
+                Lent(stack, index, number[stack.number, index], rows, begin)
+                for (stack, index), begin in zip(tensors, begins, strict=True)
             ]
-            for number, tensor in enumerate(placed):
-                tensor.next = list(_next(tensor, placed[number + 1 :] + placed[: number + 1]))
+            for place, tensor in enumerate(placed):
+                tensor.next = list(_next(tensor, placed[place + 1 :] + placed[: place + 1]))
                 self._tensors[tensor.stack.number, tensor.index] = tensor
-        for tensor in [self._tensors[stack.number, i] for stack in stacks for i in stack.rows]:
-            if self._usable(tensor):
-                for run in _runs(s for s in tensor.seats if tensor.rows.what[s] is None):
-                    self._copy(tensor, run)
+            left = set(range(len(seats)))
+            for tensor in placed:
+                for run in _runs(sorted(left.intersection(tensor.seats))):
+                    self._postponed[tensor, run.start, run.stop] = None
+                left.difference_update(tensor.seats)
+
+    def begin(self) -> None:
+        """Begins the copies that were left to the begin of a pass."""
+        postponed, self._postponed = self._postponed, {}
+        for tensor, first, last in sorted(postponed, key=lambda after: after[0].number):
+            self._fill(tensor, first, last)
 
     def lend(self, stack: Stack, index: int) -> tuple[Lent, torch.Tensor] | None:
         """Returns a whole tensor, to be read by what is submitted to the current stream next.
@@ -183,12 +196,10 @@ class WholeTensors:
         if self._tensors.get((tensor.stack.number, tensor.index)) is not tensor:
             return  # the room was given back
         for other, first, last in tensor.next:
-            if not self._usable(other):
-                continue
-            here = other, other.stack.stamp
-            seats = (s for s in range(first, last) if rows.what[s] != here and not rows.read[s])
-            for run in _runs(seats):
-                self._copy(other, run)
+            if other.number > tensor.number:
+                self._fill(other, first, last)
+            else:  # of the next pass, if there is one: whoever waits for this one waits for less
+                self._postponed[other, first, last] = None
 
     # -- inside ----------------------------------------------------------
 
@@ -205,6 +216,14 @@ class WholeTensors:
             and not parts.evictor.rules.is_held(record)
             and block_id not in parts.deferred
         )
+
+    def _fill(self, tensor: Lent, first: int, last: int) -> None:
+        """Begins the copies of a tensor's rows to some seats, as far as they are not there."""
+        rows, here = tensor.rows, (tensor, tensor.stack.stamp)
+        if self._usable(tensor):
+            seats = range(first, last)
+            for run in _runs(s for s in seats if rows.what[s] != here and not rows.read[s]):
+                self._copy(tensor, run)
 
     def _copy(self, tensor: Lent, seats: range) -> None:
         """Begins the copies of rows of a tensor to seats that follow each other."""

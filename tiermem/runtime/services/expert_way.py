@@ -19,8 +19,8 @@ from tiermem.runtime.services.expert_room import ExpertRoom, beside
 from tiermem.runtime.services.expert_tensors import moved
 from tiermem.transfer.stamps import Stamp
 
-_ALL = 0.9
-"""Share of a layer's experts that counts as all of them."""
+_ALL = 0.8
+"""Share of the experts that counts as all of them: the rest costs less than waits for routers."""
 _MOST_KINDS = 64
 _MOST_TIMED = 4
 
@@ -30,12 +30,12 @@ class _Kind:
     """Calls of a module with so many tokens.
 
     Attributes:
-        all_chosen: Whether the last one that went expert by expert chose all of each layer.
+        chosen: Share of the experts that the last one chose which went expert by expert.
         trial: Which way is faster; None before one is begun.
         grouped: Whether all stacks were used in grouped products as it was begun.
     """
 
-    all_chosen: bool = False
+    chosen: float = 0.0
     grouped: bool = False
     trial: Trial | None = None
 
@@ -44,6 +44,7 @@ class _Kind:
 class _Timed:
     """A pass between two stamps, and the name under which it is measured."""
 
+    kind: _Kind
     trial: Trial
     way: Way
     begin: Stamp
@@ -76,8 +77,8 @@ class ExpertWay:
 
     @property
     def all_chosen(self) -> bool:
-        """Whether all experts of each layer are expected to be chosen in the call under way."""
-        return self._now is not None and self._now.all_chosen
+        """Whether all experts are expected to be chosen in the call under way, or nearly so."""
+        return self._now is not None and self._now.chosen >= _ALL
 
     def choose(self, name: Hashable) -> Way:
         """Returns which way a call goes.
@@ -98,7 +99,7 @@ class ExpertWay:
             del self._kinds[next(iter(self._kinds))]
         again, self._last = name == self._last, name
         # for one call among others it does not pay: what has settled would be brought up again
-        if not again or not kind.all_chosen:
+        if not again or not self.all_chosen:
             return Way.EACH
         if kind.trial is None or kind.grouped is not grouped:
             kind.trial, kind.grouped = None, grouped
@@ -108,7 +109,7 @@ class ExpertWay:
             kind.trial = Trial(way)
         if not kind.trial.settled and len(self._timed) < _MOST_TIMED:
             begin = clock.stamp()
-            self._open = None if begin is None else _Timed(kind.trial, kind.trial.way, begin)
+            self._open = None if begin is None else _Timed(kind, kind.trial, kind.trial.way, begin)
         return kind.trial.way
 
     def ended(self, way: Way, key: Hashable) -> None:
@@ -122,7 +123,8 @@ class ExpertWay:
         self._now = self._open = None
         if kind is not None and way is Way.EACH:
             stacks = self._stacks.values()
-            kind.all_chosen = all(len(s.popularity.last) >= _ALL * s.experts for s in stacks)
+            chosen = sum(len(stack.popularity.last) for stack in stacks)
+            kind.chosen = chosen / sum(stack.experts for stack in stacks)
         if timed is not None:
             if way is not timed.way:
                 timed.trial.refuse(timed.way)
@@ -184,6 +186,6 @@ class ExpertWay:
         known: what is measured of passes that go expert by expert has waits for copies in it.
         """
         estimates, link = self._parts.pass_timer.estimates, LINK_UP[Tier.DRAM]
-        nbytes = sum(align_up(stack.block.nbytes) for stack in self._stacks.values())
+        nbytes = timed.kind.chosen * sum(s.block.nbytes for s in self._stacks.values())
         computes = estimates.computes(timed.key) if timed.way is Way.LAYERS else None
         return max(max(0, nbytes - self._beside()) / estimates.fastest(link), computes or 0.0)
