@@ -106,8 +106,13 @@ def stamp_of(record: Record) -> tuple[Any, ...]:
     return record.writes, record.home_writes, record.home, record.home_extent
 
 
-def sizes_of(stacks: Iterable[Stack]) -> dict[int, tuple[int, int]]:
-    """Returns pieces, and the least number of seats, by the bytes of a seat."""
+def sizes_of(stacks: Iterable[Stack], *, tensors: bool = False) -> dict[int, tuple[int, int]]:
+    """Returns pieces, and the least number of seats, by the bytes of a seat.
+
+    Args:
+        stacks: The stacks.
+        tensors: Whether one whole tensor is the least.
+    """
     pieces: Counter[int] = Counter()
     least: dict[int, int] = {}
     for stack in stacks:
@@ -116,7 +121,10 @@ def sizes_of(stacks: Iterable[Stack]) -> dict[int, tuple[int, int]]:
             streams = index in stack.rows
             size = align_up(stack.nbytes(index))
             pieces[size] += stack.experts if streams else 1
-            mine[size] += _LEAST_SEATS if streams else 1
+            if tensors and streams:
+                mine[size] = max(mine[size], stack.experts)
+            else:
+                mine[size] += _LEAST_SEATS if streams else 1
         for size, count in mine.items():
             least[size] = max(least.get(size, 0), count)
     return {size: (pieces[size], least[size]) for size in pieces}

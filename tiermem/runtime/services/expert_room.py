@@ -21,6 +21,8 @@ from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of
 _NAME = "expert room"
 _SHRINK = 0.5
 _LEAST = 1 / 64
+_SLOTS = 3
+"""Of the largest other block: one is used, one comes and one leaves."""
 _SPARE = 64
 """Part of HBM that is left beside all other blocks, for what is made in between."""
 
@@ -63,15 +65,18 @@ class ExpertRoom:
             self._gradients = gradients
         return suits
 
-    def make(self, stacks: Iterable[Stack], worth: Callable[[Any], float]) -> bool:
+    def make(
+        self, stacks: Iterable[Stack], worth: Callable[[Any], float], *, tensors: bool = False
+    ) -> bool:
         """Makes the room; returns whether there is space for it.
 
         Args:
             stacks: Of which it has seats for pieces.
             worth: Returns what having a piece there is worth.
+            tensors: Whether it is for whole tensors.
         """
         stacks = list(stacks)
-        counts = self.counts(stacks)
+        counts = self.counts(stacks, tensors=tensors)
         if counts is None:
             return False
         parts, least = self._parts, self._parts.limit.least
@@ -93,13 +98,18 @@ class ExpertRoom:
                 self.bank_of[stack.number, tensor] = bank
         return True
 
-    def counts(self, stacks: Iterable[Stack]) -> dict[int, int] | None:
-        """Returns how many seats it has, or would have, by their bytes; None without space."""
-        if self.block is not None:
-            return {size: len(bank.seats) for size, bank in self.banks.items()}
+    def counts(self, stacks: Iterable[Stack], *, tensors: bool = False) -> dict[int, int] | None:
+        """Returns how many seats it would have, by their bytes; None without space.
+
+        Args:
+            stacks: Of which it has seats for pieces.
+            tensors: Whether it is for whole tensors: for each size, a place for at least one.
+        """
         stacks = list(stacks)
-        room = int(self._spare(stacks) * self.share) // 4096 * 4096
-        return None if self.share <= _LEAST else share_out(room, sizes_of(stacks))
+        sizes = sizes_of(stacks, tensors=tensors)
+        least = sum(size * few for size, (_, few) in sizes.items())
+        room = int(self._spare(stacks, least if tensors else 0) * self.share) // 4096 * 4096
+        return None if self.share <= _LEAST else share_out(room, sizes)
 
     def give_back(self) -> None:
         """Gives the room back; nothing is seated there, and no copy to it is under way."""
@@ -145,8 +155,13 @@ class ExpertRoom:
                     offset += size
                 self.banks[size] = Bank(seats, Seats(count, size, worth))
 
-    def _spare(self, stacks: Iterable[Stack]) -> int:
-        """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit."""
+    def _spare(self, stacks: Iterable[Stack], least: int) -> int:
+        """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit.
+
+        Args:
+            stacks: The stacks.
+            least: Bytes that are taken if others can still stream beside them.
+        """
         table = self._parts.table
         if table.nbytes <= table.hbm.capacity:
             return 0
@@ -155,7 +170,8 @@ class ExpertRoom:
         largest = max(others, default=0)
         # what streams needs a few slots; what fits is to stay
         rest = room - sum(others) - self._gradients - room // _SPARE
-        return max(rest, min(room // 2, room - 4 * largest), 0)
+        few = least if room - least >= _SLOTS * largest else 0
+        return max(rest, min(room // 2, room - 4 * largest), few, 0)
 
 
 def beside(table: ResidencyTable, by_rows: Collection[int]) -> list[int]:

@@ -137,7 +137,7 @@ class ExpertStore:
         if not suits or bool(self.tensors) is not (way is Way.TENSORS):
             self.close()
         if not self.open:
-            made = self.room.make(stacks, self._worth)
+            made = self.room.make(stacks, self._worth, tensors=way is Way.TENSORS)
             if made and way is Way.TENSORS:
                 self.tensors.lay_out(stacks, self.room.banks)
         self.tensors.begin()
