@@ -114,20 +114,21 @@ def sizes_of(stacks: Iterable[Stack], *, tensors: bool = False) -> dict[int, tup
         tensors: Whether one whole tensor is the least.
     """
     pieces: Counter[int] = Counter()
+    small: Counter[int] = Counter()  # biases: all of them
     least: dict[int, int] = {}
     for stack in stacks:
         mine: Counter[int] = Counter()
         for index in range(len(stack.block.tensors)):
-            streams = index in stack.rows
             size = align_up(stack.nbytes(index))
-            pieces[size] += stack.experts if streams else 1
-            if tensors and streams:
-                mine[size] = max(mine[size], stack.experts)
-            else:
-                mine[size] += _LEAST_SEATS if streams else 1
+            if index not in stack.rows:
+                pieces[size] += 1
+                small[size] += 1
+                continue
+            pieces[size] += stack.experts
+            mine[size] = max(mine[size], stack.experts) if tensors else mine[size] + _LEAST_SEATS
         for size, count in mine.items():
             least[size] = max(least.get(size, 0), count)
-    return {size: (pieces[size], least[size]) for size in pieces}
+    return {size: (pieces[size], least.get(size, 0) + small[size]) for size in pieces}
 
 
 class Seat:

@@ -21,8 +21,10 @@ from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of
 _NAME = "expert room"
 _SHRINK = 0.5
 _LEAST = 1 / 64
+_FAR_LARGER = 2
+"""Blocks that may be far larger than others, and are there one at a time: embedding and head."""
 _SLOTS = 3
-"""Of the largest other block: one is used, one comes and one leaves."""
+"""Of the other blocks: one is used, one comes and one leaves."""
 _SPARE = 64
 """Part of HBM that is left beside all other blocks, for what is made in between."""
 
@@ -108,7 +110,7 @@ class ExpertRoom:
         stacks = list(stacks)
         sizes = sizes_of(stacks, tensors=tensors)
         least = sum(size * few for size, (_, few) in sizes.items())
-        room = int(self._spare(stacks, least if tensors else 0) * self.share) // 4096 * 4096
+        room = int(self._spare(stacks, least) * self.share) // 4096 * 4096
         return None if self.share <= _LEAST else share_out(room, sizes)
 
     def give_back(self) -> None:
@@ -160,17 +162,19 @@ class ExpertRoom:
 
         Args:
             stacks: The stacks.
-            least: Bytes that are taken if others can still stream beside them.
+            least: Bytes of the fewest seats.
         """
         table = self._parts.table
         if table.nbytes <= table.hbm.capacity:
             return 0
-        others = beside(table, {stack.block.id for stack in stacks} - self._whole)
-        room = table.hbm.capacity - table.fixed_nbytes()
-        largest = max(others, default=0)
-        # what streams needs a few slots; what fits is to stay
-        rest = room - sum(others) - self._gradients - room // _SPARE
-        few = least if room - least >= _SLOTS * largest else 0
+        others = sorted(beside(table, {stack.block.id for stack in stacks} - self._whole))
+        room, gradients = table.hbm.capacity - table.fixed_nbytes(), self._gradients
+        # what fits is to stay; else it needs a few slots
+        rest = room - sum(others) - gradients - room // _SPARE
+        largest = others[-1] if others else 0
+        slots = largest + _SLOTS * max(others[:-_FAR_LARGER], default=0)
+        beside_slots = room - slots - gradients
+        few = max(least, min(room // 4, beside_slots)) if beside_slots >= least else 0
         return max(rest, min(room // 2, room - 4 * largest), few, 0)
 
 
