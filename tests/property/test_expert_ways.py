@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from support_examples import examples
 from support_experts import VOCABULARY, check, check_step, freeze_experts, mixtral, twins
 
+from tiermem.core.experts import Way
+
 MANY, FEW = 40, 1
 
 Acts = st.lists(
@@ -40,26 +42,29 @@ def written(tier: Any, model: Any, plain: Any, layer: int) -> None:
             one.get_parameter(name)[1].mul_(1.5)
 
 
-def scripted(tier: Any, least: float) -> Any:
-    """Makes the manager copy as beside a GPU, and think that a pass takes so long at the least."""
+def scripted(tier: Any, least: float, other: Way) -> Any:
+    """Makes the manager copy as beside a GPU, and think that a pass takes so long at the least.
+
+    ``other`` is tried beside one by one, whatever it moves.
+    """
     way = tier._runtime.experts.way
     tier._manager.prefetcher.fetcher.beside = True
-    way._least = lambda _: least
-    way._is_worth_it = lambda: True  # whether there is room for two layers or not
+    way._least = lambda *_: least
+    way._worth_a_trial = lambda **_: (other, 1)
     return way
 
 
 @settings(max_examples=examples(12), deadline=None)
-@given(Acts, st.floats(1e-9, 1.0))
+@given(Acts, st.floats(1e-9, 1.0), st.sampled_from([Way.TENSORS, Way.LAYERS]))
 def test_whichever_way_it_goes_the_bits_are_the_same(
-    acts: list[tuple[str, int, int]], least: float
+    acts: list[tuple[str, int, int]], least: float, other: Way
 ) -> None:
     config = mixtral(4)
     config.num_hidden_layers = 8
     with twins(config, "grouped_mm", 0.2) as (model, plain, tier):
         for one in (model, plain):
             freeze_experts(one, None)
-        way = scripted(tier, least)
+        way = scripted(tier, least, other)
         for what, number, times in acts:
             for _ in range(times):
                 if what == "call":
@@ -78,7 +83,7 @@ def test_whichever_way_it_goes_the_bits_are_the_same(
                     tier.unwrap(model)
                     check(model, plain, ids(FEW))
                     tier.wrap(model)
-                    way = scripted(tier, least)
+                    way = scripted(tier, least, other)
             tier._manager.parts.table.check()
         for _ in range(3):
             check(model, plain, ids(MANY))

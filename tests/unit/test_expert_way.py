@@ -40,7 +40,7 @@ def scripted(tier: Any, monkeypatch: pytest.MonkeyPatch, whole: float, single: f
             return float(super().seconds(begin, end))
 
     monkeypatch.setattr(manager.parts.pass_timer, "_clock", Clock())
-    monkeypatch.setattr(way, "_least", lambda _: 1.0)
+    monkeypatch.setattr(way, "_least", lambda *_: 1.0)
     return way
 
 

@@ -24,6 +24,8 @@ _ALL = 0.8
 _LATER = 0.45
 """What a call that goes expert by expert takes at the least, of the first one that did: 0.53 to 0.7
 for five mixtures with 16,384 tokens on H200 machines."""
+_COMPUTES = 1.5
+"""Times the copies of whole tensors that a pass takes of which compute binds."""
 _MOST_KINDS = 64
 _MOST_TIMED = 4
 
@@ -36,6 +38,7 @@ class _Kind:
         chosen: Share of the experts that the last one chose which went expert by expert.
         first: Seconds of the first one that went expert by expert.
         trial: Which way is faster; None before one is begun.
+        moved: Bytes of stacks that a pass moves that goes the way which is tried.
         grouped: Whether all stacks were used in grouped products as it was begun.
     """
 
@@ -43,6 +46,7 @@ class _Kind:
     first: float | None = None
     grouped: bool = False
     trial: Trial | None = None
+    moved: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +157,7 @@ class ExpertWay:
                     return
                 seconds = clock.seconds(timed.begin, timed.end)
                 if timed.trial is not None:
-                    timed.trial.note(timed.way, seconds, self._least(timed))
+                    timed.trial.note(timed.way, seconds, self._least(timed, seconds))
                 elif timed.kind.first is None:
                     timed.kind.first = seconds
                 clock.free(timed.end)
@@ -167,23 +171,27 @@ class ExpertWay:
         """
         grouped = all(stack.grouped for stack in self._stacks.values())
         if kind.trial is None or kind.grouped is not grouped:
-            way = self._worth_a_trial(grouped=grouped)
+            way, kind.moved = self._worth_a_trial(grouped=grouped)
             kind.trial, kind.grouped = None if way is Way.EACH else Trial(way), grouped
         return kind.trial
 
-    def _worth_a_trial(self, *, grouped: bool) -> Way:
-        """Returns the way that may be faster than one by one; none is where a disk is read."""
+    def _worth_a_trial(self, *, grouped: bool) -> tuple[Way, int]:
+        """Returns the way that may be faster than one by one, and how many bytes of stacks move.
+
+        None is where a disk is read.
+        """
         stacks, table = self._stacks.values(), self._parts.table
         if any(table[stack.block.id].home is not Tier.DRAM for stack in stacks):
-            return Way.EACH
+            return Way.EACH, 0
+        total = sum(stack.block.nbytes for stack in stacks)
         counts = self._room.counts(stacks, tensors=True) if grouped else None
         if counts is not None:
-            nbytes, total = moved(stacks, counts), sum(s.block.nbytes for s in stacks)
+            nbytes = moved(stacks, counts)
             seats = sum(size * count for size, count in counts.items())
             if nbytes is not None and moves_little_more(nbytes, total - seats):
-                return Way.TENSORS
+                return Way.TENSORS, nbytes
         whole = is_worth_whole(self._beside(), [align_up(s.block.nbytes) for s in stacks])
-        return Way.LAYERS if whole else Way.EACH
+        return (Way.LAYERS, total) if whole else (Way.EACH, 0)
 
     def _beside(self) -> int:
         """Bytes of HBM beside all blocks but the stacks."""
@@ -191,15 +199,19 @@ class ExpertWay:
         others = beside(table, self._stacks.keys())
         return table.hbm.capacity - table.fixed_nbytes() - sum(others)
 
-    def _least(self, timed: _Timed) -> float:
+    def _least(self, timed: _Timed, seconds: float) -> float:
         """Returns the seconds that a pass takes at the least, whichever way it goes.
 
         Those of the copies of the experts that HBM has no room for, or of compute, as far as it is
         known: what is measured of passes that go expert by expert has waits for copies in it. And
-        a share of the first of them, of which the later ones are not known to take less.
+        a share of the first of them, of which the later ones are not known to take less. Where a
+        pass by whole tensors takes far longer than its copies, the rest is compute.
         """
         estimates, link = self._parts.pass_timer.estimates, LINK_UP[Tier.DRAM]
         nbytes = timed.kind.chosen * sum(s.block.nbytes for s in self._stacks.values())
+        rate = estimates.fastest(link)
         computes = estimates.computes(timed.key) if timed.way is Way.LAYERS else None
-        copies = max(0, nbytes - self._beside()) / estimates.fastest(link)
+        if timed.way is Way.TENSORS and seconds > _COMPUTES * timed.kind.moved / rate:
+            computes = seconds
+        copies = max(0, nbytes - self._beside()) / rate
         return max(copies, computes or 0.0, _LATER * (timed.kind.first or 0.0))
