@@ -11,7 +11,7 @@ from support_experts import VOCABULARY, check, mixtral, twins
 
 from tiermem.core.experts import Way, moved_whole
 
-MANY, FEW = 40, 1
+MOST, MANY, FEW = 64, 40, 1
 _FILES = ["runtime/services/expert_", "core/experts", "nn/passes/runtime"]
 
 
@@ -69,6 +69,28 @@ def test_the_faster_way_is_found(
         scripted(tier, monkeypatch, whole, single)
         assert not goes(model, plain, tier, MANY)  # which are chosen is not known before
         assert [goes(model, plain, tier, MANY) for _ in then] == then
+
+
+def test_many_tokens_for_each_expert_go_by_whole_tensors_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From the first call on, among calls with one token; nothing is tried."""
+    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
+        scripted(tier, monkeypatch, 2.0, 1.0)
+        for _ in range(4):
+            assert goes(model, plain, tier, MOST)
+            assert not goes(model, plain, tier, FEW)
+        assert all(goes(model, plain, tier, MOST) for _ in range(6))
+
+
+def test_many_tokens_that_choose_few_experts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
+        scripted(tier, monkeypatch, 1.0, 2.0)
+        with tier.materialize(model), torch.no_grad():
+            for one in (model, plain):
+                for layer in one.model.layers:
+                    layer.mlp.gate.weight.zero_()  # the first two experts, all the same
+        assert [goes(model, plain, tier, MOST) for _ in range(4)] == [True] + [False] * 3
 
 
 def test_tensors_that_share_seats_are_copied_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

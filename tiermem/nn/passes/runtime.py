@@ -190,7 +190,7 @@ class ModuleRuntime:
         if training:
             self.experts.prepare(*self._trained())
             return Way.EACH
-        way = self.experts.way.choose(name)
+        way = self.experts.way.choose(name, self.names.load)
         self.experts.prepare((), way=way)
         return way
 

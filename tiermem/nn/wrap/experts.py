@@ -52,6 +52,7 @@ class ExpertsInterceptor(CallInterceptor):
         self._params: dict[str, Any] = {name: _item(params, name) for name in params}
         if self._stack is not None:
             self._stack.foresee = router_of(scope, self._stack.experts)
+            self._stack.grouped = reads_rows(module) == "grouped_mm"
         self._tensors = {name: index[id(param)] for name, param in self._params.items()}
 
     @property
@@ -154,10 +155,7 @@ class ExpertsInterceptor(CallInterceptor):
         if self._store.tensors:
             if again or torch.is_grad_enabled() or not stack.grouped:
                 return None
-            use = Use(stack, (), ())  # all are there, whatever is chosen
-            return Choice(
-                self._manager, self._store, use, None, exact=False, saving=self._saved.rows
-            )
+            return self._whole(stack, indices)
         manager = self._manager
         manager.gate.guard()  # before the lock: a forked child may find it taken for ever
         if again:
@@ -179,6 +177,15 @@ class ExpertsInterceptor(CallInterceptor):
         few = flat.tolist() if how == "batched_mm" else None
         exact, saving = how == "grouped_mm", self._saved.rows
         return Choice(manager, self._store, use, few, exact=exact, saving=saving)
+
+    def _whole(self, stack: Stack, indices: torch.Tensor) -> Choice:
+        """Returns the choice of a call that goes by whole tensors: what it chooses is all one."""
+        way = self._store.way
+        if way.looks:
+            with self._manager.lock:
+                way.look(stack.experts, indices)
+        use = Use(stack, (), ())
+        return Choice(self._manager, self._store, use, None, exact=False, saving=self._saved.rows)
 
     @staticmethod
     def _foresee(stack: Stack, args: tuple[Any, ...]) -> torch.Tensor | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from tiermem.core.block import Tier, align_up
 from tiermem.core.experts import Trial, Way, is_worth_whole, moves_little_more
@@ -26,6 +28,8 @@ _LATER = 0.45
 for five mixtures with 16,384 tokens on H200 machines."""
 _COMPUTES = 1.5
 """Times the copies of whole tensors that a pass takes of which compute binds."""
+_MANY = 16
+"""Tokens for each expert with which all experts are expected to be chosen, before it is known."""
 _MOST_KINDS = 64
 _MOST_TIMED = 4
 
@@ -35,14 +39,16 @@ class _Kind:
     """Calls of a module with so many tokens.
 
     Attributes:
-        chosen: Share of the experts that the last one chose which went expert by expert.
+        chosen: Share of the experts that the last one chose which was looked at; None before.
+        marks: Of each layer, which experts the first one chose, ``[experts]``, until they are read.
         first: Seconds of the first one that went expert by expert.
         trial: Which way is faster; None before one is begun.
         moved: Bytes of stacks that a pass moves that goes the way which is tried.
         grouped: Whether all stacks were used in grouped products as it was begun.
     """
 
-    chosen: float = 0.0
+    chosen: float | None = None
+    marks: list[torch.Tensor] = field(default_factory=list)
     first: float | None = None
     grouped: bool = False
     trial: Trial | None = None
@@ -62,7 +68,11 @@ class _Timed:
 
 
 class ExpertWay:
-    """Decides for calls without gradients; under the manager's lock."""
+    """Decides for calls without gradients; under the manager's lock.
+
+    Attributes:
+        looks: Whether it is to be noted what a call chooses that goes by whole tensors.
+    """
 
     def __init__(
         self, manager: BlockManager, stacks: Mapping[int, Stack], room: ExpertRoom
@@ -81,19 +91,22 @@ class ExpertWay:
         self._kinds: dict[Hashable, _Kind] = {}
         self._last: Hashable = None
         self._now: _Kind | None = None
+        self._trial: Trial | None = None  # that has said which way the call under way goes
         self._open: _Timed | None = None
+        self.looks = False
         self._timed: deque[_Timed] = deque()
 
     @property
     def all_chosen(self) -> bool:
         """Whether all experts are expected to be chosen in the call under way, or nearly so."""
-        return self._now is not None and self._now.chosen >= _ALL
+        return self._now is not None and (self._now.chosen or 0.0) >= _ALL
 
-    def choose(self, name: Hashable) -> Way:
+    def choose(self, name: Hashable, tokens: int) -> Way:
         """Returns which way a call goes.
 
         Args:
             name: Of calls that do the same, with as many tokens.
+            tokens: How many; 0 where it is not known.
         """
         self._drop()
         clock = self._parts.pass_timer.clock
@@ -106,13 +119,34 @@ class ExpertWay:
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         again, self._last = name == self._last, name
+        if kind.marks:
+            marks, kind.marks = torch.cat(kind.marks), []
+            kind.chosen = float(marks.float().mean())  # waits for that call, once
+        many = tokens >= _MANY * max(stack.experts for stack in self._stacks.values())
+        trial = None
+        if self.all_chosen or (many and kind.chosen is None):
+            trial = self._trial_of(kind, many=many)
         # for one call among others it does not pay: what has settled would be brought up again
-        trial = self._trial_of(kind) if again and self.all_chosen else None
-        way = Way.EACH if trial is None else trial.way
+        if trial is not None and not again and not (many and trial.way is Way.TENSORS):
+            trial = None
+        self._trial, way = trial, Way.EACH if trial is None else trial.way
+        self.looks = way is Way.TENSORS and kind.chosen is None
         if kind.first is None if trial is None else not trial.settled:
             begin = clock.stamp() if len(self._timed) < _MOST_TIMED else None
             self._open = None if begin is None else _Timed(kind, trial, way, begin)
         return way
+
+    def look(self, experts: int, choices: torch.Tensor) -> None:
+        """Notes what a layer's call chooses; the host waits for nothing.
+
+        Args:
+            experts: Of the layer.
+            choices: Indices of experts, of any shape.
+        """
+        if self._now is not None:
+            mark = torch.zeros(experts, dtype=torch.bool, device=choices.device)
+            mark.index_fill_(0, choices.reshape(-1).long().clamp(0, experts - 1), True)
+            self._now.marks.append(mark)
 
     def ended(self, way: Way, key: Hashable) -> None:
         """Notes that a call has ended.
@@ -121,22 +155,24 @@ class ExpertWay:
             way: Which way it went.
             key: Under which it is measured.
         """
-        kind, timed = self._now, self._open
-        self._now = self._open = None
+        kind, timed, trial = self._now, self._open, self._trial
+        self._now = self._open = self._trial = None
+        self.looks = False
+        if trial is not None and way is not trial.way:
+            trial.refuse(trial.way)
         if kind is not None and way is Way.EACH:
             stacks = self._stacks.values()
             chosen = sum(len(stack.popularity.last) for stack in stacks)
             kind.chosen = chosen / sum(stack.experts for stack in stacks)
         if timed is not None:
-            if way is not timed.way and timed.trial is not None:
-                timed.trial.refuse(timed.way)
             timed.end, timed.key = self._parts.pass_timer.clock.stamp(), key
             self._timed.append(timed)
 
     def reset(self) -> None:
         """Forgets what is being timed, after an exception anywhere."""
         # stamps are not given back: where it was cut short, they may have been already
-        self._open = self._now = self._last = None
+        self._open = self._now = self._last = self._trial = None
+        self.looks = False
         self._timed.clear()
 
     # -- inside ----------------------------------------------------------
@@ -144,6 +180,7 @@ class ExpertWay:
     def _drop(self) -> None:
         """Drops a call that has not come to its end."""
         timed, self._open, self._now = self._open, None, None
+        self.looks, self._trial = False, None
         if timed is not None:
             self._parts.pass_timer.clock.free(timed.begin)
 
@@ -164,15 +201,18 @@ class ExpertWay:
             clock.free(timed.begin)
             self._timed.popleft()
 
-    def _trial_of(self, kind: _Kind) -> Trial | None:
+    def _trial_of(self, kind: _Kind, *, many: bool) -> Trial | None:
         """Returns the trial of a kind of calls in which all experts are chosen, if it is worth one.
 
-        It begins anew where the module reads its weights otherwise than before.
+        It begins anew where the module reads its weights otherwise than before. With many tokens
+        for each expert whole tensors have been the faster way wherever it was measured.
         """
         grouped = all(stack.grouped for stack in self._stacks.values())
         if kind.trial is None or kind.grouped is not grouped:
             way, kind.moved = self._worth_a_trial(grouped=grouped)
             kind.trial, kind.grouped = None if way is Way.EACH else Trial(way), grouped
+            if kind.trial is not None and many and way is Way.TENSORS:
+                kind.trial.settled = True
         return kind.trial
 
     def _worth_a_trial(self, *, grouped: bool) -> tuple[Way, int]:
@@ -208,7 +248,7 @@ class ExpertWay:
         pass by whole tensors takes far longer than its copies, the rest is compute.
         """
         estimates, link = self._parts.pass_timer.estimates, LINK_UP[Tier.DRAM]
-        nbytes = timed.kind.chosen * sum(s.block.nbytes for s in self._stacks.values())
+        nbytes = (timed.kind.chosen or 1.0) * sum(s.block.nbytes for s in self._stacks.values())
         rate = estimates.fastest(link)
         computes = estimates.computes(timed.key) if timed.way is Way.LAYERS else None
         if timed.way is Way.TENSORS and seconds > _COMPUTES * timed.kind.moved / rate:
