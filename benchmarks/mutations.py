@@ -756,23 +756,22 @@ _ELSEWHERE = (
     Mutation(
         "whole tensors: seats are not known to be read",
         _TENSORS,
-        "            rows.read[seat] += 1\n",
+        "            run.read += 1\n",
         "",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
         "whole tensors: rows copied before a write are taken for current",
         _TENSORS,
-        "rows, here = tensor.rows, (tensor, stack.stamp)",
-        "rows, here = tensor.rows, next((w for w in [tensor.rows.what[tensor.begin]] "
-        "if w is not None and w[0] is tensor), (tensor, stack.stamp))",
+        "return self.what is tensor and self.stamp == tensor.stack.stamp",
+        "return self.what is tensor",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
         "whole tensors: what shares seats is copied at its use alone",
         _TENSORS,
-        "for other, first, last in tensor.next:",
-        "for other, first, last in ():",
+        "for other, run in tensor.next:",
+        "for other, run in ():",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(

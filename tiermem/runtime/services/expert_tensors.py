@@ -8,8 +8,9 @@ one size some stay; the rest share what is left (:func:`tiermem.core.experts.who
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,24 +22,39 @@ from tiermem.core.residency import State
 from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, stamp_of
 from tiermem.runtime.memory.slots import typed_view
 from tiermem.runtime.parts import Parts
+from tiermem.transfer.copy import Event
 
 _AT_ONCE = 64 << 20
 """Bytes of one copy at most: what others wait for comes between."""
 
 
 @dataclass(eq=False)
-class _Rows:
-    """Seats of one size that follow each other.
+class _Run:
+    """Seats that follow each other and are used by the same tensors.
 
     Attributes:
         seats: All of them.
-        what: By seat, the tensor that has a row there, and which bytes that was copied from.
-        read: By seat, how many calls are about to read it.
+        first: The number of the first in their bank.
+        extent: Where they are in HBM.
+        released: Events behind their last readers.
+        what: The tensor that has rows there.
+        stamp: Which bytes these were copied from.
+        events: Of the copies that brought them.
+        read: How many calls are about to read them.
     """
 
     seats: Sequence[Seat]
-    what: list[tuple[Lent, tuple[Any, ...]] | None]
-    read: list[int]
+    first: int
+    extent: Extent
+    released: tuple[Event, ...]
+    what: Lent | None = None
+    stamp: tuple[Any, ...] = ()
+    events: list[Event | None] = field(default_factory=list)
+    read: int = 0
+
+    def holds(self, tensor: Lent) -> bool:
+        """Whether it has the rows of a tensor, as they are at home."""
+        return self.what is tensor and self.stamp == tensor.stack.stamp
 
 
 @dataclass(eq=False)
@@ -49,22 +65,25 @@ class Lent:
         stack: The stack.
         index: Which of the block's tensors.
         number: In the order of use.
-        rows: Where.
-        begin: Its first seat there.
-        next: Tensors that have a row after it in the same seats: the first of these, and the last.
+        begin: The number of its first seat in the bank.
+        runs: Its seats.
+        next: Tensors that use some of these runs after it.
+        view: The tensor as it lies there.
     """
 
     stack: Stack
     index: int
     number: int
-    rows: _Rows
     begin: int
-    next: list[tuple[Lent, int, int]] = field(default_factory=list)
+    runs: list[_Run] = field(default_factory=list)
+    next: list[tuple[Lent, _Run]] = field(default_factory=list)
+    view: torch.Tensor | None = None
 
     @property
-    def seats(self) -> range:
-        """Which seats it uses."""
-        return range(self.begin, self.begin + self.stack.experts)
+    def extent(self) -> Extent:
+        """Where it is in HBM."""
+        first = self.runs[0].extent.offset
+        return Extent(first, self.runs[-1].extent.end - first)
 
 
 def moved(stacks: Iterable[Stack], counts: Mapping[int, int]) -> int | None:
@@ -103,21 +122,23 @@ class WholeTensors:
         """Starts with no tensor laid out."""
         self._parts = parts
         self._tensors: dict[tuple[int, int], Lent] = {}
-        self._postponed: dict[tuple[Lent, int, int], None] = {}
+        self._postponed: dict[tuple[Lent, _Run], None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._tensors)
 
     def clear(self) -> None:
-        """Forgets what is where: the expert room is given back."""
+        """Forgets what is where, as the room is given back: only what is read keeps its seats."""
+        for tensor in self._tensors.values():
+            for run in tensor.runs:
+                _hold(run, run.read > 0)
         self._tensors, self._postponed = {}, {}
 
     def repair(self) -> None:
         """Notes, after an exception anywhere, that nobody is about to read anything."""
         for tensor in self._tensors.values():
-            for seat in tensor.seats:
-                tensor.rows.read[seat] = 0
-                tensor.rows.seats[seat].inside = False
+            for run in tensor.runs:
+                run.read = 0
 
     def lay_out(self, stacks: Iterable[Stack], banks: Mapping[int, Bank]) -> None:
         """Gives each tensor seats, which are empty.
@@ -130,30 +151,24 @@ class WholeTensors:
         used = [(stack.number, index) for stack in stacks for index in stack.rows]
         number = {name: number for number, name in enumerate(used)}
         for size, tensors in _by_size(stacks).items():
-            seats = banks[size].seats
-            rows = _Rows(seats, [None] * len(seats), [0] * len(seats))
+            seats, experts = banks[size].seats, tensors[0][0].experts
             abreast = len(tensors) > len(stacks)
-            begins = whole_tensors(len(tensors), tensors[0][0].experts, len(seats), abreast=abreast)
+            begins = whole_tensors(len(tensors), experts, len(seats), abreast=abreast)
             if begins is None:
                 continue
             placed = [
-                Lent(stack, index, number[stack.number, index], rows, begin)
+                Lent(stack, index, number[stack.number, index], begin)
                 for (stack, index), begin in zip(tensors, begins, strict=True)
             ]
-            for place, tensor in enumerate(placed):
-                tensor.next = list(_next(tensor, placed[place + 1 :] + placed[: place + 1]))
-                self._tensors[tensor.stack.number, tensor.index] = tensor
-            left = set(range(len(seats)))
+            self._divide(placed, seats, experts)
             for tensor in placed:
-                for run in _runs(sorted(left.intersection(tensor.seats))):
-                    self._postponed[tensor, run.start, run.stop] = None
-                left.difference_update(tensor.seats)
+                self._tensors[tensor.stack.number, tensor.index] = tensor
 
     def begin(self) -> None:
         """Begins the copies that were left to the begin of a pass."""
         postponed, self._postponed = self._postponed, {}
-        for tensor, first, last in sorted(postponed, key=lambda after: after[0].number):
-            self._fill(tensor, first, last)
+        for tensor, run in sorted(postponed, key=lambda after: after[0].number):
+            self._fill(tensor, run)
 
     def lend(self, stack: Stack, index: int) -> tuple[Lent, torch.Tensor] | None:
         """Returns a whole tensor, to be read by what is submitted to the current stream next.
@@ -167,41 +182,53 @@ class WholeTensors:
         tensor = self._tensors.get((stack.number, index))
         if tensor is None or self._parts.table[stack.block.id].home is not Tier.DRAM:
             return None
-        rows, here = tensor.rows, (tensor, stack.stamp)
-        missing = [seat for seat in tensor.seats if rows.what[seat] != here]
-        if any(rows.read[seat] for seat in missing):
+        missing = [run for run in tensor.runs if not run.holds(tensor)]
+        if any(run.read for run in missing):
             return None  # another thread is about to read what is there
-        for run in _runs(missing):
+        for run in missing:
             self._copy(tensor, run)
-        for event in dict.fromkeys(rows.seats[seat].event for seat in tensor.seats):
-            self._parts.copy.use(event)
-        for seat in tensor.seats:
-            rows.read[seat] += 1
-            rows.seats[seat].inside = True  # the bytes outlive the room
-        spec, extent = stack.block.tensors[index], _extent(rows, tensor.seats)
-        with torch.inference_mode(False):
-            storage = self._parts.slots.arena.bytes_of(extent).untyped_storage()
-            dtype: Any = spec.dtype
-            view = typed_view(storage, dtype, 0, spec.shape, contiguous_stride(spec.shape))
-        return tensor, view
+        for run in tensor.runs:
+            for event in run.events:
+                self._parts.copy.use(event)
+            run.read += 1
+        if tensor.view is None:
+            tensor.view = self._view(tensor)
+        return tensor, tensor.view.detach()
 
     def take_back(self, tensor: Lent) -> None:
         """Notes that all that reads a tensor is submitted; begins the copies of what comes next."""
-        rows = tensor.rows
-        after = self._parts.copy.guards(_extent(rows, tensor.seats))
-        for seat in tensor.seats:
-            rows.read[seat] -= 1
-            rows.seats[seat].inside = rows.read[seat] > 0
-            rows.seats[seat].released = after
+        after = self._parts.copy.guards(tensor.extent)
+        for run in tensor.runs:
+            run.read -= 1
+            run.released = after
         if self._tensors.get((tensor.stack.number, tensor.index)) is not tensor:
-            return  # the room was given back
-        for other, first, last in tensor.next:
+            for run in tensor.runs:  # the room was given back
+                _hold(run, run.read > 0)
+            return
+        for other, run in tensor.next:
             if other.number > tensor.number:
-                self._fill(other, first, last)
+                self._fill(other, run)
             else:  # of the next pass, if there is one: whoever waits for this one waits for less
-                self._postponed[other, first, last] = None
+                self._postponed[other, run] = None
 
     # -- inside ----------------------------------------------------------
+
+    def _divide(self, tensors: Sequence[Lent], seats: Sequence[Seat], experts: int) -> None:
+        """Divides the seats of a bank into runs, and says which tensors use them in turn."""
+        edges = {edge for t in tensors for edge in (t.begin, t.begin + experts)}
+        for first, last in pairwise(sorted(edges)):
+            users = [t for t in tensors if t.begin <= first and last <= t.begin + experts]
+            if not users:
+                continue
+            begin, size = seats[first].extent.offset, seats[first].extent.nbytes
+            extent = Extent(begin, (last - first) * size)
+            run = _Run(seats[first:last], first, extent, seats[first].released)
+            for tensor, other in zip(users, [*users[1:], users[0]], strict=True):
+                tensor.runs.append(run)
+                tensor.next.append((other, run))
+            self._postponed[users[0], run] = None
+        for tensor in tensors:
+            tensor.next.sort(key=lambda after: (after[0].number <= tensor.number, after[0].number))
 
     def _usable(self, tensor: Lent) -> bool:
         """Whether rows of a tensor can be copied ahead of their use, with nothing done before."""
@@ -217,67 +244,41 @@ class WholeTensors:
             and block_id not in parts.deferred
         )
 
-    def _fill(self, tensor: Lent, first: int, last: int) -> None:
-        """Begins the copies of a tensor's rows to some seats, as far as they are not there."""
-        rows, here = tensor.rows, (tensor, tensor.stack.stamp)
-        if self._usable(tensor):
-            seats = range(first, last)
-            for run in _runs(s for s in seats if rows.what[s] != here and not rows.read[s]):
-                self._copy(tensor, run)
+    def _view(self, tensor: Lent) -> torch.Tensor:
+        spec = tensor.stack.block.tensors[tensor.index]
+        dtype: Any = spec.dtype
+        with torch.inference_mode(False):
+            storage = self._parts.slots.arena.bytes_of(tensor.extent).untyped_storage()
+            return typed_view(storage, dtype, 0, spec.shape, contiguous_stride(spec.shape))
 
-    def _copy(self, tensor: Lent, seats: range) -> None:
-        """Begins the copies of rows of a tensor to seats that follow each other."""
-        most = max(1, _AT_ONCE // tensor.rows.seats[0].extent.nbytes)
-        for first in range(seats.start, seats.stop, most):
-            self._copy_up(tensor, range(first, min(seats.stop, first + most)))
+    def _fill(self, tensor: Lent, run: _Run) -> None:
+        """Begins the copies of a tensor's rows to a run, if they are not there."""
+        if not run.read and not run.holds(tensor) and self._usable(tensor):
+            self._copy(tensor, run)
 
-    def _copy_up(self, tensor: Lent, seats: range) -> None:
-        parts, started, stack, rows = self._parts, time.perf_counter_ns(), tensor.stack, tensor.rows
-        record, extent = parts.table[stack.block.id], _extent(rows, seats)
-        begin = stack.begin_of(stack.piece(tensor.index, seats.start - tensor.begin))
+    def _copy(self, tensor: Lent, run: _Run) -> None:
+        """Begins the copies of rows of a tensor to a run."""
+        parts, stack = self._parts, tensor.stack
+        record = parts.table[stack.block.id]
         assert record.home_extent is not None
-        source = parts.homes.part_of(record.home_extent, begin, extent.nbytes)
-        behind = {event: None for seat in seats for event in rows.seats[seat].released}
         written = parts.transfers.home_ready.get(stack.block.id)
-        if written is not None:
-            behind[written] = None
-        for seat in seats:
-            rows.what[seat] = None  # should the copy not begin
-        target = parts.slots.arena.bytes_of(extent)
-        event = parts.copy.up_behind(target, source, behind)
-        for seat in seats:
-            rows.seats[seat].event = event
-            rows.what[seat] = tensor, stack.stamp
-        ended = time.perf_counter_ns()
-        parts.counters.moved("dram->hbm", extent.nbytes, ended - started)
-        parts.counters.copy_ns += ended - started
-        parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, extent.nbytes))
+        behind = run.released if written is None else (*run.released, written)
+        begin = stack.begin_of(stack.piece(tensor.index, run.first - tensor.begin))
+        run.what, events = None, list[Event | None]()  # should a copy not begin
+        for offset in range(0, run.extent.nbytes, _AT_ONCE):
+            started = time.perf_counter_ns()
+            nbytes = min(_AT_ONCE, run.extent.nbytes - offset)
+            source = parts.homes.part_of(record.home_extent, begin + offset, nbytes)
+            target = parts.slots.arena.bytes_of(Extent(run.extent.offset + offset, nbytes))
+            events.append(parts.copy.up_behind(target, source, behind))
+            ended = time.perf_counter_ns()
+            parts.counters.moved("dram->hbm", nbytes, ended - started)
+            parts.counters.copy_ns += ended - started
+            parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, nbytes))
+        run.events, run.what, run.stamp = events, tensor, stack.stamp
 
 
-def _extent(rows: _Rows, seats: range) -> Extent:
-    """Returns where seats that follow each other are in HBM."""
-    first = rows.seats[seats.start].extent
-    return Extent(first.offset, len(seats) * first.nbytes)
-
-
-def _next(tensor: Lent, others: Sequence[Lent]) -> Iterator[tuple[Lent, int, int]]:
-    """Yields the tensors that are the next in a tensor's seats, and in which of them."""
-    left = set(tensor.seats)
-    for other in others:
-        for run in _runs(sorted(left.intersection(other.seats))):
-            yield other, run.start, run.stop
-        left.difference_update(other.seats)
-
-
-def _runs(seats: Iterable[int]) -> Iterator[range]:
-    """Yields the numbers, which ascend, as ranges."""
-    run = range(0)
-    for seat in seats:
-        if seat != run.stop or not run:
-            if run:
-                yield run
-            run = range(seat, seat + 1)
-        else:
-            run = range(run.start, seat + 1)
-    if run:
-        yield run
+def _hold(run: _Run, held: bool) -> None:
+    """Notes whether the bytes of a run are to outlive the expert room."""
+    for seat in run.seats:
+        seat.inside = held
