@@ -721,15 +721,15 @@ _ELSEWHERE = (
     Mutation(
         "layers of experts come up whole in a call among others",
         "tiermem/runtime/services/expert_way.py",
-        "if not again or not self.all_chosen",
-        "if not self.all_chosen",
+        "if again and self.all_chosen else",
+        "if self.all_chosen else",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
         "layers of experts come up whole for a few tokens",
         "tiermem/runtime/services/expert_way.py",
-        "if not again or not self.all_chosen",
-        "if not again",
+        "if again and self.all_chosen else",
+        "if again else",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
@@ -766,6 +766,35 @@ _ELSEWHERE = (
         "rows, here = tensor.rows, (tensor, stack.stamp)",
         "rows, here = tensor.rows, next((w for w in [tensor.rows.what[tensor.begin]] "
         "if w is not None and w[0] is tensor), (tensor, stack.stamp))",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
+        "whole tensors: small pieces are seated where rows are",
+        _TENSORS,
+        "seats = banks[size].seats[small[size] :]",
+        "seats = banks[size].seats",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
+        "whole tensors: laid out for stacks of which no room was found",
+        _TENSORS,
+        "        if moved(stacks, {size: len(bank.seats) for size, bank in banks.items()}) is None:\n"
+        "            return\n",
+        "",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
+        "whole tensors: a thread does not wait for what others are about to read",
+        "tiermem/nn/groups/rows.py",
+        "and self._is_read(tensor):",
+        "and False:",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
+        "an expert room that has given way stays small",
+        "tiermem/runtime/services/expert_room.py",
+        "and not more and not self._grow()",
+        "and not more",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
