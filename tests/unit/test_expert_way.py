@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support_ctrl_c import cut_short
-from support_experts import VOCABULARY, check, mixtral, twins
+from support_experts import VOCABULARY, build, check, gpt_oss, mixtral, twins
 
 from tiermem.core.experts import Way, moved_whole
 
@@ -120,6 +122,7 @@ def test_tensors_that_share_seats_are_copied_and_no_others(monkeypatch: pytest.M
 
 
 def test_a_tensor_that_is_read_keeps_its_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiermem.nn.groups.rows._LONGEST", 0.0)
     with twins(deep(), "grouped_mm", 0.02) as (model, plain, tier):
         scripted(tier, monkeypatch, 1.0, 2.0)
         while not goes(model, plain, tier, MANY):
@@ -142,6 +145,68 @@ def test_a_tensor_that_is_read_keeps_its_seats(monkeypatch: pytest.MonkeyPatch) 
         del lent
         check(model, plain, ids(MANY))
         assert not tier._manager.parts.evictor._orphans
+
+
+def test_a_call_waits_for_another_threads_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins(deep(), "grouped_mm", 0.02) as (model, plain, tier):
+        scripted(tier, monkeypatch, 1.0, 2.0)
+        while not goes(model, plain, tier, MANY):
+            pass
+        store = tier._runtime.experts
+        first = list(store.stacks.values())[1]
+        held, slept = [store.lend(first, 0)], []
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            store.tensors.take_back(held.pop()[0])
+
+        double = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+        monkeypatch.setattr("tiermem.nn.groups.rows.time", double)
+        moved = tier.stats().links["dram->hbm"].nbytes
+        assert goes(model, plain, tier, MANY)
+        assert len(slept) == 1 and not held
+        most = sum(stack.block.nbytes for stack in store.stacks.values())
+        assert tier.stats().links["dram->hbm"].nbytes - moved <= most
+
+
+def test_biases_as_large_as_rows_have_seats_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = gpt_oss(4, of=4)
+    config.num_hidden_layers, config.layer_types = 12, ["full_attention"] * 12
+    with twins(config, "grouped_mm", 0.3) as (model, plain, tier):
+        way = scripted(tier, monkeypatch, 1.0, 2.0)
+        monkeypatch.setattr(way, "_worth_a_trial", lambda **_: (Way.TENSORS, 1))
+        assert [goes(model, plain, tier, MANY) for _ in range(4)] == [False] + [True] * 3
+        assert 4096 in tier._runtime.experts.room.banks  # a row of one tensor, and all of a bias
+
+
+def test_a_way_that_other_stacks_make_impossible_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    with twins(deep(), "grouped_mm", 0.3) as (model, plain, tier):
+        scripted(tier, monkeypatch, 1.0, 2.0)
+        others = [build(mixtral(experts), "grouped_mm") for experts in (4, 8)]
+        tier.wrap(others[0])
+        with torch.no_grad():
+            others[0](ids(MANY))
+        assert [goes(model, plain, tier, MANY) for _ in range(5)] == [False] + [True] * 4
+        tier.unwrap(others[0])
+        tier.wrap(others[1])  # as many layers, of more experts
+        with torch.no_grad():
+            others[1](ids(MANY))
+        assert [goes(model, plain, tier, MANY) for _ in range(3)] == [False] * 3
+        assert tier._runtime.experts.goes is Way.EACH
+
+
+def test_a_room_that_has_given_way_becomes_as_large_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whole tensors come up again."""
+    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
+        scripted(tier, monkeypatch, 1.0, 2.0)
+        while not goes(model, plain, tier, MANY):
+            pass
+        store = tier._runtime.experts
+        assert store.give_way() and store.room.share == 0.5
+        assert not goes(model, plain, tier, MANY)
+        for _ in range(9):
+            last = goes(model, plain, tier, MANY)
+        assert store.room.share == 1.0 and last
 
 
 def test_stacks_that_are_written_are_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ whole block, and gives what it would give on the parameter itself.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from tiermem.runtime.memory.expert_seats import Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.expert_tensors import Lent
 
+_LONGEST = 0.2
+"""Seconds for which a product waits until other threads have submitted theirs."""
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _DERIVED = _GROUPED[:2]
 """Of these, those of which the gradient is such a product again."""
@@ -138,7 +141,10 @@ class Choice:
         """
         if not self.store.tensors or torch.is_grad_enabled():
             return None
-        lent = self._lend(tensor)
+        lent, began = self._lend(tensor), time.monotonic()
+        while lent is None and time.monotonic() - began < _LONGEST and self._is_read(tensor):
+            time.sleep(1e-4)  # else HBM may be too small for a whole block for each thread
+            lent = self._lend(tensor)
         if lent is None:
             return None
         try:
@@ -151,6 +157,11 @@ class Choice:
         self.manager.gate.guard()
         with self.manager.lock:
             return self.store.lend(self.stack, tensor)
+
+    @inside
+    def _is_read(self, tensor: int) -> bool:
+        with self.manager.lock:
+            return self.store.tensors.is_read(self.stack, tensor)
 
     @inside
     def _take_back(self, lent: Lent) -> None:

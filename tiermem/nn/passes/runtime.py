@@ -191,8 +191,7 @@ class ModuleRuntime:
             self.experts.prepare(*self._trained())
             return Way.EACH
         way = self.experts.way.choose(name, self.names.load)
-        self.experts.prepare((), way=way)
-        return way
+        return self.experts.prepare((), way=way)
 
     def _trained(self) -> tuple[set[int], int]:
         """Returns the stacks of experts that are trained, and bytes of gradients to come to HBM."""

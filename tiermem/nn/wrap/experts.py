@@ -152,12 +152,12 @@ class ExpertsInterceptor(CallInterceptor):
         if stack is None or not how or indices is None or not indices.numel():
             return None
         stack.grouped = how == "grouped_mm"
+        manager = self._manager
+        manager.gate.guard()  # before any lock: a forked child may find it taken for ever
         if self._store.tensors:
             if again or torch.is_grad_enabled() or not stack.grouped:
                 return None
             return self._whole(stack, indices)
-        manager = self._manager
-        manager.gate.guard()  # before the lock: a forked child may find it taken for ever
         if again:
             self.runtime.backward.enter()
         expected = None if again or torch.is_grad_enabled() else self._foresee(stack, args)

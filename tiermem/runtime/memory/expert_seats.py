@@ -106,6 +106,16 @@ def stamp_of(record: Record) -> tuple[Any, ...]:
     return record.writes, record.home_writes, record.home, record.home_extent
 
 
+def small_pieces(stacks: Iterable[Stack]) -> Counter[int]:
+    """Returns how many pieces are all of a tensor (biases), by the bytes of a seat."""
+    return Counter(
+        align_up(stack.nbytes(index))
+        for stack in stacks
+        for index in range(len(stack.block.tensors))
+        if index not in stack.rows
+    )
+
+
 def sizes_of(stacks: Iterable[Stack], *, tensors: bool = False) -> dict[int, tuple[int, int]]:
     """Returns pieces, and the least number of seats, by the bytes of a seat.
 
@@ -113,17 +123,13 @@ def sizes_of(stacks: Iterable[Stack], *, tensors: bool = False) -> dict[int, tup
         stacks: The stacks.
         tensors: Whether one whole tensor is the least.
     """
-    pieces: Counter[int] = Counter()
-    small: Counter[int] = Counter()  # biases: all of them
-    least: dict[int, int] = {}
+    stacks = list(stacks)
+    small = small_pieces(stacks)
+    pieces, least = Counter(small), dict[int, int]()
     for stack in stacks:
         mine: Counter[int] = Counter()
-        for index in range(len(stack.block.tensors)):
+        for index in stack.rows:
             size = align_up(stack.nbytes(index))
-            if index not in stack.rows:
-                pieces[size] += 1
-                small[size] += 1
-                continue
             pieces[size] += stack.experts
             mine[size] = max(mine[size], stack.experts) if tensors else mine[size] + _LEAST_SEATS
         for size, count in mine.items():

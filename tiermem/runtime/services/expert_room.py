@@ -5,7 +5,7 @@ It takes of HBM what other blocks leave, and is given back as soon as one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ from tiermem.core.layout import TensorShape
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import CapacityError
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of
+from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of, small_pieces
 
 _NAME = "expert room"
 _SHRINK = 0.5
 _LEAST = 1 / 64
+_LONGEST = 256
+"""Passes after which a share that has been made smaller is tried larger again, at the most."""
 _FAR_LARGER = 2
 """Blocks that may be far larger than others, and are there one at a time: embedding and head."""
 _SLOTS = 3
@@ -49,6 +51,8 @@ class ExpertRoom:
         self.bank_of: dict[tuple[int, int], Bank] = {}
         self.seats: dict[int, Seat] = {}
         self.share = 1.0
+        self._quiet = 0  # passes since the room last gave way, or grew
+        self._patience = 4
         self._capacity = self._gradients = 0
         self._whole: frozenset[int] = frozenset()
 
@@ -61,7 +65,7 @@ class ExpertRoom:
         """
         capacity, wider = self._parts.table.hbm.capacity, not whole <= self._whole
         more = gradients is not None and gradients > self._gradients
-        suits = capacity == self._capacity and not wider and not more
+        suits = capacity == self._capacity and not wider and not more and not self._grow()
         self._capacity, self._whole = capacity, self._whole | whole
         if gradients is not None:
             self._gradients = gradients
@@ -87,13 +91,14 @@ class ExpertRoom:
         try:
             [block] = self._manager.add_blocks([("experts", Role.BUFFER, [shape])], home="hbm")
         except CapacityError:
-            self.share *= _SHRINK
+            self.shrink()
             return False
         finally:
             parts.limit.least = least  # it gives way
         self.block = block
         parts.table.give_way.add(block.id)
-        self._divide(parts.slots.current[block.id].extent, counts, worth)
+        given = small_pieces(stacks) if tensors else counts  # rows of whole tensors have the rest
+        self._divide(parts.slots.current[block.id].extent, counts, given, worth)
         for stack in stacks:
             for tensor in range(len(stack.block.tensors)):
                 bank = self.banks[align_up(stack.nbytes(tensor))]
@@ -128,8 +133,21 @@ class ExpertRoom:
             parts.evictor.leave_behind(slot.extent, seen)
 
     def shrink(self) -> None:
-        """Halves the share that the room takes when it is made again."""
+        """Halves the share that the room takes when it is made again.
+
+        What needed room may have been one of a kind: some passes later the share is doubled, each
+        time after twice as many, as that gives up all that is seated.
+        """
         self.share *= _SHRINK
+        self._quiet, self._patience = 0, min(2 * self._patience, _LONGEST)
+
+    def _grow(self) -> bool:
+        """Counts a pass; returns whether the share has grown."""
+        self._quiet += 1
+        if self.share >= 1 or self._quiet < self._patience:
+            return False
+        self.share, self._quiet = self.share / _SHRINK, 0
+        return True
 
     def repair(self) -> None:
         """Gives the room back after an exception anywhere; nothing is under way."""
@@ -142,8 +160,14 @@ class ExpertRoom:
     def _forget(self) -> None:
         self.block, self.banks, self.bank_of, self.seats = None, {}, {}, {}
 
-    def _divide(self, whole: Extent, counts: dict[int, int], worth: Callable[[Any], float]) -> None:
-        """Divides the room into banks of seats."""
+    def _divide(
+        self,
+        whole: Extent,
+        counts: Mapping[int, int],
+        given: Mapping[int, int],
+        worth: Callable[[Any], float],
+    ) -> None:
+        """Divides the room into banks of seats, the first of which are given to pieces."""
         offset, before = whole.offset, self._parts.copy.guards(whole)
         with torch.inference_mode(False):
             for size, count in counts.items():
@@ -155,7 +179,7 @@ class ExpertRoom:
                     seats.append(seat)
                     self.seats[seat.address] = seat
                     offset += size
-                self.banks[size] = Bank(seats, Seats(count, size, worth))
+                self.banks[size] = Bank(seats, Seats(given.get(size, 0), size, worth))
 
     def _spare(self, stacks: Iterable[Stack], least: int) -> int:
         """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit.

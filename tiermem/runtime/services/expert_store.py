@@ -117,7 +117,7 @@ class ExpertStore:
 
     def prepare(
         self, whole: Collection[int], gradients: int | None = None, *, way: Way = Way.EACH
-    ) -> None:
+    ) -> Way:
         """Makes the expert room as a pass begins, gives it back, or leaves it as it is.
 
         Args:
@@ -125,25 +125,34 @@ class ExpertStore:
                 them.
             gradients: Bytes of those that backward will bring into HBM; None where it is not known.
             way: Which way all stacks go, if none of them is in ``whole``.
+
+        Returns:
+            Which way they go: one by one where there is no room for whole tensors.
         """
         parts, stacks = self._parts, self.stacks.values()
         if not stacks or parts.copy.capturing():
-            return
+            return way
         self.whole = frozenset(self.stacks if way is Way.LAYERS else whole)
         if len(self.whole) == len(stacks):
             self.close()
-            return
+            return way
         suits = self.room.suits(self.whole, gradients)
         if not suits or bool(self.tensors) is not (way is Way.TENSORS):
             self.close()
-        if not self.open:
-            made = self.room.make(stacks, self._worth, tensors=way is Way.TENSORS)
-            if made and way is Way.TENSORS:
+        if not self.open and way is Way.TENSORS:
+            if self.room.make(stacks, self._worth, tensors=True):
                 self.tensors.lay_out(stacks, self.room.banks)
+            if not self.tensors:  # other blocks have come, or this room was given away too often
+                self.close()
+                self.way.refuse(way)
+                way = Way.EACH
+        if not self.open:
+            self.room.make(stacks, self._worth)
         self.tensors.begin()
         experts = max(s.experts for s in stacks) if self.way.all_chosen else 0
         for bank in self.room.banks.values():
             bank.who.expect(experts)
+        return way
 
     def close(self) -> None:
         """Gives the expert room back, with all that is seated."""

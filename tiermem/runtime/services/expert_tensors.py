@@ -19,7 +19,7 @@ from tiermem.core.block import Extent, Tier, align_up
 from tiermem.core.experts import moved_whole, whole_tensors
 from tiermem.core.layout import contiguous_stride
 from tiermem.core.residency import State
-from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, stamp_of
+from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, small_pieces, stamp_of
 from tiermem.runtime.memory.slots import typed_view
 from tiermem.runtime.parts import Parts
 from tiermem.transfer.copy import Event
@@ -94,11 +94,12 @@ def moved(stacks: Iterable[Stack], counts: Mapping[int, int]) -> int | None:
         counts: Seats by their bytes.
     """
     total, stacks = 0, list(stacks)
+    small = small_pieces(stacks)
     for size, tensors in _by_size(stacks).items():
         experts = {stack.experts for stack, _ in tensors}
         if len(experts) > 1 or any(stack.nbytes(index) != size for stack, index in tensors):
             return None
-        [rows], seats = experts, counts.get(size, 0)
+        [rows], seats = experts, counts.get(size, 0) - small[size]
         if seats < rows:
             return None
         abreast = len(tensors) > len(stacks)
@@ -141,21 +142,23 @@ class WholeTensors:
                 run.read = 0
 
     def lay_out(self, stacks: Iterable[Stack], banks: Mapping[int, Bank]) -> None:
-        """Gives each tensor seats, which are empty.
+        """Gives each tensor seats, which are empty; none where :func:`moved` finds no room.
 
         Args:
-            stacks: In the order of use, for which :func:`moved` has found room.
-            banks: Of seats, by the bytes of one.
+            stacks: In the order of use.
+            banks: Of seats, by the bytes of one; the first of each are for small pieces.
         """
         stacks = list(stacks)
+        if moved(stacks, {size: len(bank.seats) for size, bank in banks.items()}) is None:
+            return
+        small = small_pieces(stacks)
         used = [(stack.number, index) for stack in stacks for index in stack.rows]
         number = {name: number for number, name in enumerate(used)}
         for size, tensors in _by_size(stacks).items():
-            seats, experts = banks[size].seats, tensors[0][0].experts
+            seats, experts = banks[size].seats[small[size] :], tensors[0][0].experts
             abreast = len(tensors) > len(stacks)
             begins = whole_tensors(len(tensors), experts, len(seats), abreast=abreast)
-            if begins is None:
-                continue
+            assert begins is not None
             placed = [
                 Lent(stack, index, number[stack.number, index], begin)
                 for (stack, index), begin in zip(tensors, begins, strict=True)
@@ -194,6 +197,13 @@ class WholeTensors:
         if tensor.view is None:
             tensor.view = self._view(tensor)
         return tensor, tensor.view.detach()
+
+    def is_read(self, stack: Stack, index: int) -> bool:
+        """Whether a tensor has no room as long as other threads read what is there."""
+        tensor = self._tensors.get((stack.number, index))
+        if tensor is None:
+            return False
+        return any(run.read and not run.holds(tensor) for run in tensor.runs)
 
     def take_back(self, tensor: Lent) -> None:
         """Notes that all that reads a tensor is submitted; begins the copies of what comes next."""

@@ -113,7 +113,7 @@ class ExpertWay:
         if not self._stacks or not self._fetcher.beside or not clock.usable():
             return Way.EACH
         self._read()
-        name = name, self._parts.table.hbm.capacity, len(self._stacks)
+        name = name, self._parts.table.hbm.capacity, len(self._stacks), self._room.share
         kind = self._now = self._kinds.pop(name, None) or _Kind()
         self._kinds[name] = kind
         if len(self._kinds) > _MOST_KINDS:
@@ -147,6 +147,18 @@ class ExpertWay:
             mark = torch.zeros(experts, dtype=torch.bool, device=choices.device)
             mark.index_fill_(0, choices.reshape(-1).long().clamp(0, experts - 1), True)
             self._now.marks.append(mark)
+
+    def refuse(self, way: Way) -> None:
+        """Notes that a call that begins cannot go the way that was chosen, even if it once could.
+
+        Args:
+            way: That way; the call goes expert by expert.
+        """
+        kind, timed, self._open = self._now, self._open, None
+        if kind is not None and kind.trial is not None:
+            kind.trial.refuse(way)
+        if timed is not None:
+            self._parts.pass_timer.clock.free(timed.begin)
 
     def ended(self, way: Way, key: Hashable) -> None:
         """Notes that a call has ended.
