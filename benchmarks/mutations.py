@@ -721,15 +721,15 @@ _ELSEWHERE = (
     Mutation(
         "layers of experts come up whole in a call among others",
         "tiermem/runtime/services/expert_way.py",
-        "if again and self.all_chosen else",
-        "if self.all_chosen else",
+        "if trial is not None and not again and not (",
+        "if trial is not None and False and not (",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
         "layers of experts come up whole for a few tokens",
         "tiermem/runtime/services/expert_way.py",
-        "if again and self.all_chosen else",
-        "if again else",
+        "if self.all_chosen or (many and kind.chosen is None):",
+        "if True:",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
@@ -738,6 +738,13 @@ _ELSEWHERE = (
         "self.way = min(self._best, key=self._best.__getitem__)",
         "self.way = self._other",
         ("tests/property/test_core_experts.py", "tests/unit/test_expert_way.py"),
+    ),
+    Mutation(
+        "whole tensors: what the first call chooses is not looked at",
+        "tiermem/runtime/services/expert_way.py",
+        "self.looks = way is Way.TENSORS and kind.chosen is None",
+        "self.looks = False",
+        ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
         "whole tensors: a copy does not wait for those that read its seats",
