@@ -777,8 +777,8 @@ _ELSEWHERE = (
     Mutation(
         "whole tensors: small pieces are seated where rows are",
         _TENSORS,
-        "seats = banks[size].seats[small[size] :]",
-        "seats = banks[size].seats",
+        "seats, experts = banks[size].seats[small[size] :], ",
+        "seats, experts = banks[size].seats, ",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
