@@ -195,14 +195,27 @@ def test_a_way_that_other_stacks_make_impossible_is_left(monkeypatch: pytest.Mon
         assert tier._runtime.experts.goes is Way.EACH
 
 
-def test_a_room_that_has_given_way_becomes_as_large_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whole tensors come up again."""
+@pytest.mark.parametrize("within", [False, True], ids=["between", "within"])
+def test_a_room_that_has_given_way_becomes_as_large_again(
+    monkeypatch: pytest.MonkeyPatch, within: bool
+) -> None:
+    """And whole tensors come up again, also if that was in a pass that went so."""
     with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
         scripted(tier, monkeypatch, 1.0, 2.0)
         while not goes(model, plain, tier, MANY):
             pass
         store = tier._runtime.experts
-        assert store.give_way() and store.room.share == 0.5
+        if within:
+
+            def close(*_: Any) -> None:
+                store.give_way()
+
+            closing = model.model.layers[4].register_forward_pre_hook(close)
+            check(model, plain, ids(MANY))
+            closing.remove()
+        else:
+            store.give_way()
+        assert store.room.share == 0.5
         assert not goes(model, plain, tier, MANY)
         for _ in range(9):
             last = goes(model, plain, tier, MANY)

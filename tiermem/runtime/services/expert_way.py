@@ -91,7 +91,6 @@ class ExpertWay:
         self._kinds: dict[Hashable, _Kind] = {}
         self._last: Hashable = None
         self._now: _Kind | None = None
-        self._trial: Trial | None = None  # that has said which way the call under way goes
         self._open: _Timed | None = None
         self.looks = False
         self._timed: deque[_Timed] = deque()
@@ -129,7 +128,7 @@ class ExpertWay:
         # for one call among others it does not pay: what has settled would be brought up again
         if trial is not None and not again and not (many and trial.way is Way.TENSORS):
             trial = None
-        self._trial, way = trial, Way.EACH if trial is None else trial.way
+        way = Way.EACH if trial is None else trial.way
         self.looks = way is Way.TENSORS and kind.chosen is None
         if kind.first is None if trial is None else not trial.settled:
             begin = clock.stamp() if len(self._timed) < _MOST_TIMED else None
@@ -167,23 +166,25 @@ class ExpertWay:
             way: Which way it went.
             key: Under which it is measured.
         """
-        kind, timed, trial = self._now, self._open, self._trial
-        self._now = self._open = self._trial = None
+        kind, timed, self._now, self._open = self._now, self._open, None, None
         self.looks = False
-        if trial is not None and way is not trial.way:
-            trial.refuse(trial.way)
         if kind is not None and way is Way.EACH:
             stacks = self._stacks.values()
             chosen = sum(len(stack.popularity.last) for stack in stacks)
             kind.chosen = chosen / sum(stack.experts for stack in stacks)
-        if timed is not None:
-            timed.end, timed.key = self._parts.pass_timer.clock.stamp(), key
+        if timed is None:
+            return
+        clock = self._parts.pass_timer.clock
+        if way is timed.way:
+            timed.end, timed.key = clock.stamp(), key
             self._timed.append(timed)
+        else:  # the room has given way in between
+            clock.free(timed.begin)
 
     def reset(self) -> None:
         """Forgets what is being timed, after an exception anywhere."""
         # stamps are not given back: where it was cut short, they may have been already
-        self._open = self._now = self._last = self._trial = None
+        self._open = self._now = self._last = None
         self.looks = False
         self._timed.clear()
 
@@ -192,7 +193,7 @@ class ExpertWay:
     def _drop(self) -> None:
         """Drops a call that has not come to its end."""
         timed, self._open, self._now = self._open, None, None
-        self.looks, self._trial = False, None
+        self.looks = False
         if timed is not None:
             self._parts.pass_timer.clock.free(timed.begin)
 
