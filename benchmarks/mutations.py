@@ -749,8 +749,8 @@ _ELSEWHERE = (
     Mutation(
         "whole tensors: a copy does not wait for those that read its seats",
         _TENSORS,
-        "parts.copy.up_behind(target, source, behind)",
-        "parts.copy.up_behind(target, source, ())",
+        "copy_up(parts, target, source, stack, run.released)",
+        "copy_up(parts, target, source, stack, ())",
         ("tests/property/test_expert_streams.py",),
     ),
     Mutation(

@@ -102,8 +102,9 @@ class Seats:
         self._free = list(range(count))[::-1]
         self._passing: dict[Hashable, None] = {}  # the one used longest ago first
         self._count = count
-        self._usual = max(_LEAST_PASSING, _PASSING // max(nbytes, 1))
-        self._most = max(1, min(self._usual, count // _MOST_PASSING))
+        usual = max(_LEAST_PASSING, _PASSING // max(nbytes, 1))
+        self._usual = max(1, min(usual, count // _MOST_PASSING))
+        self._most = self._usual
         self._order: list[Hashable] = []  # settled ones, some of them gone, the worthiest first
 
     def expect(self, pieces: int) -> None:
@@ -111,8 +112,7 @@ class Seats:
 
         Else the bus has nothing to do in a layer's other work, where all experts are chosen.
         """
-        usual = min(self._usual, self._count // _MOST_PASSING)
-        self._most = max(1, usual, min(pieces, self._count * 3 // 4))
+        self._most = max(self._usual, min(pieces, self._count * 3 // 4))
 
     def used(self, piece: Hashable) -> None:
         """Notes a use of a seated piece: if it passes through, others leave sooner."""

@@ -295,9 +295,7 @@ class ExpertStore:
         after = use.stack.after
         if use.again or after is None or (use.saved and after.number <= use.stack.number):
             return  # backward comes next, and resumes what was saved
-        if self.tensors:
-            return
-        if self.open and self.usable(after):
+        if not self.tensors and self.open and self.usable(after):
             self._guess(after)
 
     def is_seated(self, seat: Seat) -> bool:
@@ -383,9 +381,7 @@ class ExpertStore:
 
     def lend(self, stack: Stack, tensor: int) -> tuple[Lent, torch.Tensor] | None:
         """Returns a whole tensor; see :meth:`WholeTensors.lend`."""
-        if not self.tensors or not self.usable(stack):
-            return None
-        return self.tensors.lend(stack, tensor)
+        return self.tensors.lend(stack, tensor) if self.tensors and self.usable(stack) else None
 
     # -- inside ----------------------------------------------------------
 

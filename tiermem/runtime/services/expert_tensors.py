@@ -7,7 +7,6 @@ one size some stay; the rest share what is left (:func:`tiermem.core.experts.who
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,11 +16,10 @@ import torch
 
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.core.experts import moved_whole, whole_tensors
-from tiermem.core.layout import contiguous_stride
 from tiermem.core.residency import State
 from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, small_pieces, stamp_of
-from tiermem.runtime.memory.slots import typed_view
 from tiermem.runtime.parts import Parts
+from tiermem.runtime.services.piece_copies import copy_up
 from tiermem.transfer.copy import Event
 
 _AT_ONCE = 64 << 20
@@ -68,7 +66,7 @@ class Lent:
         begin: The number of its first seat in the bank.
         runs: Its seats.
         next: Tensors that use some of these runs after it.
-        view: The tensor as it lies there.
+        seat: All of them as one.
     """
 
     stack: Stack
@@ -77,7 +75,7 @@ class Lent:
     begin: int
     runs: list[_Run] = field(default_factory=list)
     next: list[tuple[Lent, _Run]] = field(default_factory=list)
-    view: torch.Tensor | None = None
+    seat: Seat | None = None
 
     @property
     def extent(self) -> Extent:
@@ -194,9 +192,12 @@ class WholeTensors:
             for event in run.events:
                 self._parts.copy.use(event)
             run.read += 1
-        if tensor.view is None:
-            tensor.view = self._view(tensor)
-        return tensor, tensor.view.detach()
+        if tensor.seat is None:
+            extent = tensor.extent
+            with torch.inference_mode(False):
+                tensor.seat = Seat(self._parts.slots.arena.bytes_of(extent), extent)
+        spec = stack.block.tensors[index]
+        return tensor, tensor.seat.view(spec, spec.shape)
 
     def is_read(self, stack: Stack, index: int) -> bool:
         """Whether a tensor has no room as long as other threads read what is there."""
@@ -254,13 +255,6 @@ class WholeTensors:
             and block_id not in parts.deferred
         )
 
-    def _view(self, tensor: Lent) -> torch.Tensor:
-        spec = tensor.stack.block.tensors[tensor.index]
-        dtype: Any = spec.dtype
-        with torch.inference_mode(False):
-            storage = self._parts.slots.arena.bytes_of(tensor.extent).untyped_storage()
-            return typed_view(storage, dtype, 0, spec.shape, contiguous_stride(spec.shape))
-
     def _fill(self, tensor: Lent, run: _Run) -> None:
         """Begins the copies of a tensor's rows to a run, if they are not there."""
         if not run.read and not run.holds(tensor) and self._usable(tensor):
@@ -269,22 +263,15 @@ class WholeTensors:
     def _copy(self, tensor: Lent, run: _Run) -> None:
         """Begins the copies of rows of a tensor to a run."""
         parts, stack = self._parts, tensor.stack
-        record = parts.table[stack.block.id]
-        assert record.home_extent is not None
-        written = parts.transfers.home_ready.get(stack.block.id)
-        behind = run.released if written is None else (*run.released, written)
+        home = parts.table[stack.block.id].home_extent
+        assert home is not None
         begin = stack.begin_of(stack.piece(tensor.index, run.first - tensor.begin))
         run.what, events = None, list[Event | None]()  # should a copy not begin
         for offset in range(0, run.extent.nbytes, _AT_ONCE):
-            started = time.perf_counter_ns()
             nbytes = min(_AT_ONCE, run.extent.nbytes - offset)
-            source = parts.homes.part_of(record.home_extent, begin + offset, nbytes)
+            source = parts.homes.part_of(home, begin + offset, nbytes)
             target = parts.slots.arena.bytes_of(Extent(run.extent.offset + offset, nbytes))
-            events.append(parts.copy.up_behind(target, source, behind))
-            ended = time.perf_counter_ns()
-            parts.counters.moved("dram->hbm", nbytes, ended - started)
-            parts.counters.copy_ns += ended - started
-            parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, nbytes))
+            events.append(copy_up(parts, target, source, stack, run.released))
         run.events, run.what, run.stamp = events, tensor, stack.stamp
 
 

@@ -153,11 +153,9 @@ class ExpertWay:
         Args:
             way: That way; the call goes expert by expert.
         """
-        kind, timed, self._open = self._now, self._open, None
-        if kind is not None and kind.trial is not None:
-            kind.trial.refuse(way)
-        if timed is not None:
-            self._parts.pass_timer.clock.free(timed.begin)
+        if self._now is not None and self._now.trial is not None:
+            self._now.trial.refuse(way)
+        self._stop_timing()
 
     def ended(self, way: Way, key: Hashable) -> None:
         """Notes that a call has ended.
@@ -166,20 +164,18 @@ class ExpertWay:
             way: Which way it went.
             key: Under which it is measured.
         """
-        kind, timed, self._now, self._open = self._now, self._open, None, None
+        kind, timed, self._now = self._now, self._open, None
         self.looks = False
         if kind is not None and way is Way.EACH:
             stacks = self._stacks.values()
             chosen = sum(len(stack.popularity.last) for stack in stacks)
             kind.chosen = chosen / sum(stack.experts for stack in stacks)
-        if timed is None:
+        if timed is None or way is not timed.way:  # the room has given way in between
+            self._stop_timing()
             return
-        clock = self._parts.pass_timer.clock
-        if way is timed.way:
-            timed.end, timed.key = clock.stamp(), key
-            self._timed.append(timed)
-        else:  # the room has given way in between
-            clock.free(timed.begin)
+        self._open = None
+        timed.end, timed.key = self._parts.pass_timer.clock.stamp(), key
+        self._timed.append(timed)
 
     def reset(self) -> None:
         """Forgets what is being timed, after an exception anywhere."""
@@ -192,8 +188,12 @@ class ExpertWay:
 
     def _drop(self) -> None:
         """Drops a call that has not come to its end."""
-        timed, self._open, self._now = self._open, None, None
-        self.looks = False
+        self._now, self.looks = None, False
+        self._stop_timing()
+
+    def _stop_timing(self) -> None:
+        """Takes the time of the call under way no longer."""
+        timed, self._open = self._open, None
         if timed is not None:
             self._parts.pass_timer.clock.free(timed.begin)
 

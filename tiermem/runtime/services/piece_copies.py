@@ -13,6 +13,37 @@ from tiermem.errors import StorageError
 from tiermem.runtime.memory.expert_seats import Piece, Seat, Stack
 from tiermem.runtime.parts import Parts
 from tiermem.storage.checkpointstore import SourceRange
+from tiermem.transfer.copy import Event
+
+
+def copy_up(
+    parts: Parts,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    stack: Stack,
+    released: tuple[Event, ...],
+) -> Event | None:
+    """Submits a copy of a part of a stack's home in DRAM, behind what was copied there last.
+
+    Args:
+        parts: Of the manager.
+        target: Bytes in HBM.
+        source: Bytes of the home.
+        stack: Whose home it is.
+        released: Events behind the last readers of ``target``.
+
+    Returns:
+        Its event.
+    """
+    started, nbytes = time.perf_counter_ns(), source.numel()
+    written = parts.transfers.home_ready.get(stack.block.id)
+    behind = released if written is None else (*released, written)
+    event = parts.copy.up_behind(target, source, behind)
+    ended = time.perf_counter_ns()
+    parts.counters.moved("dram->hbm", nbytes, ended - started)
+    parts.counters.copy_ns += ended - started
+    parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, nbytes))
+    return event
 
 
 class PieceCopies:
@@ -81,17 +112,10 @@ class PieceCopies:
 
     def _up(self, seat: Seat, source: torch.Tensor, stack: Stack) -> None:
         """Submits a copy up."""
-        parts, started = self._parts, time.perf_counter_ns()
         nbytes, target = source.numel(), seat.bytes
         if seat.extent.nbytes != nbytes:
             target = target[:nbytes]
-        after = parts.transfers.home_ready.get(stack.block.id)
-        behind = seat.released if after is None else (*seat.released, after)
-        seat.event = parts.copy.up_behind(target, source, behind)
-        ended = time.perf_counter_ns()
-        parts.counters.moved("dram->hbm", nbytes, ended - started)
-        parts.counters.copy_ns += ended - started
-        parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, nbytes))
+        seat.event = copy_up(self._parts, target, source, stack, seat.released)
 
     def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
         """Returns an address in checkpoint files of just a piece."""
