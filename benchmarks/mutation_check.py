@@ -70,6 +70,7 @@ def run_tests(
         "TIERMEM_POISON": "1",
     }
     options = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "--timeout", "120"]
+    options += ["--every-variant"]
     options += [] if to_the_end else ["-x"]
     options += [option for test in without for option in ("--deselect", test)]
     command = [sys.executable, "-m", "pytest", *options, *tests]

@@ -106,6 +106,27 @@ _ELSEWHERE = (
         MANAGER,
     ),
     Mutation(
+        "a block is moved while another thread may be reading it",
+        _RULES,
+        "if holder is not None and holder.read_elsewhere():",
+        "if False:",
+        ("tests/unit/test_nn_inside.py",),
+    ),
+    Mutation(
+        "a thread does not wait for room that others will leave",
+        _RUNTIME + "base/threads.py",
+        "if thread not in self._inside or not self._inside - self.waiting - {thread}:",
+        "if True:",
+        ("tests/unit/test_runtime_threads.py",),
+    ),
+    Mutation(
+        "threads that wait for room are not woken",
+        "tiermem/nn/groups/group.py",
+        "        if self.manager.threads.waiting:\n",
+        "        if False:\n",
+        ("tests/unit/test_runtime_threads.py", "tests/unit/test_nn_inside.py"),
+    ),
+    Mutation(
         "a discarded block's space is reused under who looks at it",
         _RUNTIME + "placement/evictor.py",
         "keep = slot is not None and slot.aliased and (gone or not record.fixed)",

@@ -4,8 +4,10 @@ GPU tests skipped without a GPU."""
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -54,7 +56,15 @@ def classes_are_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-variant", action="store_true", help="run those of one_in(n), too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("every_variant") and os.environ.get("HYPOTHESIS_PROFILE") != "thorough":
+        gone = _other_variants(items)
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=list(gone))
     left_out = {}
     if not torch.cuda.is_available():
         left_out["gpu"] = "needs a CUDA device"
@@ -64,6 +74,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if marker in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _other_variants(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Returns the variants that do not run.
+
+    Those that run are drawn by a checksum of their names, so that each value of each parameter has
+    its chance, and are the same wherever and with whatever else they run.
+    """
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("one_in") is not None and "[" in item.nodeid:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    gone = set[pytest.Item]()
+    for those in variants.values():
+        (n,) = those[0].get_closest_marker("one_in").args  # type: ignore[union-attr]
+        those.sort(key=lambda item: zlib.crc32(item.nodeid.rpartition("/")[2].encode()))
+        gone.update(those[math.ceil(len(those) / n) :])
+    return gone
 
 
 def pytest_collection_finish() -> None:

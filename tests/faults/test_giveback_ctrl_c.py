@@ -55,6 +55,7 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize("how", LEAVE)
+@pytest.mark.one_in(2)
 def test_leaving_cut_short_loses_no_gradient(how: str) -> None:
     """Called again, it goes on: all is as the resident model has it, stand-ins included."""
     plain = net()

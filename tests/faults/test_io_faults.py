@@ -279,6 +279,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("name", ["uring", "threads"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.one_in(2)
 def test_a_killed_process_leaves_no_file(
     server: subprocess.Popen[str], tmp_path: Path, name: str, number: int
 ) -> None:

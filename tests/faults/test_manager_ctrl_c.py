@@ -117,6 +117,7 @@ def at_once(made: Rig) -> None:
 # Which lines run must not depend on how far the pump's thread has come.
 @pytest.mark.parametrize("pace", [only_while_waited_for, at_once])
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.one_in(2)
 def test_ctrl_c_at_every_line_leaves_a_state_to_go_on_from(tmp_path, name, pace) -> None:
     """Cut short before any line, an operation can be repeated and no byte is lost."""
     operation = OPERATIONS[name]

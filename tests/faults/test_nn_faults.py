@@ -144,6 +144,7 @@ FAULTS = {
 @pytest.mark.parametrize("after", [0, 1, 3, 6])
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@pytest.mark.one_in(3)
 def test_a_fault_that_passes(
     bench: Bench, disk: Disk, tmp_path: Path, where: str, kind: str, after: int
 ) -> None:

@@ -80,6 +80,7 @@ def every_line(call: Callable[[int], str], check: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(2)
 def test_a_step_cut_short_is_gone_on_with(kind: str) -> None:
     """``step()`` once more, and all is as if nothing had happened."""
     with twins(kind) as pair:

@@ -51,6 +51,7 @@ def trained(folder: Path, calls: dict[str, int], when: int) -> str:
         ("io_uring_enter", errno.EPERM, 3),
     ],
 )
+@pytest.mark.one_in(2)
 def test_threads_take_over_where_io_uring_is_refused(
     tmp_path: Path, call: str, code: int, when: int
 ) -> None:

@@ -191,6 +191,7 @@ def test_the_first_save_of_all_is_killed(prepared, tmp_path, kind) -> None:
 
 @KINDS
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+@pytest.mark.one_in(2)
 def test_every_operation_fails_once(prepared, tmp_path, kind, number) -> None:
     path = tmp_path / "run"
     names = operations(prepared, path, kind)

@@ -470,6 +470,7 @@ _QUICK = {"llama-tied", "mixtral", "albert", "t5", "resnet", "wav2vec2", "mamba"
 @pytest.mark.parametrize(
     "name", [n if n in _QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(CASES)]
 )
+@pytest.mark.one_in(2)
 def test_architecture_trains_bit_for_bit(name: str) -> None:
     build, inputs = CASES[name]
     compare_training(build, inputs, Tiers("dram", extra_hbm=_ROOM.get(name, 0)), steps=2)
@@ -514,6 +515,7 @@ _CHECKPOINTED = ["llama", "gpt2", "bert", "t5", "mixtral", "vit", "opt", "whispe
         for n in _CHECKPOINTED
     ],
 )
+@pytest.mark.one_in(3)
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     build, inputs = CASES[name]
 
@@ -536,6 +538,7 @@ _GENERATING = ["llama", "llama-tied", "gpt2", "qwen2", "mixtral", "t5", "bart", 
     "name",
     [n if n in ("llama", "t5") else pytest.param(n, marks=pytest.mark.slow) for n in _GENERATING],
 )
+@pytest.mark.one_in(2)
 def test_generation_with_a_cache(name: str) -> None:
     build, inputs = CASES[name]
     with Pair(build, DRAM, optimizer=None) as pair:

@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit", "mixtral", "gpt2", "layers", "lstm"])
+@pytest.mark.one_in(2)
 def test_every_unit_is_stepped_ahead_from_the_second_step_on(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def test_from_files(tmp_path: Path, where: str) -> None:
 @pytest.mark.parametrize("recomputed", [None, True, False], ids=["saved", "reentrant", "not"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.one_in(3)
 def test_frozen_experts_beside_trained_attention(
     name: str, how: str, recomputed: bool | None
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_trained_head_and_frozen_layers_below(how: str) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.one_in(3)
 def test_adapters_beside_frozen_experts(how: str, dtype: torch.dtype) -> None:
     """Steps of an optimizer, a sample with no gradients between two, and the adapters' bits."""
     models = [build(CONFIGS["mixtral"](), how, dtype) for _ in range(2)]

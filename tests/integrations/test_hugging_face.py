@@ -113,6 +113,7 @@ def same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     ],
     ids=lambda settings: "-".join(settings) or "plain",
 )
+@pytest.mark.one_in(2)
 def test_a_trainer_gives_the_resident_runs_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
     expected = resident(tmp_path, **settings)
     args, model = arguments(tmp_path, **settings), llama()

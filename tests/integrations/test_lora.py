@@ -195,6 +195,7 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(3)
 def test_losses_gradients_and_files_are_peft_s(name: str, tmp_path: Path) -> None:
     make, dtype, options = CASES[name]
     resident = peft.get_peft_model(built(make, dtype), peft.LoraConfig(r=4, **options))

@@ -44,6 +44,7 @@ def run(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.thorough
 def test_loaders(run, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(DOUBLES))
     rows = run()

@@ -185,6 +185,7 @@ def test_train_gives_the_bits_of_the_resident_run(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_train_from_files(tmp_path) -> None:
     line = f"{TRAIN} --nvme . --staging 700KiB --scratch 4MiB --out out.json"
     row = check_rows(run("bench_train.py", tmp_path, *line.split()), "of bound", "raw mix s")[0]
@@ -339,6 +340,7 @@ def test_calls(tmp_path) -> None:
     assert row["equal"] is True and row["later"] > 0 and row["first of later"] > 0
 
 
+@pytest.mark.thorough
 def test_calls_go_on_where_a_model_fails(tmp_path) -> None:
     line = "lstm layers --device cpu --set tiny --tokens 0 --calls 1 --out out.json"
     failed, row = run("bench_calls.py", tmp_path, *line.split())["rows"]

@@ -32,6 +32,7 @@ def test_names_are_told_apart() -> None:
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 30
 
 
+@pytest.mark.thorough
 def test_a_quick_one_is_caught(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     (mutation,) = [m for m in MUTATIONS if m.name == QUICK]

@@ -501,6 +501,7 @@ def need_of(make: Any, cls: Any, hbm: int = PAGE) -> int:
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("make", MODELS)
+@pytest.mark.one_in(3)
 def test_what_errors_ask_for_does(make: Any, cls: Any) -> None:
     weights, _ = sizes_of(make, torch.float32)
     hbm = need_of(make, cls)

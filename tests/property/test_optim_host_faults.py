@@ -202,6 +202,7 @@ def test_a_second_try_clips_gradients_in_files_again(tmp_path: Path, gives_up: b
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.one_in(3)
 def test_a_write_whose_failure_another_wait_takes_up(tmp_path: Path, seed: int, times: int) -> None:
     """Gradients that are in HBM alone are all written before a step, those that failed again."""
     homes = {"params": "dram", "grads": "nvme", "master": "dram", "optimizer": "dram"}
@@ -279,6 +280,7 @@ def test_a_class_that_fails_half_way_leaves_no_mix(
 @pytest.mark.parametrize("home", ["dram", "nvme"])
 @pytest.mark.parametrize("number", [0, 3, 7])
 @pytest.mark.parametrize("where", ["submit", "begin", "take_up"])
+@pytest.mark.one_in(3)
 def test_ctrl_c_in_the_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, number: int, where: str
 ) -> None:

@@ -52,6 +52,7 @@ def test_three_tiers_and_the_same_bits(tmp_path) -> None:
         "--dtype bf16 --master fp32 --overlap backward --accumulate 2 --clip 0 --checkpointing",
     ],
 )
+@pytest.mark.one_in(2)
 def test_options_change_no_bit(tmp_path, more) -> None:
     assert _train(tmp_path, *more.split())["equal"] is True
 
@@ -110,6 +111,7 @@ def test_ctrl_c_leaves_nothing(tmp_path) -> None:
         "--loss-chunks 3 --activation-layers 5",
     ],
 )
+@pytest.mark.one_in(2)
 def test_activations_below_hbm(tmp_path, home, more) -> None:
     line = f"--layers 24 --activations {home} --activation-min 4KiB --context 32 {more}"
     report = _train(tmp_path, *line.split())
@@ -135,6 +137,7 @@ def test_bad_options_of_activations_are_one_line(tmp_path, capsys, more, said) -
 
 
 @pytest.mark.parametrize("side", ["host", "both"])
+@pytest.mark.one_in(2)
 def test_steps_on_the_host(tmp_path, side) -> None:
     policy = "--dram 16MiB --policy dram".split()
     report = _train(

@@ -64,6 +64,7 @@ def goes(model: Any, plain: Any, tier: Any, tokens: int) -> bool:
         (2.0, 1.5, [True] * 4 + [False] * 8),
     ],
 )
+@pytest.mark.one_in(2)
 def test_the_faster_way_is_found(
     monkeypatch: pytest.MonkeyPatch, whole: float, single: float, then: list[bool], how: str
 ) -> None:

@@ -174,6 +174,7 @@ def streamed(
 
 @pytest.mark.parametrize("flops", [0.0, 1e12])
 @pytest.mark.parametrize("home", ["dram", "nvme"])
+@pytest.mark.one_in(2)
 def test_steps_are_laid_out_from_the_third_on(home: str, flops: float, tmp_path: Path) -> None:
     resident = build()
     plain = Steps(resident, torch.optim.AdamW(trained(resident), lr=LR), None)
@@ -231,6 +232,7 @@ def test_a_backward_that_lets_go_later_is_laid_out_for_that(tmp_path: Path) -> N
     ],
 )
 @pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.one_in(3)
 def test_no_step_breaks_off(
     kind: type[Layer],
     home: str,

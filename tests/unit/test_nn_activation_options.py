@@ -167,6 +167,7 @@ def test_kinds_of_tensors() -> None:
 @pytest.mark.parametrize("seed_", range(3))
 @pytest.mark.parametrize("mode", ["plain", "nonreentrant", "reentrant"])
 @pytest.mark.parametrize("home", HOMES)
+@pytest.mark.one_in(3)
 def test_late_copies_change_nothing(home: str, seed_: int, mode: str, tmp_path: Path) -> None:
     plain, model = twins(lambda: Net(8, mode))
     ahead = [0, "4KiB", "auto"][seed_ % 3]

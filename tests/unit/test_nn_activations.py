@@ -31,6 +31,7 @@ MODES = ["plain", "nonreentrant", "reentrant", "selective", "region"]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("ahead", ["auto", 0, "4KiB"])
+@pytest.mark.one_in(3)
 def test_gradients_have_the_same_bits(mode: str, home: str, ahead: Any, tmp_path: Path) -> None:
     plain, model = twins(lambda: Net(mode=mode))
     with manager(home, tmp_path, activation_ahead=ahead) as tier:

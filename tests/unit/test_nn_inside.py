@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from support_nn import check_table, same_bits
+from support_threads import lets_go_first
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.nn.wrap.scope import CallInterceptor
+from tiermem.runtime.base.threads import UserThreads
 
 CALL = CallInterceptor.method
 
@@ -316,3 +318,67 @@ def test_a_call_that_gets_one_of_its_blocks_holds_none() -> None:
         check_table(tier)
         kept.clear()
         assert same_bits(model(x), plain(x))
+
+
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["another thread", "the same thread"])
+def test_a_block_is_moved_for_another_unless_another_thread_may_be_reading_it(
+    elsewhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then that one is waited for."""
+    x = torch.randn(3, 8)
+    model = nn.ModuleDict({"layers": Model().layers, "wide": nn.Linear(8, 200)})  # 4,096 and 8,192
+    weights = [param.detach().clone() for param in model["wide"].parameters()]
+    blocks = ["wide", *(f"layers.{i}" for i in range(4))]
+    inside, go_on = threading.Event(), threading.Event()
+    results: list[torch.Tensor] = []
+
+    def wait_there(layer: Layer) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    with (
+        tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier,
+        torch.no_grad(),
+        ExitStack() as beside,
+    ):
+        tier.wrap(model, blocks=blocks)
+        wanted = [layer(x) for layer in model["layers"]]
+        manager = tier._manager
+        for row in list(manager.parts.table)[:3]:
+            manager.acquire(row.block)
+            beside.callback(manager.release, row.block)
+        record = manager.parts.table.at(4096)
+        assert record is not None
+        number = int(record.block.name.rpartition(".")[2])
+        layer = model["layers"][number]
+        if not elsewhere:
+
+            def call_the_wide_one(layer: Layer) -> None:
+                beside.close()
+                results.append(model["wide"](x))
+
+            layer.meanwhile = call_the_wide_one
+            assert same_bits(layer(x), wanted[number]) and len(results) == 1
+            assert tier.stats().relocations == 1
+            return
+        layer.meanwhile = wait_there
+        wide = list[torch.Tensor]()
+        threads = [
+            threading.Thread(target=lambda: results.append(layer(x))),
+            threading.Thread(target=lambda: wide.append(model["wide"](x))),
+        ]
+        threads[0].start()
+        try:
+            assert inside.wait(60)
+            beside.close()
+            assert record.leases and record.extent is not None and record.extent.offset == 4096
+            monkeypatch.setattr(UserThreads, "wait", lets_go_first(UserThreads.wait, go_on))
+            threads[1].start()
+            assert go_on.wait(60)
+        finally:
+            go_on.set()
+            for thread in threads:
+                thread.join()
+        assert same_bits(results[0], wanted[number])
+        assert same_bits(wide[0], nn.functional.linear(x, *weights))
+        assert tier.stats().relocations == 0

@@ -161,6 +161,7 @@ AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.one_in(2)
 def test_what_needs_all_weights_at_once_says_materialize_and_works_there(
     tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential, name: str
 ) -> None:

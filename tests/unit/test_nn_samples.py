@@ -59,6 +59,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("info", modules.module_db, ids=lambda info: info.name)
+@pytest.mark.one_in(2)
 def test_some_samples_of_every_module(info: Any) -> None:
     dtype = _dtype_of(info)
     samples = list(_samples(info, dtype))
@@ -69,6 +70,7 @@ def test_some_samples_of_every_module(info: Any) -> None:
 
 
 @pytest.mark.parametrize("info", modules.module_db, ids=lambda info: info.name)
+@pytest.mark.one_in(2)
 def test_a_sample_of_every_module_with_what_it_saves_below_hbm(info: Any) -> None:
     dtype = _dtype_of(info)
     samples = list(_samples(info, dtype))
@@ -138,6 +140,7 @@ def _step_some(info: Any, pick: slice, tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("info", optimizers.optim_db, ids=lambda info: info.optim_cls.__name__)
+@pytest.mark.one_in(2)
 def test_some_settings_of_every_optimizer(info: Any) -> None:
     _step_some(info, slice(None, None, 3), Tiers("dram"))
 

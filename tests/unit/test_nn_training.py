@@ -280,6 +280,7 @@ def test_a_view_of_a_gradient_that_is_kept() -> None:
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
+@pytest.mark.one_in(3)
 def test_clipping(norm: float, foreach: bool | None) -> None:
     def use(model: nn.Module, optimizer: Any) -> Any:
         (model(data()).square().mean() * 50).backward()

@@ -87,6 +87,7 @@ def test_the_hosts_units_are_stepped_ahead_and_confirmed(cls, settings, master) 
 
 
 @pytest.mark.parametrize("what", sorted(DROPS))
+@pytest.mark.one_in(2)
 def test_whoever_looks_finds_everything_as_it_was(what: str) -> None:
     master = None if what == "a weight is written" else torch.float32
     with warm(*ADAMW, master_dtype=master) as pair:
@@ -355,6 +356,7 @@ def test_the_loop_leaves_what_it_reads_where_results_go_elsewhere(method, bf16, 
 
 
 @pytest.mark.parametrize("what", DURING)
+@pytest.mark.one_in(3)
 def test_a_save_keeps_what_the_host_steps_over(tmp_path, monkeypatch, what) -> None:
     """The loop writes to shadows, and on the next step to the homes of the save's call."""
 

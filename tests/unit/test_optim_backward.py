@@ -246,6 +246,7 @@ LATER: dict[str, Callable[[Twins], Any]] = {
 
 @pytest.mark.parametrize("what", sorted(LATER))
 @pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.one_in(3)
 def test_what_cannot_be_seen_between_backward_and_step_is_refused(what: str, where: str) -> None:
     """No byte is shown that the plain loop would not show; then the step can be finished."""
     chosen = (torch.optim.AdamW, {"lr": 0.01, "foreach": False})

@@ -113,6 +113,7 @@ def twins(place: str, path: Path, masters: bool, **options: Any) -> Twins:
 
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.one_in(2)
 def test_step_again_finishes_a_step_that_the_class_cut_short(
     place: str, masters: bool, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def _half(tiers: Tiers, **options: Any) -> Twins:
 @pytest.mark.parametrize("where", ["device", "host"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("home", ["dram", "nvme"])
+@pytest.mark.one_in(2)
 def test_unscaled_clipped_and_stepped(tmp_path: Path, where: str, overlap: bool, home: str) -> None:
     """One of the steps is left out, as a gradient is infinite; the scale grows and shrinks."""
     tiers = Tiers("one", nvme=str(tmp_path), policy=home)
@@ -131,6 +132,7 @@ def test_unscaled_clipped_and_stepped(tmp_path: Path, where: str, overlap: bool,
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("home", ["dram", pytest.param("nvme", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("clip", ["optimizer", "torch"])
+@pytest.mark.one_in(3)
 def test_float16_weights_with_float32_masters(
     tmp_path: Path, where: str, overlap: bool, home: str, clip: str
 ) -> None:

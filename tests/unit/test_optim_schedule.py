@@ -15,6 +15,7 @@ NARROW = {"layers": 12, "width": 512}
 @pytest.mark.parametrize("slots", [3.3, 6.5])
 @pytest.mark.parametrize("seconds", [0.0, 0.8])
 @pytest.mark.parametrize("params", ["dram", "nvme"])
+@pytest.mark.one_in(2)
 def test_reads_updates_and_writes_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slots: float, seconds: float, params: str
 ) -> None:

@@ -77,6 +77,7 @@ def test_with_less_dram_training_waits_for_the_disk_no_longer_than_it_must(
 )
 @pytest.mark.parametrize("slots", [2, 3, 4])
 @pytest.mark.parametrize("parks", [False, True])
+@pytest.mark.one_in(3)
 def test_what_is_foretold_comes_true(
     work: str, ends: int, slots: int, parks: bool, tmp_path: Path, monkeypatch
 ) -> None:

@@ -53,6 +53,7 @@ def folder(options: dict, path) -> dict:
 
 
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.one_in(2)
 def test_a_run_goes_on_elsewhere(tmp_path, name, monkeypatch) -> None:
     if "parts" in name:
         for setting, value in (("_ALIGNED", 64), ("_LEAST", 0), ("_MOST", 0.125)):
@@ -445,6 +446,7 @@ AHEAD = ("some room", "files", "on the host", "put off")
 @pytest.mark.parametrize(
     ("name", "ahead"), [*((name, False) for name in LATER), *((name, True) for name in AHEAD)]
 )
+@pytest.mark.one_in(2)
 def test_the_state_of_the_call_is_saved(tmp_path, name, ahead, monkeypatch) -> None:
     """The thread is let go block by block, by a random schedule, while steps are made."""
     setup = Setup(**folder(LATER[name], tmp_path))

@@ -152,6 +152,7 @@ def test_a_former_home_is_a_copy_until_it_is_written(tmp_path, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("what", DURING)
+@pytest.mark.one_in(3)
 def test_what_was_there_at_the_call_is_saved(tmp_path, monkeypatch, what) -> None:
     save_during(warm, tmp_path / "run", DURING[what], monkeypatch)
 

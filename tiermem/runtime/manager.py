@@ -26,6 +26,7 @@ from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.assembly import OpenTiers
 from tiermem.runtime.base.forks import tell_of_forks
 from tiermem.runtime.base.gate import CallGate
+from tiermem.runtime.base.threads import UserThreads
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.first_fill import FirstFill
@@ -67,6 +68,7 @@ class BlockManager:
         """
         self.lock = threading.RLock()
         self.gate = CallGate(self._repair)
+        self.threads = UserThreads(self.lock)
         self.closers: list[Callable[[], object]] = []  # called by close(), for other components
         self._opened = OpenTiers(settings, engine)
         self._given_back = False
@@ -392,6 +394,7 @@ class BlockManager:
         self.gate.guard()
         with self.lock:
             self.gate.guard()
+            self.threads.note()
             if self.parts.copy.capturing():
                 return  # nothing runs now; replays are not seen at all
             if self._heap is not None:

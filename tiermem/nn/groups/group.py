@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Group(Holder):
         entries: Its parameters.
         buffers: Its buffers.
         holds: How many calls hold it.
+        thread: The thread that holds it; 0, which no thread is called, where several do.
         soft: Whether it is pointed at without a lease.
         lender: Brings it up for operations on tensors that are away.
         insides: Of the modules that need it.
@@ -65,7 +67,7 @@ class Group(Holder):
         self.freed = self.stays = self.resident = False
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
-        self.holds = 0
+        self.holds = self.thread = 0
         self.insides: list[Calls] = []
         self.soft = False
         manager.parts.holders[block.id] = self
@@ -109,6 +111,8 @@ class Group(Holder):
             if deferred.owed:  # of a step that could not be taken back
                 deferred.pay(self.block.id)
             self.holds += 1
+            if self.thread != get_ident():
+                self.thread = 0  # until all have let it go
             return
         if self.writes.merging:
             self.writes.look_for_adapters()
@@ -124,7 +128,7 @@ class Group(Holder):
         if slot is not pointing.slot:
             pointing.point(slot, plain=pointing.plain)
         slot.idle = self.soft = False
-        self.holds = 1
+        self.holds, self.thread = 1, get_ident()
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
         """Gives one hold back; the last one points the tensors away.
@@ -162,6 +166,8 @@ class Group(Holder):
         if slot is not None:
             slot.idle = not soft
             self.soft = soft
+        if self.manager.threads.waiting:
+            self.manager.threads.notify()
         if written or not record.leases:
             self.manager.parts.table.release(self.block.id, dirty=written)
         else:
@@ -289,6 +295,11 @@ class Group(Holder):
     def leases(self) -> int:
         """Returns how many leases of the block are this group's own."""
         return 1 if self.holds else 0
+
+    def read_elsewhere(self) -> bool:
+        """Whether another thread may be in an operation on the tensors."""
+        held = self.holds > 0 and self.manager.threads.several
+        return held and self.thread != get_ident()
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """Returns the tensors that point at the block, in the order of the block's specs."""

@@ -59,11 +59,15 @@ class AwayUses:
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.gate.guard()
+        self.manager.threads.note()
         self._runtime.backward.enter()
-        try:
-            group.hold()
-        except CapacityError as error:
-            raise beside_optimizer(error) from None
+        while True:
+            try:
+                group.hold()
+                break
+            except CapacityError as error:
+                if not self.manager.threads.wait():
+                    raise beside_optimizer(error) from None
         return 2 if torch.is_grad_enabled() and self.saved.push_for_operation() else 1
 
     @inside

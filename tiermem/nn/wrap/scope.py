@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import is_grad_enabled, nn
 
-from tiermem.errors import REFUSALS, WrapError
+from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
 from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE, outside
@@ -171,7 +171,7 @@ class CallInterceptor(Interceptor):
 
     __slots__ = (
         "_activations", "_begins", "_enters", "_gate", "_groups", "_here", "_inside", "_lock",
-        "_manager", "_push", "_quick", "_saved", "_unwritten", "compiled",
+        "_manager", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -185,6 +185,7 @@ class CallInterceptor(Interceptor):
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
         self._gate, self._lock = self._manager.gate, self._manager.lock
+        self._threads = self._manager.threads
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._push, self._unwritten = self._saved.push, self.runtime.unwritten
         self._groups, self._inside = scope.groups, scope.inside
@@ -215,12 +216,15 @@ class CallInterceptor(Interceptor):
             try:
                 entered = self._enters and self._activations.enter(self.scope)
                 with self._lock:
-                    try:
-                        for group in groups:
-                            group.hold_locked()
-                    except REFUSALS:
-                        _let_go(groups[: groups.index(group)])
-                        raise
+                    while not held:
+                        try:
+                            for group in groups:
+                                group.hold_locked()
+                            held = True
+                        except REFUSALS as error:
+                            _let_go(groups[: groups.index(group)])
+                            if type(error) is not CapacityError or not self._threads.wait():
+                                raise
                     if not inside.depth:
                         inside.depth = 1
                         inside.thread = thread
@@ -228,7 +232,6 @@ class CallInterceptor(Interceptor):
                         inside.depth += 1
                         if inside.thread != thread:
                             inside.thread = 0  # until all are out again
-                    held = True
                 pushed = is_grad_enabled() and self._push()
                 theirs = True
                 result = self.inner(*args, **kwargs)
@@ -279,6 +282,7 @@ class CallInterceptor(Interceptor):
             here.inside = True
             try:
                 with manager.lock:
+                    self._threads.enter()
                     for group in kept:
                         group.hold_locked()
                         held += 1
@@ -289,6 +293,7 @@ class CallInterceptor(Interceptor):
             finally:
                 here.inside = False
                 with manager.lock:
+                    self._threads.leave()
                     _let_go(kept[:held])
                 runtime.busy(self.scope.name or "forward", began)
                 ended = True

@@ -180,6 +180,10 @@ class Holder(Protocol):
         """Returns how many leases of the block are this holder's own, and follow a repoint."""
         return 0
 
+    def read_elsewhere(self) -> bool:
+        """Whether another thread may read the block at this moment: it cannot be moved then."""
+        return False
+
     def repair(self) -> None:
         """Drops all state after an exception anywhere; the block has no lease then."""
         return

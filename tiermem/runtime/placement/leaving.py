@@ -150,6 +150,8 @@ class LeaveRules:
         if slot is None or not record.usable or slot.aliased:
             return False
         holder = self._holders.get(record.block.id)
+        if holder is not None and holder.read_elsewhere():
+            return False
         known = holder.leases() if holder is not None else 0
         return record.leases == known + self.unseen.get(record.block.id, 0)
 

@@ -1,0 +1,161 @@
+"""Threads of a program that use one model: which are counted, and which wait for the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support_threads import lets_go_first
+from torch import nn
+
+import tiermem
+from tiermem.runtime.base import threads as module
+from tiermem.runtime.base.threads import UserThreads
+
+
+def other_thread(run: Callable[[], object]) -> None:
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def test_one_thread_that_uses_blocks_again_and_again_is_one() -> None:
+    threads = UserThreads(threading.RLock())
+    for _ in range(3):
+        threads.note()
+    assert not threads.several
+
+
+def test_a_second_thread_is_noted_for_good() -> None:
+    threads = UserThreads(threading.RLock())
+    threads.note()
+    other_thread(threads.note)
+    assert threads.several
+    threads.note()
+    assert threads.several
+
+
+def test_a_thread_in_backward_is_not_counted() -> None:
+    threads = UserThreads(threading.RLock())
+    threads.note()
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            threads.note()
+            return gradient
+
+    # what runs backward is a thread that was not seen before
+    other_thread(lambda: Noted.apply(torch.ones(2, requires_grad=True)).sum().backward())
+    assert not threads.several
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_thread_without_others_does_not_wait(inside: bool) -> None:
+    threads = UserThreads(threading.RLock())
+    if inside:
+        threads.enter()
+    else:
+        other_thread(threads.enter)
+    assert not threads.wait()
+
+
+def test_who_would_wait_for_threads_that_all_wait_is_refused() -> None:
+    lock = threading.RLock()
+    threads, first, second = UserThreads(lock), threading.Event(), threading.Event()
+    woken = list[bool]()
+
+    def waits() -> None:
+        with lock:
+            threads.enter()
+            first.set()
+            assert second.wait(60)
+            woken.append(threads.wait())  # the other one is in its model, and does not wait yet
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    assert first.wait(60)
+    threads._inside.add(threading.get_ident())  # enter(), for which the lock is not free
+    second.set()
+    with lock:
+        assert threads.waiting and not threads.wait()
+        threads.leave()
+    thread.join()
+    assert woken == [True] and not threads.waiting
+
+
+def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONGEST", 0.001)
+    threads = UserThreads(threading.RLock())
+    threads.enter()
+    other_thread(threads.enter)
+    assert not threads.wait() and not threads.waiting
+
+
+def test_threads_share_a_model_in_hbm_for_two_of_its_layers() -> None:
+    """Ten of them: each waits until there is room for the layer that it has come to."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    xs = [torch.randn(3, 32) for _ in range(10)]
+    wanted = [model(x).detach() for x in xs]
+    found: dict[int, torch.Tensor] = {}
+    with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier, torch.inference_mode():
+        tier.wrap(model, blocks=[str(number) for number in range(6)])
+
+        def run(number: int) -> None:
+            with torch.no_grad():
+                for _ in range(5):
+                    found[number] = model(xs[number])
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(found[number], wanted[number]) for number in range(10))
+
+
+def test_a_thread_goes_on_as_soon_as_a_block_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not only when the other one's pass is over."""
+    inside, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    seen = list[bool]()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            seen.append(done.wait(20))
+            return x
+
+    def stop_there(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    model, x = Model(), torch.randn(3, 32)
+    model.first.register_forward_pre_hook(stop_there)
+    with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier:
+        tier.wrap(model, blocks=["first", "second"])  # of which HBM holds one
+        monkeypatch.setattr(UserThreads, "wait", lets_go_first(UserThreads.wait, go_on))
+
+        def run_second() -> None:
+            with torch.no_grad():
+                model.second(x)
+            done.set()
+
+        first = threading.Thread(target=torch.no_grad()(lambda: model(x)))
+        second = threading.Thread(target=run_second)
+        first.start()
+        assert inside.wait(60)
+        second.start()
+        first.join()
+        second.join()
+    assert seen == [True]
