@@ -234,8 +234,8 @@ _ELSEWHERE = (
     Mutation(
         "a call that gets one of its blocks only keeps it",
         "tiermem/nn/wrap/scope.py",
-        "                        _let_go(groups[: groups.index(group)])\n",
-        "",
+        "_let_go(groups[: groups.index(group)])\n",
+        "pass\n",
         INSIDE,
     ),
     Mutation(
