@@ -62,6 +62,7 @@ def test_loaders(run, monkeypatch) -> None:
     assert rows["raw read"]["s"] > 0 and rows["resident forward"]["s"] > 0
 
 
+@pytest.mark.thorough
 def test_one_that_is_not_installed_and_one_with_other_weights(run, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "fastsafetensors", None)  # as if there were none
     read = loaders.model_of

@@ -161,6 +161,7 @@ FORWARD = (
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_a_row_of_training(tmp_path) -> None:
     mine, row = run("bench_train.py", tmp_path, TRAIN, FAKE_DEEPSPEED_LOG="log.json")
     assert row["what"] == NAME and row["s"] > 0 and "note" not in row

@@ -61,6 +61,7 @@ def test_every_script_is_run_here() -> None:
     assert scripts and not [name for name in scripts if f'("{name}"' not in text]
 
 
+@pytest.mark.thorough
 def test_hooks(tmp_path) -> None:
     line = "--layers 4 --width 16 --repeats 5 --depths 2 4 --out out.json"
     found = run("bench_hooks.py", tmp_path, *line.split())
@@ -70,6 +71,7 @@ def test_hooks(tmp_path) -> None:
     assert found["machine"]["torch"] and (tmp_path / "out.md").read_text().startswith("# ")
 
 
+@pytest.mark.thorough
 def test_links(tmp_path) -> None:
     line = "--device cpu --size 2MiB --repeats 1 --chunks 256KiB 1MiB --depths 1 4 --no-fio"
     found = run("bench_links.py", tmp_path, *line.split(), "--out", "out.json")
@@ -86,6 +88,7 @@ def test_links(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.md", "out.png"]
 
 
+@pytest.mark.thorough
 def test_swapfile(tmp_path) -> None:
     line = "--size 4MiB --block 1MiB --depth 2 --rounds 1 --no-fio --json out.json"
     found = run("bench_swapfile.py", tmp_path, *line.split())
@@ -228,6 +231,7 @@ def test_train_keeps_a_row_as_soon_as_it_has_times(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_train_peers(tmp_path) -> None:
     found = run("bench_train.py", tmp_path, *f"{TRAIN} --what peers --out out.json".split())
     rows = check_rows(found, "s", "first loss")
@@ -247,6 +251,7 @@ def test_save(tmp_path) -> None:
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.thorough
 def test_losses(tmp_path) -> None:
     line = "--layers 2 --width 64 --context 32 --steps 3 --out out.json"
     found = run("bench_losses.py", tmp_path, *line.split())
@@ -266,6 +271,7 @@ def test_losses(tmp_path) -> None:
         pytest.param("--nvme .", None, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_peers(tmp_path, where: str, raw: str | None) -> None:
     line = f"{TINY} {TIERS} --warm 1 --tokens 8 --train-tokens 8 --new-tokens 2 {where}"
     peers = ["accelerate offload", "diffusers group offloading"]  # FSDP2 would want a port
@@ -381,6 +387,7 @@ def test_more_kinds_of_the_zoo_are_built_and_run(
             assert any(kind.experts[2] in part for part, _ in model.named_parameters()), name
 
 
+@pytest.mark.thorough
 def test_bound(tmp_path) -> None:
     (row,) = check_rows(
         run("bench_bound.py", tmp_path, "layers", "--out", "out.json"), "ms", "uses"
@@ -399,6 +406,7 @@ def test_uses(tmp_path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+@pytest.mark.thorough
 def test_walks(tmp_path) -> None:
     found = output("count_walks.py", tmp_path, "--lines", "1", "--json", "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -428,6 +436,7 @@ def test_zero_infinity(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_zero_infinity_with_a_file(tmp_path) -> None:
     """A project's file, its own "auto" filled."""
     below = {"device": "cpu", "pin_memory": True}
@@ -446,6 +455,7 @@ def test_zero_infinity_with_a_file(tmp_path) -> None:
 
 @needs_transformers
 @pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+@pytest.mark.thorough
 def test_trainers(tmp_path) -> None:
     line = "--device cpu --shape tiny --tokens 32 --chunks 2 --warm 2 --steps 2 --profiled 1"
     line += " --hbm 300KiB --dram 16MiB --out out.json"
@@ -472,6 +482,7 @@ def test_checkpoint(tmp_path) -> None:
     assert all(row["s"] > 0 for row in rows)
 
 
+@pytest.mark.thorough
 def test_diffusers(tmp_path) -> None:
     line = "--device cpu --tiny --dram 16MiB --steps 1 --repeats 1 --group --out out.json"
     rows = check_rows(run("bench_diffusers.py", tmp_path, *line.split()), "s", "of bound")
@@ -534,12 +545,14 @@ def test_profile_of_the_host(tmp_path) -> None:
     assert found is not None and float(found[1]) > 0
 
 
+@pytest.mark.thorough
 def test_checksum(tmp_path) -> None:
     line = "--layers 6 --width 128 --batch 4 --dram 16MiB --rounds 2 --out out.json"
     rows = run("bench_checksum.py", tmp_path, *line.split())["rows"]
     assert rows[0]["step with s"] > 0 and rows[0]["GB from NVMe per step"] > 0
 
 
+@pytest.mark.thorough
 def test_codec(tmp_path) -> None:
     line = "--size 1MiB --repeats 1 --profile none --out out.json"
     rows = check_rows(run("bench_codec.py", tmp_path, *line.split()), "ratio", "pack, 1 thread")
@@ -548,6 +561,7 @@ def test_codec(tmp_path) -> None:
     assert all(row["read: GB/s"] == 3 for row in rows)
 
 
+@pytest.mark.thorough
 def test_planning(tmp_path) -> None:
     line = "--blocks 50 100 --repeats 1 --out out.json"
     rows = run("bench_planning.py", tmp_path, *line.split())["rows"]
@@ -558,6 +572,7 @@ def test_planning(tmp_path) -> None:
         assert any(value > 0 for value in figures), row
 
 
+@pytest.mark.thorough
 def test_mutation_check(tmp_path) -> None:
     """Only its list: a run of it runs the tests, for minutes."""
     assert len(output("mutation_check.py", tmp_path, "--list").splitlines()) > 1
