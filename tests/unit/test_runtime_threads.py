@@ -159,3 +159,38 @@ def test_a_thread_goes_on_as_soon_as_a_block_is_let_go(monkeypatch: pytest.Monke
         first.join()
         second.join()
     assert seen == [True]
+
+
+def test_ctrl_c_while_a_thread_waits_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(3, 32)
+    wanted = model(x).detach()
+    found = list[torch.Tensor]()
+
+    def stop_there(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier, torch.no_grad():
+        hook = model[0].register_forward_pre_hook(stop_there)
+        tier.wrap(model, blocks=["0", "1"])  # of which HBM holds one
+        other = threading.Thread(target=torch.no_grad()(lambda: found.append(model(x))))
+        other.start()
+        assert inside.wait(60)
+
+        def interrupted(*_: Any) -> bool:
+            raise KeyboardInterrupt
+
+        condition = tier._manager.threads._condition
+        with monkeypatch.context() as patch:
+            patch.setattr(condition, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model[1](x)
+        assert not tier._manager.threads.waiting
+        go_on.set()
+        other.join()
+        hook.remove()
+        assert torch.equal(found[0], wanted) and torch.equal(model(x), wanted)
+        assert not any(record.leases for record in tier._manager.parts.table)
