@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from zoo_kind import Draw, Given, Kind, images, of_transformers, split
 
 
@@ -83,6 +84,17 @@ def _pairs(model: Any, tokens: int, draw: Draw, train: bool) -> Given:
 def _sound(model: Any, tokens: int, draw: Draw, train: bool) -> Given:
     """Of one second, or of twenty."""
     return {"input_values": draw.normal(1, 16000 * (1 if tokens == 1 else 20))}
+
+
+def _pictures_and_words(model: Any, tokens: int, draw: Draw, train: bool) -> Given:
+    config = model.config
+    count, side = 1 if tokens == 1 else 4, config.vision_config.image_size
+    words = draw.ids(config.text_config.vocab_size - 3, count, 32) + 3
+    patches = words.new_full((count, (side // config.vision_config.patch_size) ** 2), 1)
+    return {
+        "input_ids": torch.cat([patches, words], 1),
+        "pixel_values": draw.normal(count, 3, side, side),
+    }
 
 
 # -- sizes -------------------------------------------------------------------
@@ -229,6 +241,70 @@ def _wav2vec2(s: Scale) -> Given:
     }
 
 
+def _with_heads(s: Scale) -> Given:
+    return {**_usual(s), "head_dim": s.hidden // s.heads}
+
+
+def _mixture(s: Scale, **more: Any) -> Given:
+    layers = max(6, s.layers // 3)
+    return {**_usual(s), "num_hidden_layers": layers, "num_experts_per_tok": _CHOSEN, **more}
+
+
+def _qwen2_moe(s: Scale) -> Given:
+    return _mixture(
+        s,
+        num_experts=2 * s.experts,
+        moe_intermediate_size=s.hidden // 2,
+        shared_expert_intermediate_size=s.inner,
+        decoder_sparse_step=1,
+    )
+
+
+def _granite_moe(s: Scale) -> Given:
+    return _mixture(s, num_local_experts=2 * s.experts, intermediate_size=s.hidden // 2)
+
+
+def _glm4_moe(s: Scale) -> Given:
+    return _mixture(
+        s,
+        n_routed_experts=2 * s.experts,
+        moe_intermediate_size=s.hidden // 2,
+        head_dim=s.hidden // s.heads,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+
+
+def _esm(s: Scale) -> Given:
+    own = {"mask_token_id": 3, "position_embedding_type": "rotary", "token_dropout": False}
+    return {**_usual(s), **own}
+
+
+def _beit(s: Scale) -> Given:
+    own = {"intermediate_size": s.inner, "use_relative_position_bias": True}
+    return {**_vision(s), **own}
+
+
+def _convnext(s: Scale) -> Given:
+    return {
+        "hidden_sizes": [s.hidden // 8 * times for times in (1, 2, 4, 8)],
+        "depths": [3, 3, s.layers, 3],
+    }
+
+
+def _llava(s: Scale) -> Given:
+    vision = {"num_hidden_layers": s.layers // 2, "intermediate_size": 4 * s.hidden}
+    return {
+        "text_config": {"model_type": "llama", **_usual(s)},
+        "vision_config": {"model_type": "siglip_vision_model", **_vision(s), **vision},
+        "image_token_index": 1,
+        "image_token_id": 1,
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    }
+
+
 # -- all of them -------------------------------------------------------------
 
 
@@ -268,5 +344,16 @@ MORE: dict[str, Kind] = {
     "swin": _kind("Swin", _swin, images),
     "clip": _kind("CLIP", _clip, _pairs),
     "wav2vec2": _kind("Wav2Vec2", _wav2vec2, _sound),
+    "granite": _decoder("Granite"),
+    "glm4": _decoder("Glm4", _with_heads),
+    "nemotron": _decoder("Nemotron"),
+    "qwen2-moe": _decoder("Qwen2Moe", _qwen2_moe, experts=(_CHOSEN, 32, ".experts.")),
+    "granite-moe": _decoder("GraniteMoe", _granite_moe, experts=(_CHOSEN, 32, ".experts.")),
+    "glm4-moe": _decoder("Glm4Moe", _glm4_moe, experts=(_CHOSEN, 32, ".experts.")),
+    "modernbert": _kind("ModernBert", _usual, _ids(512)),
+    "esm": _kind("Esm", _esm, _ids(512)),
+    "beit": _kind("Beit", _beit, images),
+    "convnextv2": _kind("ConvNextV2", _convnext, images),
+    "llava": _kind("Llava", _llava, _pictures_and_words, "ForConditionalGeneration"),
 }
 """By name."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.nn.wrap.scope import CallInterceptor
+from tiermem.runtime.base import threads as threads_module
 from tiermem.runtime.base.threads import UserThreads
 
 CALL = CallInterceptor.method
@@ -372,6 +373,7 @@ def test_a_block_is_moved_for_another_unless_another_thread_may_be_reading_it(
             assert inside.wait(60)
             beside.close()
             assert record.leases and record.extent is not None and record.extent.offset == 4096
+            monkeypatch.setattr(threads_module, "_TURN", 0.001)  # it does not wait for its turn
             monkeypatch.setattr(UserThreads, "wait", lets_go_first(UserThreads.wait, go_on))
             threads[1].start()
             assert go_on.wait(60)

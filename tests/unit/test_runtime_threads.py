@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,10 @@ from torch import nn
 import tiermem
 from tiermem.runtime.base import threads as module
 from tiermem.runtime.base.threads import UserThreads
+
+
+def any_number() -> int:
+    return 100
 
 
 def other_thread(run: Callable[[], object]) -> None:
@@ -61,20 +66,21 @@ def test_a_thread_in_backward_is_not_counted() -> None:
 def test_a_thread_without_others_does_not_wait(inside: bool) -> None:
     threads = UserThreads(threading.RLock())
     if inside:
-        threads.enter()
+        threads.enter(any_number)
     else:
-        other_thread(threads.enter)
+        other_thread(lambda: threads.enter(any_number))
     assert not threads.wait()
 
 
 def test_who_would_wait_for_threads_that_all_wait_is_refused() -> None:
     lock = threading.RLock()
     threads, first, second = UserThreads(lock), threading.Event(), threading.Event()
+    threads.note()
     woken = list[bool]()
 
     def waits() -> None:
         with lock:
-            threads.enter()
+            threads.enter(any_number)
             first.set()
             assert second.wait(60)
             woken.append(threads.wait())  # the other one is in its model, and does not wait yet
@@ -94,8 +100,8 @@ def test_who_would_wait_for_threads_that_all_wait_is_refused() -> None:
 def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LONGEST", 0.001)
     threads = UserThreads(threading.RLock())
-    threads.enter()
-    other_thread(threads.enter)
+    threads.enter(any_number)
+    other_thread(lambda: threads.enter(any_number))
     assert not threads.wait() and not threads.waiting
 
 
@@ -123,6 +129,7 @@ def test_threads_share_a_model_in_hbm_for_two_of_its_layers() -> None:
 
 def test_a_thread_goes_on_as_soon_as_a_block_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not only when the other one's pass is over."""
+    monkeypatch.setattr(module, "_TURN", 0.001)
     inside, go_on, done = threading.Event(), threading.Event(), threading.Event()
     seen = list[bool]()
 
@@ -164,6 +171,7 @@ def test_a_thread_goes_on_as_soon_as_a_block_is_let_go(monkeypatch: pytest.Monke
 def test_ctrl_c_while_a_thread_waits_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "_TURN", 0.001)
     inside, go_on = threading.Event(), threading.Event()
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(3, 32)
     wanted = model(x).detach()
@@ -194,3 +202,60 @@ def test_ctrl_c_while_a_thread_waits_leaves_nothing_behind(
         hook.remove()
         assert torch.equal(found[0], wanted) and torch.equal(model(x), wanted)
         assert not any(record.leases for record in tier._manager.parts.table)
+
+
+def test_calls_for_which_hbm_has_no_room_at_one_time_come_one_after_the_other() -> None:
+    threads, order = UserThreads(threading.RLock()), list[str]()
+    lock = threads._condition  # which is the lock's
+    first_is_in, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with lock:
+            threads.enter(lambda: 1)
+        first_is_in.set()
+        assert go_on.wait(60)
+        with lock:
+            order.append("first")
+            threads.leave()
+
+    def second() -> None:
+        with lock:
+            go_on.set()  # nobody else gets the lock before this one waits
+            threads.enter(lambda: 1)
+            order.append("second")
+            threads.leave()
+
+    one, other = threading.Thread(target=first), threading.Thread(target=second)
+    one.start()
+    assert first_is_in.wait(60)
+    other.start()
+    one.join()
+    other.join()
+    assert order == ["first", "second"]
+
+
+def test_a_call_that_waits_for_its_own_threads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait for it to end, and it waits for them."""
+    monkeypatch.setattr(module, "_TURN", 0.01)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = dict[int, torch.Tensor]()
+
+            def run(number: int) -> None:
+                with torch.no_grad():
+                    found[number] = self.branches[number](x)
+
+            for number in range(2):
+                other_thread(partial(run, number))
+            return found[0] + found[1]
+
+    model, x = Branches(), torch.randn(3, 32)
+    wanted = model(x)
+    with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier, torch.no_grad():
+        tier.wrap(model, blocks=["branches.0", "branches.1"])
+        assert torch.equal(model(x), wanted)

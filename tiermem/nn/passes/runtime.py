@@ -177,6 +177,11 @@ class ModuleRuntime:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()
 
+    def most_calls(self) -> int:
+        """Returns how many calls HBM has room for at one time, by what each of them may hold."""
+        table, held = self.manager.parts.table, self.program.worst_chain
+        return max(1, (table.hbm.capacity - table.fixed_nbytes()) // max(1, held))
+
     def _prepare_experts(self, name: Hashable, training: bool) -> Way:
         """Makes room for experts one by one, or for whole tensors or layers of them.
 

@@ -277,12 +277,18 @@ class CallInterceptor(Interceptor):
         theirs = ended = False
         try:
             manager.gate.guard()
-            runtime.begin_forward(self.module, self.scope, args, kwargs)
+            with manager.lock:
+                self._threads.enter(runtime.most_calls)
+            try:
+                runtime.begin_forward(self.module, self.scope, args, kwargs)
+            except BaseException:
+                with manager.lock:
+                    self._threads.leave()
+                raise
             began = time.perf_counter_ns()
             here.inside = True
             try:
                 with manager.lock:
-                    self._threads.enter()
                     for group in kept:
                         group.hold_locked()
                         held += 1

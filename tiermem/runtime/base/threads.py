@@ -6,12 +6,15 @@ what they do.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Condition, RLock, get_ident
 
 import torch
 
 _LONGEST = 60.0
 """Seconds for which a thread waits until another lets a block go."""
+_TURN = 10.0
+"""Seconds for which a call waits for others to end: what it waits for may wait for it."""
 
 
 class UserThreads:
@@ -45,16 +48,25 @@ class UserThreads:
         if thread != self._first:
             self.several = True
 
-    def enter(self) -> None:
-        """Notes that the calling thread begins a call of a wrapped model; under the lock."""
+    def enter(self, most: Callable[[], int]) -> None:
+        """Notes that the calling thread begins a call of a wrapped model; under the lock.
+
+        Args:
+            most: Returns in how many calls threads may be at one time; it waits for its turn.
+        """
+        self.note()
         thread = get_ident()
-        self._inside.add(thread)
         self.waiting.discard(thread)  # an exception may have cut it short there
+        self._inside.discard(thread)
+        if self.several and self._inside and torch._C._current_graph_task_id() == -1:
+            self._condition.wait_for(lambda: len(self._inside) < most(), _TURN)
+        self._inside.add(thread)
 
     def leave(self) -> None:
         """Notes that the calling thread has ended that call; under the lock."""
         self._inside.discard(get_ident())
-        self.notify()
+        if self.several:
+            self._condition.notify_all()
 
     def notify(self) -> None:
         """Wakes the threads that wait: there may be room now; under the lock."""
