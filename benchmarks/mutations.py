@@ -120,6 +120,13 @@ _ELSEWHERE = (
         ("tests/unit/test_runtime_threads.py",),
     ),
     Mutation(
+        "a thread's stream does not wait for a block that another thread holds",
+        "tiermem/nn/groups/group.py",
+        "                parts.copy.use(parts.transfers.ready.get(self.block.id))\n",
+        "",
+        ("tests/unit/test_runtime_threads.py",),
+    ),
+    Mutation(
         "calls of threads begin though HBM has no room for all of them",
         _RUNTIME + "base/threads.py",
         "self._condition.wait_for(lambda: len(self._inside) < most(), _TURN)",

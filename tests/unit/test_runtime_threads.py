@@ -259,3 +259,34 @@ def test_a_call_that_waits_for_its_own_threads_goes_on(monkeypatch: pytest.Monke
     with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier, torch.no_grad():
         tier.wrap(model, blocks=["branches.0", "branches.1"])
         assert torch.equal(model(x), wanted)
+
+
+def test_a_thread_waits_on_its_own_stream_for_what_another_thread_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy may be under way still: the other one's stream waits for it, and no other."""
+    inside, go_on = threading.Event(), threading.Event()
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(3, 32)
+    looked = list[int]()
+    calls = iter((True, False))
+
+    def stop_there(*_: Any) -> None:
+        if next(calls):
+            inside.set()
+            assert go_on.wait(60)
+
+    with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier, torch.no_grad():
+        model[0].register_forward_pre_hook(stop_there)
+        tier.wrap(model, blocks=["0", "1"])
+        model[1](x)
+        first = threading.Thread(target=torch.no_grad()(lambda: model[0](x)))
+        first.start()
+        assert inside.wait(60)
+        copy = tier._manager.parts.copy
+        monkeypatch.setattr(copy, "use", lambda _event: looked.append(threading.get_ident()))
+        try:
+            model[0](x)  # whose block is held
+        finally:
+            go_on.set()
+            first.join()
+        assert threading.get_ident() in looked

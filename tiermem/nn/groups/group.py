@@ -113,6 +113,9 @@ class Group(Holder):
             self.holds += 1
             if self.thread != get_ident():
                 self.thread = 0  # until all have let it go
+                # it may be on its way still, for which this thread's stream does not wait yet
+                parts = self.manager.parts
+                parts.copy.use(parts.transfers.ready.get(self.block.id))
             return
         if self.writes.merging:
             self.writes.look_for_adapters()
