@@ -290,3 +290,26 @@ def test_a_thread_waits_on_its_own_stream_for_what_another_thread_holds(
             go_on.set()
             first.join()
         assert threading.get_ident() in looked
+
+
+def test_a_thread_whose_call_was_cut_short_between_two_lines_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = nn.Linear(32, 32), torch.randn(3, 32)
+    with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier, torch.no_grad():
+        tier.wrap(model)
+        wanted = model(x)
+        threads = tier._manager.threads
+
+        def cut_short() -> None:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(UserThreads, "leave", raises)
+                model(x)
+
+        def raises(_threads: UserThreads) -> None:
+            raise KeyboardInterrupt
+
+        other_thread(cut_short)
+        assert threads._inside
+        assert torch.equal(model(x), wanted)
+        assert not threads._inside

@@ -52,6 +52,7 @@ def repair(runtime: ModuleRuntime) -> None:
         while torch.is_grad_enabled() and runtime.saved.on_top():
             runtime.saved.pop()
         runtime.here.inside = False
+        manager.threads.repair()
         kept = _end_attempts(runtime)
         for block_id, holder in list(manager.parts.holders.items()):
             if block_id not in kept:

@@ -68,6 +68,11 @@ class UserThreads:
         if self.several:
             self._condition.notify_all()
 
+    def repair(self) -> None:
+        """Notes, after an exception anywhere, that no thread is in a call; under the lock."""
+        self._inside.clear()
+        self.waiting.clear()
+
     def notify(self) -> None:
         """Wakes the threads that wait: there may be room now; under the lock."""
         if self.waiting:
