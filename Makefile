@@ -7,7 +7,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 ARGS ?=
 
 QUICK := tests/unit/test_config.py tests/unit/test_driver.py tests/unit/test_runtime_slots.py \
@@ -21,13 +20,13 @@ QUICK := tests/unit/test_config.py tests/unit/test_driver.py tests/unit/test_run
 demo: $(STAMP)
 	$(BIN)/tiermem train $(ARGS)
 
-# Tests run in one process more than there are processors, as some wait, eight at most.
+# Tests run in as many processes as there are processors, eight at most.
 # The types are checked meanwhile: that takes one processor a minute.
 test: style
 	$(MAKE) --jobs=2 types run-tests
 
 run-tests: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal $(ARGS)
 
 quick: lint
 	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=8 --dist=worksteal $(QUICK) $(ARGS)
