@@ -360,6 +360,10 @@ def test_no_lock_of_a_step_is_let_go_of_in_python(tmp_path, monkeypatch) -> None
     with Weights(tmp_path / "swap", "dram") as run:
         with _a_block_to_write(run, tmp_path, monkeypatch) as (handle, entry, write, patch):
             patch.setattr(handle._changed, "__class__", _CutCondition)  # threads have others
-            write()
+            try:
+                write()
+            except KeyboardInterrupt:
+                handle._guard.release()  # which the save would wait for
+                raise
             assert entry.state is _State.COPIED
         handle.result()
