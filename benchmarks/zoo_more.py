@@ -147,8 +147,13 @@ def _gptj(s: Scale) -> Given:
     }
 
 
-def _gemma3(s: Scale) -> Given:
+def _with_heads(s: Scale) -> Given:
     return {**_usual(s), "head_dim": s.hidden // s.heads}
+
+
+def _mixture(s: Scale, **more: Any) -> Given:
+    layers = max(6, s.layers // 3)
+    return {**_usual(s), "num_hidden_layers": layers, "num_experts_per_tok": _CHOSEN, **more}
 
 
 def _gpt_oss(s: Scale) -> Given:
@@ -180,13 +185,7 @@ def _deepseek(s: Scale) -> Given:
 
 
 def _olmoe(s: Scale) -> Given:
-    return {
-        **_usual(s),
-        "num_hidden_layers": max(6, s.layers // 3),
-        "num_experts": 2 * s.experts,
-        "num_experts_per_tok": _CHOSEN,
-        "intermediate_size": s.hidden // 2,
-    }
+    return _mixture(s, num_experts=2 * s.experts, intermediate_size=s.hidden // 2)
 
 
 def _mamba2(s: Scale) -> Given:
@@ -216,6 +215,11 @@ def _vision(s: Scale) -> Given:
     }
 
 
+def _tower(s: Scale) -> Given:
+    """Half as deep as the text's part beside it."""
+    return {**_vision(s), "num_hidden_layers": s.layers // 2, "intermediate_size": 4 * s.hidden}
+
+
 def _swin(s: Scale) -> Given:
     return {
         "image_size": s.side,
@@ -228,8 +232,7 @@ def _swin(s: Scale) -> Given:
 
 def _clip(s: Scale) -> Given:
     text = {"hidden_size": s.hidden // 2, "intermediate_size": 2 * s.hidden, "eos_token_id": 2}
-    vision = {"num_hidden_layers": s.layers // 2, "intermediate_size": 4 * s.hidden}
-    return {"text_config": {**_plain(s), **text}, "vision_config": {**_vision(s), **vision}}
+    return {"text_config": {**_plain(s), **text}, "vision_config": _tower(s)}
 
 
 def _wav2vec2(s: Scale) -> Given:
@@ -239,15 +242,6 @@ def _wav2vec2(s: Scale) -> Given:
         "conv_dim": [min(512, s.hidden)] * 7,
         "mask_time_prob": 0.0,  # numpy draws the masks of training, otherwise every time
     }
-
-
-def _with_heads(s: Scale) -> Given:
-    return {**_usual(s), "head_dim": s.hidden // s.heads}
-
-
-def _mixture(s: Scale, **more: Any) -> Given:
-    layers = max(6, s.layers // 3)
-    return {**_usual(s), "num_hidden_layers": layers, "num_experts_per_tok": _CHOSEN, **more}
 
 
 def _qwen2_moe(s: Scale) -> Given:
@@ -294,10 +288,9 @@ def _convnext(s: Scale) -> Given:
 
 
 def _llava(s: Scale) -> Given:
-    vision = {"num_hidden_layers": s.layers // 2, "intermediate_size": 4 * s.hidden}
     return {
         "text_config": {"model_type": "llama", **_usual(s)},
-        "vision_config": {"model_type": "siglip_vision_model", **_vision(s), **vision},
+        "vision_config": {"model_type": "siglip_vision_model", **_tower(s)},
         "image_token_index": 1,
         "image_token_id": 1,
         "vision_feature_select_strategy": "full",
@@ -332,7 +325,7 @@ MORE: dict[str, Kind] = {
     "gptj": _decoder("GPTJ", _gptj),
     "cohere": _decoder("Cohere"),
     "olmo2": _decoder("Olmo2"),
-    "gemma3": _decoder("Gemma3", _gemma3, config="Gemma3TextConfig"),
+    "gemma3": _decoder("Gemma3", _with_heads, config="Gemma3TextConfig"),
     "starcoder2": _decoder("Starcoder2"),
     "gpt-oss": _decoder("GptOss", _gpt_oss, experts=(_CHOSEN, 16, ".experts.")),
     "deepseek-v3": _decoder("DeepseekV3", _deepseek, experts=(_CHOSEN, 64, ".experts.")),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support_nn import check_table, same_bits
-from support_threads import lets_go_first
+from support_threads import in_the_middle, lets_go_first
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -330,13 +330,7 @@ def test_a_block_is_moved_for_another_unless_another_thread_may_be_reading_it(
     model = nn.ModuleDict({"layers": Model().layers, "wide": nn.Linear(8, 200)})  # 4,096 and 8,192
     weights = [param.detach().clone() for param in model["wide"].parameters()]
     blocks = ["wide", *(f"layers.{i}" for i in range(4))]
-    inside, go_on = threading.Event(), threading.Event()
     results: list[torch.Tensor] = []
-
-    def wait_there(layer: Layer) -> None:
-        inside.set()
-        assert go_on.wait(60)
-
     with (
         tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier,
         torch.no_grad(),
@@ -362,25 +356,13 @@ def test_a_block_is_moved_for_another_unless_another_thread_may_be_reading_it(
             assert same_bits(layer(x), wanted[number]) and len(results) == 1
             assert tier.stats().relocations == 1
             return
-        layer.meanwhile = wait_there
-        wide = list[torch.Tensor]()
-        threads = [
-            threading.Thread(target=lambda: results.append(layer(x))),
-            threading.Thread(target=lambda: wide.append(model["wide"](x))),
-        ]
-        threads[0].start()
-        try:
-            assert inside.wait(60)
+        monkeypatch.setattr(threads_module, "_TURN", 0.001)  # it does not wait for its turn
+        with in_the_middle(layer.last, lambda: results.append(layer(x))) as go_on:
             beside.close()
             assert record.leases and record.extent is not None and record.extent.offset == 4096
-            monkeypatch.setattr(threads_module, "_TURN", 0.001)  # it does not wait for its turn
             monkeypatch.setattr(UserThreads, "wait", lets_go_first(UserThreads.wait, go_on))
-            threads[1].start()
-            assert go_on.wait(60)
-        finally:
-            go_on.set()
-            for thread in threads:
-                thread.join()
+            wide = model["wide"](x)
+            assert go_on.is_set()
         assert same_bits(results[0], wanted[number])
-        assert same_bits(wide[0], nn.functional.linear(x, *weights))
+        assert same_bits(wide, nn.functional.linear(x, *weights))
         assert tier.stats().relocations == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_threads import lets_go_first
+from support_threads import in_the_middle, lets_go_first
 from torch import nn
 
 import tiermem
@@ -130,7 +130,7 @@ def test_threads_share_a_model_in_hbm_for_two_of_its_layers() -> None:
 def test_a_thread_goes_on_as_soon_as_a_block_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not only when the other one's pass is over."""
     monkeypatch.setattr(module, "_TURN", 0.001)
-    inside, go_on, done = threading.Event(), threading.Event(), threading.Event()
+    done = threading.Event()
     seen = list[bool]()
 
     class Model(nn.Module):
@@ -143,28 +143,13 @@ def test_a_thread_goes_on_as_soon_as_a_block_is_let_go(monkeypatch: pytest.Monke
             seen.append(done.wait(20))
             return x
 
-    def stop_there(*_: Any) -> None:
-        inside.set()
-        assert go_on.wait(60)
-
     model, x = Model(), torch.randn(3, 32)
-    model.first.register_forward_pre_hook(stop_there)
-    with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier:
+    with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier, torch.no_grad():
         tier.wrap(model, blocks=["first", "second"])  # of which HBM holds one
-        monkeypatch.setattr(UserThreads, "wait", lets_go_first(UserThreads.wait, go_on))
-
-        def run_second() -> None:
-            with torch.no_grad():
-                model.second(x)
+        with in_the_middle(model.first, partial(model, x)) as go_on:
+            monkeypatch.setattr(UserThreads, "wait", lets_go_first(UserThreads.wait, go_on))
+            model.second(x)
             done.set()
-
-        first = threading.Thread(target=torch.no_grad()(lambda: model(x)))
-        second = threading.Thread(target=run_second)
-        first.start()
-        assert inside.wait(60)
-        second.start()
-        first.join()
-        second.join()
     assert seen == [True]
 
 
@@ -172,34 +157,21 @@ def test_ctrl_c_while_a_thread_waits_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_TURN", 0.001)
-    inside, go_on = threading.Event(), threading.Event()
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(3, 32)
     wanted = model(x).detach()
     found = list[torch.Tensor]()
 
-    def stop_there(*_: Any) -> None:
-        inside.set()
-        assert go_on.wait(60)
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
 
     with tiermem.TierManager("cpu", hbm=3 * 4096, dram=1 << 20) as tier, torch.no_grad():
-        hook = model[0].register_forward_pre_hook(stop_there)
         tier.wrap(model, blocks=["0", "1"])  # of which HBM holds one
-        other = threading.Thread(target=torch.no_grad()(lambda: found.append(model(x))))
-        other.start()
-        assert inside.wait(60)
-
-        def interrupted(*_: Any) -> bool:
-            raise KeyboardInterrupt
-
         condition = tier._manager.threads._condition
-        with monkeypatch.context() as patch:
-            patch.setattr(condition, "wait", interrupted)
-            with pytest.raises(KeyboardInterrupt):
+        with in_the_middle(model[0], lambda: found.append(model(x))):
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(condition, "wait", interrupted)
                 model[1](x)
-        assert not tier._manager.threads.waiting
-        go_on.set()
-        other.join()
-        hook.remove()
+            assert not tier._manager.threads.waiting
         assert torch.equal(found[0], wanted) and torch.equal(model(x), wanted)
         assert not any(record.leases for record in tier._manager.parts.table)
 
@@ -265,30 +237,15 @@ def test_a_thread_waits_on_its_own_stream_for_what_another_thread_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The copy may be under way still: the other one's stream waits for it, and no other."""
-    inside, go_on = threading.Event(), threading.Event()
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(3, 32)
     looked = list[int]()
-    calls = iter((True, False))
-
-    def stop_there(*_: Any) -> None:
-        if next(calls):
-            inside.set()
-            assert go_on.wait(60)
-
     with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier, torch.no_grad():
-        model[0].register_forward_pre_hook(stop_there)
         tier.wrap(model, blocks=["0", "1"])
         model[1](x)
-        first = threading.Thread(target=torch.no_grad()(lambda: model[0](x)))
-        first.start()
-        assert inside.wait(60)
         copy = tier._manager.parts.copy
-        monkeypatch.setattr(copy, "use", lambda _event: looked.append(threading.get_ident()))
-        try:
+        with in_the_middle(model[0], partial(model[0], x)):
+            monkeypatch.setattr(copy, "use", lambda _event: looked.append(threading.get_ident()))
             model[0](x)  # whose block is held
-        finally:
-            go_on.set()
-            first.join()
         assert threading.get_ident() in looked
 
 

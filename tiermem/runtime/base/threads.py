@@ -66,7 +66,7 @@ class UserThreads:
         """Notes that the calling thread has ended that call; under the lock."""
         self._inside.discard(get_ident())
         if self.several:
-            self._condition.notify_all()
+            self.notify()
 
     def repair(self) -> None:
         """Notes, after an exception anywhere, that no thread is in a call; under the lock."""
@@ -75,8 +75,7 @@ class UserThreads:
 
     def notify(self) -> None:
         """Wakes the threads that wait: there may be room now; under the lock."""
-        if self.waiting:
-            self._condition.notify_all()
+        self._condition.notify_all()
 
     def wait(self) -> bool:
         """Waits, where there is no room, until another thread in a model lets a block go.
