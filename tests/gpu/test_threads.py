@@ -74,4 +74,6 @@ def test_threads_get_the_bits_of_the_resident_model(streams: str, layers: float)
                 thread.join()
         finally:
             sys.setswitchinterval(interval)
-    assert not failed and not wrong
+    for error in failed:
+        raise error
+    assert not wrong

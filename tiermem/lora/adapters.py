@@ -20,6 +20,7 @@ from torch.nn import functional
 from tiermem.errors import ConfigError, WrapError
 from tiermem.lora.config import Lora
 from tiermem.lora.targets import Target, chosen, is_conv1d, resolved, saved_whole
+from tiermem.nn.groups.inspect import runtime_of
 
 _SETTINGS = "tiermem_lora"
 
@@ -196,7 +197,7 @@ def check_plain(model: nn.Module) -> None:
             raise ConfigError(
                 f"module {name!r} has peft's adapters already; tier.wrap takes the model as it is"
             )
-        if "_call_impl" in module.__dict__:
+        if runtime_of(module) is not None:
             raise WrapError(
                 f"module {name or type(module).__name__!r} is wrapped already; adapters are added "
                 "before tier.wrap, or after tier.unwrap(model)"

@@ -87,6 +87,14 @@ class Acquirer:
         record.leases += 1
         return self._current[block.id]
 
+    def enter_stream(self) -> int:
+        """Returns the current compute stream, which is known from now on to use blocks."""
+        stream = self._copy.stream()
+        if stream != self._stream:
+            self._copy.use(None)
+            self._stream = stream
+        return stream
+
     def at_hand(self, block_id: int) -> Record | None:
         """Looks again at a block that was used a moment ago, as a part of that use.
 

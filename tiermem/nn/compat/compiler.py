@@ -20,6 +20,14 @@ WHOLE_GRAPH = (
 """What to say where one graph is asked for of several blocks."""
 
 _hidden: set[str] = set()
+_callback: Callable[[], Any] | None = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", None
+)
+
+
+def compiling() -> bool:
+    """Whether the calling thread is in code that ``torch.compile`` compiles, or may be."""
+    return _callback is None or bool(_callback())
 
 
 def hide_from_compiler() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -46,6 +46,7 @@ class Group(Holder):
         freed: Whether its module was taken out of the tiers.
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
+        left_open: Puts the interceptors of its modules back; None where none were taken out.
     """
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
@@ -70,6 +71,7 @@ class Group(Holder):
         self.holds = self.thread = 0
         self.insides: list[Calls] = []
         self.soft = False
+        self.left_open: Callable[[], object] | None = None
         manager.parts.holders[block.id] = self
 
     def ready(self, host_loans: Lender) -> None:
@@ -132,6 +134,37 @@ class Group(Holder):
             pointing.point(slot, plain=pointing.plain)
         slot.idle = self.soft = False
         self.holds, self.thread = 1, get_ident()
+
+    def hold_as_it_is(self, stream: int) -> bool:
+        """Does what :meth:`hold_locked` does for a block that is where it was, with no wait.
+
+        It has no place in the order of use then: nothing comes or leaves for it.
+
+        Args:
+            stream: The current compute stream.
+
+        Returns:
+            Whether it could be done; else nothing was.
+        """
+        pointing, record, parts = self.pointing, self.record, self.manager.parts
+        slot, ready = pointing.slot, parts.transfers.ready.get(self.block.id)
+        if (
+            self.holds
+            or slot is None
+            or slot is not parts.slots.current.get(self.block.id)
+            or not record.usable
+            or self.writes.merging
+            or self.block.id in parts.deferred.owed
+            or (ready is not None and ready.waiter != stream)
+        ):
+            return False
+        record.leases += 1
+        for thing, kind in pointing.shown:
+            thing.__class__ = kind
+        slot.idle = self.soft = False
+        self.holds, self.thread = 1, get_ident()
+        parts.counters.hits += 1
+        return True
 
     def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
         """Gives one hold back; the last one points the tensors away.

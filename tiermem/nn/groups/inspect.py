@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,6 +51,11 @@ def find(model: nn.Module, which: str) -> list[Found]:
     return list(found.values())
 
 
+def runtime_of(module: nn.Module) -> Any:
+    """Returns the runtime of the manager that a module is wrapped in, None where it is in none."""
+    return getattr(module.__dict__.get("load_state_dict"), "runtime", None)
+
+
 def check_module(model: object, manager_id: int) -> nn.Module:
     """Refuses what cannot be wrapped.
 
@@ -60,11 +66,9 @@ def check_module(model: object, manager_id: int) -> nn.Module:
         raise WrapError(f"tier.wrap takes a torch.nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         what = f"module {name or type(module).__name__!r}"
-        if "_call_impl" in module.__dict__:
-            manager = getattr(
-                getattr(module.__dict__["_call_impl"], "runtime", None), "manager", None
-            )
-            if manager is not None and manager.gate.closed:
+        runtime = runtime_of(module)
+        if runtime is not None:
+            if runtime.manager.gate.closed:
                 raise WrapError(
                     f"{what} was wrapped in a TierManager that cannot be used any more, and its "
                     "weights are gone with it (close(discard=True), or it is the parent "

@@ -44,6 +44,7 @@ class AwayUses:
         """Fetches a group whose parameter is looked up while its block is not held."""
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
+        self._close(group)
         inside = self.here.inside or torch._C._current_graph_task_id() != -1
         group.point_softly(dirty=not inside)
         self._keep_soft(group)
@@ -60,6 +61,7 @@ class AwayUses:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.gate.guard()
         self.manager.threads.note()
+        self._close(group)
         self._runtime.backward.enter()
         while True:
             try:
@@ -77,6 +79,12 @@ class AwayUses:
             self.saved.pop()
         group.let_go(dirty=dirty, soft=True)
         self._keep_soft(group)
+
+    def _close(self, group: Group) -> None:
+        """Has calls of modules intercepted again: one of their weights is used by itself."""
+        if group.left_open is not None:
+            with self.manager.lock:
+                group.left_open()
 
     def _keep_soft(self, group: Group) -> None:
         """Leaves a group pointed at its block: to the next pass, or as backward goes on."""

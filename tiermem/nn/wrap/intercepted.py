@@ -211,6 +211,22 @@ class InterceptedModules:
             for whole in _OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
 
+    def calls_inside(self) -> dict[nn.Module, CallInterceptor] | None:
+        """Returns what intercepts the calls of modules inside the model and only holds blocks.
+
+        Returns:
+            The interceptors, by module; None where one of them has compiled code.
+        """
+        found = {}
+        for name in self.scopes:
+            module = self._modules[name]
+            call = module.__dict__.get(CallInterceptor.method)
+            if isinstance(call, CallInterceptor) and call.compiled is not None:
+                return None
+            if name and type(call) is CallInterceptor:
+                found[module] = call
+        return found
+
     def uninstall(self) -> None:
         """Takes the interceptors out."""
         for name in (*self.scopes, *self._around):

@@ -292,6 +292,13 @@ class CallInterceptor(Interceptor):
                     for group in kept:
                         group.hold_locked()
                         held += 1
+                    whole = self.scope.wrapped.bypass.begin(self.scope)
+                    stream = manager.acquirer.enter_stream() if whole else -1
+                    kept = (*kept, *whole)
+                    for group in whole:
+                        if not group.hold_as_it_is(stream):
+                            group.hold_locked()
+                        held += 1
                 theirs = True
                 result = CallInterceptor.__call__(self, *args, **kwargs)
                 theirs = False
@@ -379,6 +386,8 @@ class CompileInterceptor(Interceptor):
             self.scope.wrapped.modules.leave_to_compiler(self.scope.name)
             self.inner(*args, **kwargs)
             return
+        with self.runtime.manager.lock:
+            self.scope.wrapped.bypass.end(for_good=True)
         call = self.module.__dict__[CallInterceptor.method]
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)

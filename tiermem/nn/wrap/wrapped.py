@@ -24,6 +24,7 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.profiled import follow_profiler
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
+from tiermem.nn.wrap.bypass import Bypass
 from tiermem.nn.wrap.intercepted import InterceptedModules
 from tiermem.nn.wrap.originals import Originals, undo_wrap
 from tiermem.nn.wrap.origins import Origins, read_in
@@ -42,6 +43,7 @@ class WrappedModel:
         entries: Its parameters.
         modules: Its modules, intercepted.
         scopes: Those that have tensors in the tiers, by qualified name.
+        bypass: Takes interceptors out where its forwards need none.
         dicts: Makes and loads its state dicts.
         resident: The group of small buffers, which stay in HBM; None where there are none.
         name: For messages.
@@ -107,6 +109,7 @@ class WrappedModel:
             sources = self._plan(plan)
             self.modules = InterceptedModules(self, modules, plan.territory, self.groups)
             self.scopes = self.modules.scopes
+            self.bypass = Bypass(self)
             large = [found for members in plan.buffers.values() for found in members]
             self.modules.find_groups([*inventory.params, *large])
             self.dicts = StateDicts(
@@ -308,6 +311,7 @@ class WrappedModel:
 
     def uninstall(self) -> None:
         """Takes the interceptors out, and the blocks; every tensor is an ordinary one already."""
+        self.bypass.end(for_good=True)
         for group in self.groups:
             group.freed = True
         self.runtime.backward.incoming.forget(self.entries)

@@ -1,0 +1,132 @@
+"""Calls of a model that is in HBM as a whole: one hold for all of a pass, nothing between.
+
+Where HBM has room for everything, intercepting each module's call and holding each block for its
+own calls costs a host-bound forward a tenth of its time, and brings nothing up. So once such
+forwards have come round, the interceptors inside the model are taken out of its modules, and the
+outermost call holds all blocks. They are put back as soon as anything is otherwise: HBM has become
+less, gradients are taken, a second thread comes, the compiler is at work, or a weight is used
+while no call holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import is_grad_enabled, nn
+
+from tiermem.nn.compat.compiler import compiling
+from tiermem.nn.groups.group import Group
+from tiermem.nn.wrap.scope import CallInterceptor, Scope
+
+if TYPE_CHECKING:
+    from tiermem.nn.wrap.wrapped import WrappedModel
+
+_FIRST = 2
+"""Passes in a row that need no interceptors before those are taken out for the first time."""
+_MOST = 1024
+"""The same at the most, however often they were put back."""
+
+
+class Bypass:
+    """Takes the interceptors of one model out of its modules, and puts them back.
+
+    Attributes:
+        over: Whether they stay in for as long as the model is in the tiers.
+    """
+
+    def __init__(self, wrapped: WrappedModel) -> None:
+        """Takes none out yet."""
+        self.over = False
+        self._wrapped = wrapped
+        self._manager = wrapped.runtime.manager
+        self._out: dict[nn.Module, CallInterceptor] = {}
+        self._calm = 0
+        self._patience = _FIRST
+        self._groups: dict[str, tuple[Group, ...]] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether interceptors are out."""
+        return bool(self._out)
+
+    def begin(self, scope: Scope) -> Sequence[Group]:
+        """Decides on a pass that begins; the caller has the manager's lock.
+
+        Args:
+            scope: Of the outermost call.
+
+        Returns:
+            The groups to hold for all of it; none where the calls inside hold their own.
+        """
+        if self.over:
+            return ()
+        if is_grad_enabled() or compiling():
+            self.end(for_good=True)
+            return ()
+        if not self._may():
+            self.end()
+            return ()
+        if not self._out:
+            self._calm += 1
+            if self._calm <= self._patience or not self._take_out(scope):
+                return ()
+        return self._of(scope)
+
+    def end(self, *, for_good: bool = False) -> None:
+        """Puts the interceptors back; the caller has the manager's lock.
+
+        Args:
+            for_good: Whether they stay in.
+        """
+        self.over = self.over or for_good
+        self._calm = 0
+        if self._out:
+            self._patience = min(_MOST, 2 * self._patience)
+            for module, call in self._out.items():
+                module.__dict__.setdefault(CallInterceptor.method, call)
+            for group in self._wrapped.groups:
+                group.left_open = None
+            self._out = {}
+
+    # -- inside ----------------------------------------------------------
+
+    def _may(self) -> bool:
+        """Whether nothing but the pass itself uses the blocks, all of which have room in HBM."""
+        manager, runtime = self._manager, self._wrapped.runtime
+        return (
+            manager.parts.table.all_fit
+            and not manager.threads.several
+            and not runtime.experts.stacks
+            and not runtime.unwritten
+            and not manager.parts.deferred.owed
+            and not manager.parts.copy.capturing()
+        )
+
+    def _take_out(self, scope: Scope) -> bool:
+        """Takes the interceptors out, if all of the model is in HBM; returns whether it has."""
+        modules = self._wrapped.modules
+        if not (scope.around or not scope.name):
+            return False  # layers are called one by one: all would be held for each of them
+        if not all(group.record.usable for group in self._wrapped.groups):
+            return False
+        found = modules.calls_inside()
+        if found is None:
+            self.over = True
+            return False
+        self._out = found  # first: cut short from here on, they are put back
+        for group in self._wrapped.groups:
+            group.left_open = self.end
+        for module in found:
+            module.__dict__.pop(CallInterceptor.method, None)
+        return bool(found)
+
+    def _of(self, scope: Scope) -> tuple[Group, ...]:
+        """Returns the groups that a call and those inside it use, but for those that stay."""
+        found = self._groups.get(scope.name)
+        if found is None:
+            inside = set(scope.order())
+            groups = [g for g in self._wrapped.groups if not g.resident]
+            found = tuple(g for g in groups if not scope.name or g.block.id in inside)
+            self._groups[scope.name] = found
+        return found
