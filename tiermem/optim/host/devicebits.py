@@ -307,7 +307,11 @@ class Movable:
         """Whether a unit is the host's, wherever its last step was made."""
         if id(unit) not in self._sides:
             return unit.host is not None  # by the user's choice
-        return self.trial is None or self.trial.on_host
+        return self._wants_host() and (self.trial is None or self.trial.on_host)
+
+    def _wants_host(self) -> bool:
+        """Whether copies are made that the host's share would spare."""
+        return not self._runtime.manager.parts.table.all_fit
 
     def place_ahead(self, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> str:
         """Moves the units of a block to where their steps can be made before ``step()``.
@@ -350,7 +354,8 @@ class Movable:
             scaling: What a GradScaler left to the step.
             ticket: Stands for the step.
         """
-        wanted = scaling is None and (self.trial is None or self.trial.host_has_share(ticket))
+        wanted = scaling is None and self._wants_host()
+        wanted = wanted and (self.trial is None or self.trial.host_has_share(ticket))
         for unit in units:
             found = self._sides.get(id(unit))
             if found is None:
