@@ -251,3 +251,77 @@ def test_a_change_that_is_cut_short_is_made_once_to_each_gradient() -> None:
     pending.make(found)
     assert [found[id(entry)][0].item() for entry in entries] == [4.0, 4.0, 4.0]
     assert calls == 2
+
+
+Scaled = tuple[nn.Module, Any, torch.amp.GradScaler]
+
+
+def scaled(pair: Pair) -> tuple[Scaled, Scaled]:
+    """Returns each model of a pair with its optimizer, and a scaler."""
+    plain, tiered = (torch.amp.GradScaler("cpu", init_scale=64.0) for _ in "ab")
+    return (pair.plain, pair.plain_optimizer, plain), (pair.model, pair.optimizer, tiered)
+
+
+def grads(pair: Pair) -> list[list[torch.Tensor]]:
+    return [[p.grad.clone() for p in m.parameters()] for m in (pair.plain, pair.model)]
+
+
+def test_a_scale_is_undone_by_units_and_norms_are_taken_behind_it() -> None:
+    with Pair(build, DRAM) as pair:
+        both = scaled(pair)
+        for number in range(4):
+            for model, _, scaler in both:
+                scaler.scale(loss_of(model, number)).backward()
+            both[0][2].unscale_(both[0][1])
+            used = brought_up(pair.tier, lambda: both[1][2].unscale_(both[1][1]))
+            entries = [entry for group in pair.tier._runtime.groups for entry in group.entries]
+            assert len(used) == len({id(entry.unit) for entry in entries if entry.has_grad})
+            clip = partial(pair.both, lambda model, _: CLIPS["by norm"](model), what="norm")
+            used = brought_up(pair.tier, clip)
+            assert not used or not number
+            for _, optimizer, scaler in both:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        pair.check_state()
+
+
+def test_norms_are_taken_as_gradients_arrive_again_once_nothing_is_scaled() -> None:
+    with Pair(build, DRAM) as pair:
+        for number in range(6):
+            both = scaled(pair)
+            for model, optimizer, scaler in both:
+                loss = loss_of(model, number)
+                (scaler.scale(loss) if number < 3 else loss).backward()
+                if number < 3:
+                    scaler.unscale_(optimizer)
+            clip = partial(pair.both, lambda model, _: CLIPS["by norm"](model), what="norm")
+            used = brought_up(pair.tier, clip)
+            assert not used or number in (0, 3)
+            pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad()))
+        pair.check_state()
+
+
+def test_a_unit_whose_scale_cannot_be_undone_is_not_changed_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Pair(build, DRAM) as pair:
+        pair.both(backward)
+        before = grads(pair)
+        assert_same(before[0], before[1], "gradients")
+        found_inf, by = torch.zeros(1), torch.tensor(0.5)
+        gradients = [p.grad for p in pair.model.parameters()]
+        first, *_ = pair.tier._runtime.groups
+        monkeypatch.setattr(Pending, "make", fail)
+        with pytest.raises(ArithmeticError):
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, by)
+        monkeypatch.undo()
+        assert not any(e.unit.awaits for e in first.entries if e.unit is not None)
+        assert_same(before[0], [p.grad.clone() for p in pair.model.parameters()], "gradients")
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, by)
+        halves = [gradient * 0.5 for gradient in before[0]]
+        assert_same(halves, [p.grad.clone() for p in pair.model.parameters()], "gradients")
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _foreach_utils
 
-from tiermem.nn.tensors.lazy import ANSWERS, LazyTensor, flush, is_viewed
+from tiermem.nn.tensors.lazy import ANSWERS, UNSCALE, LazyTensor, flush, is_viewed
 from tiermem.nn.tensors.norms import measure_of
 from tiermem.nn.tensors.standin import dispatch
 
@@ -103,21 +103,46 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
         return NotImplemented
     if func is torch._foreach_mul_ and any(map(_is_used, tensors)) and _is_one(numbers):
         tensors = [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
-    stores: dict[int, GradStore] = {}
-    units: dict[int, tuple[GradUnit, list[Entry]]] = {}
+    places, others = _places(tensors)
+    for tensor in others:
+        dispatch(func, ([tensor], *args), kwargs)
+    given = [n.detach().clone() if isinstance(n, torch.Tensor) else n for n in args]
+    change = partial(_make, func=func, args=given, kwargs=kwargs)
+    _put_off(places, change)
+    return None
+
+
+def _places(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[tuple[GradStore, GradUnit, list[Entry]]], list[torch.Tensor]]:
+    """Returns which gradients are kept where, by unit, and the tensors that are none of those."""
+    units: dict[int, tuple[GradStore, GradUnit, list[Entry]]] = {}
+    others: list[torch.Tensor] = []
     for tensor in tensors:
         asked = tensor._clippable if isinstance(tensor, LazyTensor) else None
         place = None if asked is None else asked.waits(tensor)
         if place is None:
-            dispatch(func, ([tensor], *args), kwargs)
+            others.append(tensor)
             continue
         grads, unit, entry = place
         grads.pay(unit)
-        stores[id(unit)] = grads
-        units.setdefault(id(unit), (unit, []))[1].append(entry)
-    given = [n.detach().clone() if isinstance(n, torch.Tensor) else n for n in args]
-    change = partial(_make, func=func, args=given, kwargs=kwargs)
-    _put_off([(stores[key], *units[key]) for key in units], change)
+        units.setdefault(id(unit), (grads, unit, []))[2].append(entry)
+    return list(units.values()), others
+
+
+def _unscale(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Any:
+    """Implements for stand-ins what undoes a GradScaler's scale: a call for each unit.
+
+    Whether a gradient is not finite is known at once, so it cannot wait as clipping does.
+    """
+    if not isinstance(tensors, list | tuple):
+        return NotImplemented
+    places, others = _places(tensors)
+    for tensor in others:
+        dispatch(UNSCALE, ([tensor], found_inf, inv_scale), {})
+    for grads, unit, entries in places:
+        change = partial(UNSCALE, found_inf=found_inf, inv_scale=inv_scale)
+        grads.change_now(unit, entries, change)
     return None
 
 
@@ -178,6 +203,7 @@ _CHANGES: tuple[Callable[..., Any], ...] = (
 )
 
 ANSWERS[torch._foreach_norm] = _norms
+ANSWERS[UNSCALE] = _unscale
 ANSWERS.update({func: partial(_change, func) for func in _CHANGES})
 
 # torch then calls these functions for stand-ins, too, as it does for ordinary gradients: on CUDA

@@ -14,7 +14,11 @@ from tiermem.runtime.memory.slots import Slot
 
 
 class GradNorms:
-    """Norms of gradients, taken as these arrive, and forgotten as they are written."""
+    """Norms of gradients, taken as these arrive, and forgotten as they are written.
+
+    Where a program changes all gradients before it asks for norms (it undoes the scale of a
+    GradScaler, say), they are taken behind the change instead.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Starts with nothing to measure.
@@ -26,6 +30,7 @@ class GradNorms:
         self._measures: dict[int, Measure] = {}
         self._optimizers: list[Norms] = []  # those that are open
         self._known: dict[int, tuple[Measure, torch.Tensor]] = {}
+        self._changed_first = False
 
     def ask(self, entries: Iterable[Entry], measure: Measure) -> None:
         """Registers a measurement of every gradient to come, made while it is in HBM.
@@ -71,14 +76,23 @@ class GradNorms:
         found = self._known.get(id(entry))
         unit = entry.unit
         if found is None or found[0] is not measure or unit is None or unit.awaits:
+            self._changed_first = False
             return None
         return found[1] if entry.has_grad else None
 
     def take(self, entries: Sequence[Entry], slot: Slot) -> None:
         """Measures gradients that have just been written to a slot."""
         self.invalidate(entries)
-        if not self._measures:
-            return
+        if self._measures and not self._changed_first:
+            self._measure(entries, slot)
+
+    def take_changed(self, entries: Sequence[Entry], slot: Slot) -> None:
+        """Measures gradients in a slot that a program has just changed."""
+        if self._measures:
+            self._changed_first = True
+            self._measure(entries, slot)
+
+    def _measure(self, entries: Sequence[Entry], slot: Slot) -> None:
         with quiet(self._device):
             for entry in entries:
                 measure = self._measures.get(id(entry))

@@ -173,6 +173,28 @@ class GradStore:
             for watcher in self.watchers:
                 watcher.edited(entry)
 
+    def change_now(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
+        """Makes a change of stored gradients of a unit, all in one call, and measures them anew.
+
+        Raises:
+            CapacityError: If HBM has no room for them.
+        """
+        self.await_change(unit, entries, change)
+        try:
+            for part in unit.parts:
+                slot = self._open_beside(part)
+                try:
+                    if part is unit:
+                        with unrecorded():
+                            self.norms.take_changed(entries, slot)
+                finally:
+                    self.manager.release(part.block)
+            if unit.runs:
+                self.show(entries[0])
+        except BaseException:
+            unit.forget_change(change)  # made again it would be made twice
+            raise
+
     def clear(self, *entries: Entry) -> None:
         """Clears gradients of parameters; references to them keep their values."""
         units: list[GradUnit] = []
@@ -335,15 +357,19 @@ class GradStore:
 
     def _copy(self, part: GradUnit, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
         """Returns a copy of a gradient, or of a run of it."""
-        try:
-            slot = self.open(part)
-        except CapacityError as error:
-            raise beside_optimizer(error) from None
+        slot = self._open_beside(part)
         try:
             with torch.no_grad():
                 return slot.views[entry.unit_index].to(dtype, copy=True)
         finally:
             self.manager.release(part.block)
+
+    def _open_beside(self, part: GradUnit) -> Slot:
+        """Does what :meth:`open` does; an error says what optimizers need as well."""
+        try:
+            return self.open(part)
+        except CapacityError as error:
+            raise beside_optimizer(error) from None
 
     def settle_now(self, unit: GradUnit) -> None:
         """Makes the changes that are pending on a unit, wherever it is."""

@@ -26,7 +26,8 @@ from tiermem.runtime.memory.slots import use_count
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
 _TENSOR: Any = torch.Tensor
-_UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
+UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
+"""What a GradScaler undoes its scale with, in a list of gradients."""
 
 ANSWERS: dict[Any, Callable[..., Any]] = {}
 """Replacements of functions over lists; they may return NotImplemented."""
@@ -54,7 +55,7 @@ class LazyTensor(StandIn, torch.Tensor):
         """Returns the real tensor's dtype where that is asked for; runs all else on the tensor."""
         if func in _OF_DTYPE and args and isinstance(args[0], LazyTensor):
             return _OF_DTYPE[func](args[0])
-        if func == _UNSCALE and _only_looks(*args, **kwargs or {}):
+        if func == UNSCALE and _only_looks(*args, **kwargs or {}):
             return _look(*args, **kwargs or {})
         if func in ANSWERS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -121,7 +122,7 @@ def _look(
     for tensor in tensors:
         with torch._C.DisableTorchFunctionSubclass():
             copy = tensor._open().tensor if isinstance(tensor, LazyTensor) else tensor
-            _UNSCALE([copy], found_inf, inv_scale)
+            UNSCALE([copy], found_inf, inv_scale)
 
 
 class _Copy(Opened):
