@@ -346,6 +346,15 @@ def test_calls(tmp_path) -> None:
     assert row["equal"] is True and row["later"] > 0 and row["first of later"] > 0
 
 
+@needs_transformers
+@pytest.mark.parametrize("only", ["amp", pytest.param("", marks=pytest.mark.thorough)])
+def test_usual_scripts(only: str, tmp_path) -> None:
+    line = "--device cpu --set tiny --steps 1 --warm 2 --out out.json"
+    rows = run("bench_scripts.py", tmp_path, *line.split(), "--only", only)["rows"]
+    assert {"gpt2 amp", "gpt2 amp half"} <= {row["script"] for row in rows}
+    check_rows({"rows": rows}, "GB", "plain ms", "tiermem ms", "of plain", "medians")
+
+
 @pytest.mark.thorough
 def test_calls_go_on_where_a_model_fails(tmp_path) -> None:
     line = "lstm layers --device cpu --set tiny --tokens 0 --calls 1 --out out.json"

@@ -15,6 +15,9 @@ from tiermem.core.block import ALIGNMENT, align_up
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
+_LITTLE_MORE = 8
+"""A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
+host as one of the matrix beside it."""
 _STEPPED = 10
 """Times the bytes of a parameter: its gradient, a float32 master and three states, of bfloat16."""
 _ROUNDS = 256
@@ -39,7 +42,8 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int]) -> int:
     largest = max(sizes, default=0)
     if _STEPPED * largest > free:
         return limit
-    return max(largest, min(sum(sizes), limit))
+    limit, whole = max(largest, limit), sum(sizes)
+    return whole if whole <= limit + limit // _LITTLE_MORE else limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tiermem.core.block import Tier, align_up
+from tiermem.nn.groups.partition import TRAINED
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.devicebits import DeviceBits
 from tiermem.optim.host.exact import Proven
@@ -129,6 +130,9 @@ def choose_exact_sides(
     ]
     if not low or sum(_sizes(low)) < _LEAST:
         return f"less than {_LEAST} elements are at home in DRAM", None
+    added = sum(p.numel() * (TRAINED - p.element_size()) for u in units for p, _ in u.members)
+    if table.nbytes + added <= table.hbm.capacity:
+        return "HBM has room for everything", None
     able = [mine for mine in low if all(bits.for_step(unit, settings) is not None for unit in mine)]
     if not able or sum(_sizes(able)) < _LEAST:
         return next((r for m in low for u in m if (r := _reason(bits, u, settings))), ""), None
