@@ -29,6 +29,9 @@ _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
+_BYPASS, _BYPASSED = "tiermem/nn/wrap/bypass.py", ("tests/unit/test_nn_bypass.py",)
+_ROOMY = ("tests/unit/test_optim_roomy.py",)
+_CLIPPING = ("tests/unit/test_nn_clipping.py",)
 CRASHES = ("tests/faults/test_saving_faults.py",)
 
 
@@ -1826,6 +1829,76 @@ MUTATIONS = (
         "            del group[key]",
         "            pass",
         _SCRIPTS,
+    ),
+    Mutation(
+        "bypass: interceptors are back before gradients are taken",
+        _BYPASS,
+        "        if is_grad_enabled() or compiling():\n",
+        "        if compiling():\n",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: interceptors are back where HBM does not hold everything",
+        _BYPASS,
+        "            manager.parts.table.all_fit\n            and ",
+        "            ",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: interceptors are back once a second thread comes",
+        _BYPASS,
+        "            and not manager.threads.several\n",
+        "",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: a weight that is used by itself puts interceptors back",
+        "tiermem/nn/passes/awayuses.py",
+        "        if group.left_open is not None:\n",
+        "        if False:\n",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: all blocks are held while interceptors are out",
+        "tiermem/nn/wrap/scope.py",
+        "                    kept = (*kept, *whole)\n",
+        "                    whole = ()\n",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: a block that is on its way is waited for",
+        "tiermem/nn/groups/group.py",
+        "            or (ready is not None and ready.waiter != stream)\n",
+        "",
+        _BYPASSED,
+    ),
+    Mutation(
+        "roomy: no step is made ahead where there are no copies to hide",
+        "tiermem/optim/ahead.py",
+        "        if self._runtime.manager.parts.table.all_fit:\n",
+        "        if False:\n",
+        _ROOMY,
+    ),
+    Mutation(
+        "roomy: the host has no share where there are no copies",
+        "tiermem/optim/host/devicebits.py",
+        "wanted = scaling is None and self._wants_host()",
+        "wanted = scaling is None",
+        _ROOMY,
+    ),
+    Mutation(
+        "clipping: a change that could not be made is not made later",
+        "tiermem/nn/groups/grads.py",
+        "            unit.forget_change(change)  # made again it would be made twice\n",
+        "",
+        _CLIPPING,
+    ),
+    Mutation(
+        "clipping: norms are taken behind a change of all gradients",
+        "tiermem/nn/groups/grads.py",
+        "                            self.norms.take_changed(entries, slot)\n",
+        "                            pass\n",
+        _CLIPPING,
     ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)

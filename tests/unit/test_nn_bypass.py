@@ -342,3 +342,24 @@ def test_whatever_programs_do_has_the_bits_of_the_resident_model(
             found = [act(what, one, random.Random(seed + number)) for one in (plain, model)]
             assert all(map(same_bits, *found)), (number, what)
             assert not any(group.holds for group in tier._runtime.groups)
+
+
+def test_a_block_that_is_on_its_way_is_waited_for() -> None:
+    class OnItsWay:
+        waiter = -5
+
+    with wrapped() as (plain, model, tier, bypass), torch.no_grad():
+        enter(plain, model, bypass)
+        manager = tier._manager
+        group = next(g for g in tier._runtime.groups if not g.resident)
+        waited: list[Any] = []
+        monkey = manager.parts.copy.use
+        manager.parts.copy.use = waited.append
+        try:
+            manager.parts.transfers.ready[group.block.id] = OnItsWay()
+            same(plain, model)
+        finally:
+            manager.parts.copy.use = monkey
+            del manager.parts.transfers.ready[group.block.id]
+        assert any(isinstance(event, OnItsWay) for event in waited)
+        assert bypass.active
