@@ -1873,13 +1873,6 @@ MUTATIONS = (
         _BYPASSED,
     ),
     Mutation(
-        "roomy: no step is made ahead where there are no copies to hide",
-        "tiermem/optim/ahead.py",
-        "        if self._runtime.manager.parts.table.all_fit:\n",
-        "        if False:\n",
-        _ROOMY,
-    ),
-    Mutation(
         "roomy: the host has no share where there are no copies",
         "tiermem/optim/host/devicebits.py",
         "wanted = scaling is None and self._wants_host()",

@@ -309,8 +309,6 @@ class StepsAhead:
 
     def _is_last(self, number: int) -> bool:
         """Whether steps are made in the backward of this number since the last step."""
-        if self._runtime.manager.parts.table.all_fit:
-            return False  # there are no copies to hide, and shadows would be written home
         return self._habit.is_last(number) and self._may_begin() and self._auto.has_room_behind()
 
     def _first(self) -> None:
