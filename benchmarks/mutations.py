@@ -1873,6 +1873,13 @@ MUTATIONS = (
         _BYPASSED,
     ),
     Mutation(
+        "plans: times between stamps on two streams are none",
+        "tiermem/runtime/metrics/pass_timer.py",
+        "        return max(0.0, self._clock.seconds(begin, end))\n",
+        "        return self._clock.seconds(begin, end)\n",
+        ("tests/unit/test_runtime_arranged.py",),
+    ),
+    Mutation(
         "roomy: the host has no share where there are no copies",
         "tiermem/optim/host/devicebits.py",
         "wanted = scaling is None and self._wants_host()",

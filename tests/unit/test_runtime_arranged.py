@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
 from support_loop import PAGE, Loop, loop
+from support_runtime import EvenClock
 
 from tiermem.core.block import Block, Role
 from tiermem.core.layout import TensorShape
@@ -98,6 +99,32 @@ def test_a_plan_that_only_times_have_changed_for_waits_for_the_end_of_the_pass(
         assert manager.prefetcher.outlook.made_of == before
         manager.end_pass()
         assert manager.prefetcher.outlook.made_of != before
+
+
+class ClockOfStreams(EvenClock):
+    """Stamps of threads with a stream each: what was set later may have come earlier."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._draw = random.Random(seed)
+
+    def stamp(self) -> int:
+        return super().stamp() - self._draw.choice((0, 0, 300_000, 1_000_000))
+
+
+@pytest.mark.parametrize("large", [0, 4])
+def test_times_between_streams_do_not_spoil_plans(large: int) -> None:
+    for seed in range(4):
+        with loop(8, 3 + 2 * (large > 0), depth="auto", large=large) as made:
+            made.manager.parts.pass_timer._clock = ClockOfStreams(seed)
+            for number in range(12):
+                made.manager.begin_pass(f"loop {number % 3}", load=1 + number % 2)
+                for block in range(8):
+                    made.use(block)
+                made.manager.end_pass()
+            made.check()
+            rows = made.manager.parts.pass_timer.rows(made.manager.parts.table)
+            assert rows and all(row.compute_seconds >= 0.0 for row in rows)
 
 
 def test_what_stays_is_not_moved_again() -> None:

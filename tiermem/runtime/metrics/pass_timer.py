@@ -326,6 +326,13 @@ class PassTimer:
             self._free(self._before[0], self._begin)
             self._before, self._begin = _NOT_ARRIVED, None
 
+    def _seconds(self, begin: Stamp, end: Stamp) -> float:
+        """Returns the seconds between two stamps that have passed; 0 where the second came first.
+
+        Threads with a stream each set theirs on different ones, whose work is in no order.
+        """
+        return max(0.0, self._clock.seconds(begin, end))
+
     def _read(self, sample: _Sample) -> bool:
         """Reads the next use of a pass, if all its stamps have passed."""
         clock = self._clock
@@ -335,11 +342,11 @@ class PassTimer:
         for stamp in (end, use.fill and use.fill.end, use.after, use.before):  # the last first
             if stamp is not None and not clock.passed(stamp):
                 return False
-        wait = clock.seconds(use.before, use.after)
+        wait = self._seconds(use.before, use.after)
         sample.measured += wait
         self._attribute(sample, use, wait)
         if end is not None:
-            seconds = clock.seconds(use.after, end)
+            seconds = self._seconds(use.after, end)
             sample.measured += seconds
             total, count = sample.compute.get(use.block, (0.0, 0))
             sample.compute[use.block] = (total + seconds, count + 1)
@@ -355,13 +362,13 @@ class PassTimer:
         waits = sample.waits
         host = use.host_ns / 1e9
         if use.fill is not None:
-            part = self._clock.seconds(use.before, use.fill.end)
+            part = self._seconds(use.before, use.fill.end)
         elif use.link == "nvme->hbm":
             part = min(wait, host)
             host -= part
         else:
             part = wait if use.expected else 0.0
-        part = min(wait, max(0.0, part))
+        part = min(wait, part)
         if use.link is not None:
             waits[use.link] = waits.get(use.link, 0.0) + part
             wait -= part
@@ -375,7 +382,7 @@ class PassTimer:
         fills = []
         for fill in sample.fills:
             if clock.passed(fill.begin) and clock.passed(fill.end):
-                seconds = max(1e-9, clock.seconds(fill.begin, fill.end))
+                seconds = max(1e-9, self._seconds(fill.begin, fill.end))
                 fills.append(("dram->hbm", fill.block.id, seconds))
                 nbytes, before = sample.flows.get("dram->hbm", (0, 0.0))
                 sample.flows["dram->hbm"] = (nbytes + fill.block.nbytes, before + seconds)
