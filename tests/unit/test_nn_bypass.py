@@ -363,3 +363,22 @@ def test_a_block_that_is_on_its_way_is_waited_for() -> None:
             del manager.parts.transfers.ready[group.block.id]
         assert any(isinstance(event, OnItsWay) for event in waited)
         assert bypass.active
+
+
+def test_a_model_that_another_one_calls_holds_its_own_blocks() -> None:
+    with wrapped() as (plain, model, tier, bypass), torch.no_grad():
+        torch.manual_seed(1)
+        outer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        twin = deepcopy(outer)
+        tier.wrap(outer)
+        enter(plain, model, bypass)
+        for one, inner in ((outer, model), (twin, plain)):
+            one[0].register_forward_hook(lambda _module, _args, out, inner=inner: inner(out))  # type: ignore[misc]
+        for _ in range(5):
+            assert same_bits(twin(X), outer(X))
+            assert not any(group.holds for group in tier._runtime.groups)
+        assert not bypass.active
+        for _ in range(8):
+            same(plain, model)
+        assert bypass.active
+        assert same_bits(twin(X), outer(X))
