@@ -486,6 +486,24 @@ def hooks_that_are_put_on_later(run: Run) -> None:
         run.see(model(x()), model(x()))
 
 
+@script
+def hooks_of_all_modules(run: Run) -> None:
+    model = run.wrap(layers(30))
+
+    def shrink(module: Any, *_: Any) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(0.99)
+
+    with torch.no_grad():
+        run.see(model(x()))
+        handle = nn.modules.module.register_module_forward_hook(shrink)
+        try:
+            run.see(model(x()), model(x()))
+        finally:
+            handle.remove()
+        run.see(model(x()), model(x()))
+
+
 @contextmanager
 def tiers(homes: str, folder: Path) -> Iterator[tiermem.TierManager]:
     given = dict(HOMES[homes])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all
 
 from tiermem.nn.compat.writes import hook_may, may_write_uncounted, only_unmerges
 from tiermem.nn.groups.entry import Entry
@@ -39,6 +40,7 @@ _OF_ALL: tuple[type[Interceptor], ...] = (
     PreHookInterceptor,
     *OF_ALL,
 )
+_HOOKS_OF_ALL = (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
 _TENSORS = ("_parameters", "_buffers")
 _MOST_PLACES = 4
 """Of a module, on average, that are gone through."""
@@ -82,6 +84,7 @@ class InterceptedModules:
         self._around: dict[str, Scope] = {}
         self.group_of: dict[int, Group] = {}
         self.uncounted = False
+        self._looked_at: set[int] = set()
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
@@ -125,6 +128,15 @@ class InterceptedModules:
         """Looks at a forward hook that a module gets while it is wrapped."""
         if hook_may(module, hook):
             self._suspect_now(module, None)
+
+    def look_at_hooks_of_all(self) -> None:
+        """Looks at the forward hooks of all modules, as a pass begins."""
+        for hooks in _HOOKS_OF_ALL:
+            for key in [key for key in hooks if key not in self._looked_at] if hooks else ():
+                self._looked_at.add(key)
+                if hook_may(self._wrapped.model, hooks[key]):
+                    for name in self.scopes:
+                        self._suspect_now(self._modules[name], None)
 
     def joined(self, parent: nn.Module, child: nn.Module) -> None:
         """Looks at a module that becomes another's child while that is wrapped."""

@@ -281,6 +281,7 @@ class CallInterceptor(Interceptor):
                 self._threads.enter(runtime.most_calls)
             try:
                 runtime.begin_forward(self.module, self.scope, args, kwargs)
+                self.scope.wrapped.modules.look_at_hooks_of_all()
             except BaseException:
                 with manager.lock:
                     self._threads.leave()
