@@ -155,6 +155,70 @@ def test_writes_inside_a_forward_and_outside_are_kept() -> None:
         assert all(same_bits(mine[name], theirs[name]) for name in theirs)
 
 
+class Follower(Both):
+    """Its decoder follows its encoder, from a call on, by writes that torch does not count."""
+
+    follows = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.follows:
+            for own, other in zip(
+                self.decoder.parameters(), self.encoder.parameters(), strict=True
+            ):
+                own.data.mul_(0.9).add_(other.data, alpha=0.1)
+        return super().forward(x)
+
+
+class Writer(nn.Module):
+    """Writes a weight of another module."""
+
+    def __init__(self, other: Both) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        write(self.others[0])
+        return x
+
+
+def write(model: Any, *_: object) -> None:
+    model.head.weight.data.mul_(0.5)
+
+
+def follow(model: Any) -> None:
+    model.follows = True
+
+
+def hook(model: Any) -> None:
+    model.decoder.register_forward_hook(lambda *_: write(model))
+
+
+def put_in(model: Any) -> None:
+    model.encoder.layers.append(Writer(model))
+
+
+@pytest.mark.parametrize("begin", [follow, hook, put_in])
+def test_what_code_may_write_uncounted_is_held_by_its_own_calls(
+    begin: Callable[[nn.Module], None],
+) -> None:
+    make = Follower if begin is follow else Both
+    with wrapped("400KiB", make) as (plain, model, tier, bypass), torch.no_grad():
+        for _ in range(4):
+            same(plain, model)
+        assert bypass.active or begin is follow
+        for one in (plain, model):
+            begin(one)
+        for _ in range(3):
+            same(plain, model)
+        other = tier.wrap(nn.Sequential(*(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(120))))
+        for _ in range(2):
+            for layer in other:
+                layer(X)
+        assert not all(row.tiers["hbm"] == "valid" for row in tier.residency())
+        same(plain, model)
+        assert bypass.over
+
+
 def test_a_module_inside_that_is_called_by_itself() -> None:
     with wrapped() as (plain, model, tier, bypass), torch.no_grad():
         before = intercepted(model)

@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_par
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tiermem
+from tiermem.nn.groups import away
 
 LAYERS, WIDTH = 6, 32
 
@@ -308,3 +309,31 @@ def test_parametrizations_belong_before_wrap(
         each(data()).square().sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert same_bits(ours.grad.clone(), theirs.grad)
+
+
+@pytest.mark.parametrize("use", [torch.sum, torch.Tensor.detach, lambda weight: weight.data])
+@pytest.mark.parametrize("where", ["_Held", "writes"])
+def test_ctrl_c_between_the_lines_of_an_operation_leaves_no_block_held(
+    tier: tiermem.TierManager,
+    model: nn.Sequential,
+    plain: nn.Sequential,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    use: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """As the block has just been taken, and before it is given back."""
+    own = getattr(away, where)
+
+    def cut(*args: Any) -> Any:
+        own(*args)
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(data())
+        with monkeypatch.context() as patch:
+            patch.setattr(away, where, cut)
+            with pytest.raises(KeyboardInterrupt):
+                use(model[0].weight)
+        assert same_bits(model(data()), plain(data()))
+    assert not any(group.holds for group in tier._runtime.groups)
+    check_table(tier)

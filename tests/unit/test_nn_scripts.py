@@ -436,6 +436,74 @@ def what_is_trained_by_the_state_dict(run: Run) -> None:
     run.see([value is found for value, found in zip(state.values(), model.parameters())])  # noqa: B905
 
 
+class Unmerged(nn.Module):
+    """What adapters do that were merged into a layer: it takes them out within its forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.merged = inner, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.merged:
+            self.inner.weight.data -= 0.1
+        self.merged = False
+        return self.inner(x)
+
+
+@script
+def modules_that_are_put_in_later(run: Run) -> None:
+    """Their code writes weights that the call around them holds."""
+    model = run.wrap(nn.Sequential(*(Block() for _ in range(6))))
+    with torch.no_grad():
+        run.see(model(x().unsqueeze(0)))
+        for block in model:
+            block.proj = Unmerged(block.proj)
+        for merged in (False, True, False, False):
+            for block in model:
+                block.proj.merged = merged
+            run.see(model(x().unsqueeze(0)))
+
+
+@script
+def hooks_that_are_put_on_later(run: Run) -> None:
+    """They write weights by ways that torch does not count."""
+    model = run.wrap(layers(30))
+
+    def clip(module: Any, *_: Any) -> None:
+        module.weight.data.clamp_(-0.1, 0.1)
+
+    def shrink(module: Any, *_: Any) -> None:
+        array = module.bias.detach().numpy()
+        array *= 0.5
+
+    with torch.no_grad():
+        run.see(model(x()))
+        handles = [model[4].register_forward_hook(clip), model[2].register_forward_pre_hook(shrink)]
+        for _ in range(2):
+            run.see(model(x()))
+        for handle in handles:
+            handle.remove()
+        run.see(model(x()), model(x()))
+
+
+@script
+def hooks_of_all_modules(run: Run) -> None:
+    model = run.wrap(layers(30))
+
+    def shrink(module: Any, *_: Any) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(0.99)
+
+    with torch.no_grad():
+        run.see(model(x()))
+        handle = nn.modules.module.register_module_forward_hook(shrink)
+        try:
+            run.see(model(x()), model(x()))
+        finally:
+            handle.remove()
+        run.see(model(x()), model(x()))
+
+
 @contextmanager
 def tiers(homes: str, folder: Path) -> Iterator[tiermem.TierManager]:
     given = dict(HOMES[homes])

@@ -48,9 +48,18 @@ def may_write_uncounted(module: nn.Module, *, merging: bool = True) -> bool:
         _known[kind, merging] = known
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     own += [value for value in vars(module).values() if isinstance(value, types.FunctionType)]
-    return _known[kind, merging] or any(
-        _reaches(iter([hook]), kind, set(), _DEPTH, passed) for hook in own
-    )
+    return _known[kind, merging] or any(hook_may(module, hook, passed) for hook in own)
+
+
+def hook_may(module: nn.Module, hook: Any, passed: Sequence[str] = _SETUP) -> bool:
+    """Whether a forward hook of ``module`` may write weights without torch counting it.
+
+    Args:
+        module: The module.
+        hook: The hook, or a function that takes the place of a method.
+        passed: Names of what is not looked at.
+    """
+    return _reaches(iter([hook]), type(module), set(), _DEPTH, passed)
 
 
 def only_unmerges(module: nn.Module) -> bool:

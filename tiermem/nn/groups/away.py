@@ -170,6 +170,11 @@ class Away(StandIn):
         itself.__class__ = self._kind
         return Opened(itself)
 
+    def _cut_short(self) -> None:
+        group = group_of.get(id(self))
+        if group is not None:
+            group.manager.cut_short()
+
     def _in_a_pass(self) -> Any:
         return get_gradient_edge(self)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tiermem.errors import CapacityError
+from tiermem.errors import REFUSALS, CapacityError
 from tiermem.runtime.placement.no_room import MANY
 
 _GETTERS = [
@@ -120,6 +120,9 @@ class StandIn:
     def _open(self) -> Opened:
         raise NotImplementedError
 
+    def _cut_short(self) -> None:
+        """Notes that an exception came up between lines that use the tensor for an operation."""
+
     def _in_a_pass(self) -> Any:
         """Returns what replaces the tensor among the arguments of a backward pass."""
         raise NotImplementedError
@@ -148,7 +151,14 @@ def writes(func: Callable[..., Any]) -> bool:
 def dispatch(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs an operation some of whose arguments are stand-ins."""
     if args and isinstance(args[0], StandIn):
-        answered, result = args[0]._answer(func, args, kwargs)
+        cut_short = args[0]._cut_short
+        try:
+            answered, result = args[0]._answer(func, args, kwargs)
+        except (*REFUSALS, RuntimeError):
+            raise
+        except BaseException:
+            cut_short()
+            raise
         if answered:
             return result
     name = getattr(func, "__name__", "")
@@ -159,10 +169,13 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     opened: dict[int, tuple[StandIn, Opened]] = {}
+    cuts: list[Callable[[], None]] = []  # a tensor that is opened has its own class
+    theirs = ended = False
 
     def real(value: Any) -> Any:
         if isinstance(value, StandIn):
             if id(value) not in opened:
+                cuts.append(value._cut_short)
                 opened[id(value)] = (value, value._open())
             return opened[id(value)][1].tensor
         if isinstance(value, list | tuple):
@@ -173,13 +186,25 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return value
 
     try:
-        result = func(*real(args), **real(kwargs))
-    except CapacityError as error:
-        if len(opened) < 2 or str(error).endswith(MANY):
-            raise
-        raise CapacityError(f"{error}{MANY}") from error
-    finally:
-        _close([use for _, use in opened.values()], func)
+        try:
+            given, named = real(args), real(kwargs)
+            theirs = True
+            result = func(*given, **named)
+            theirs = False
+        except CapacityError as error:
+            if len(opened) < 2 or str(error).endswith(MANY):
+                raise
+            raise CapacityError(f"{error}{MANY}") from error
+        finally:
+            _close([use for _, use in opened.values()], func)
+            ended = True
+    except REFUSALS:
+        raise
+    except BaseException:
+        if not (theirs and ended):  # Ctrl-C: what was just opened may be known to nobody
+            for cut_short in cuts:
+                cut_short()
+        raise
     for value, use in opened.values():
         if use.tensor is result:
             return value  # an operation in place returns the tensor it was called on

@@ -1,9 +1,10 @@
-"""Modules that are put around a wrapped one, detected as they are made.
+"""Modules that are put around a wrapped one, or into it, detected as they are made.
 
-torch calls a hook for every module that becomes another's child. Three kinds of parents matter
-here: a ``DistributedDataParallel``, which broadcasts buffers in C++, unseen by Python; a
-``DataParallel``, which copies all weights to several devices in each call; and what
-``torch.compile`` returns, where one graph of the whole is asked for.
+torch calls a hook for every module that becomes another's child. Four kinds of parents matter
+here: one that is wrapped, whose blocks the child's code may write; a ``DistributedDataParallel``,
+which broadcasts buffers in C++, unseen by Python; a ``DataParallel``, which copies all weights to
+several devices in each call; and what ``torch.compile`` returns, where one graph of the whole is
+asked for.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """
     if child is None:
         return
+    own = parent.__dict__.get(LoadAllInterceptor.method)
+    if isinstance(own, LoadAllInterceptor):
+        own.scope.wrapped.modules.joined(parent, child)
     if isinstance(parent, DistributedDataParallel):
         for reduced in list(_everybody):
             reduced.hold_buffers(child)

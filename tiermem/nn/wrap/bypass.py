@@ -110,7 +110,8 @@ class Bypass:
             return False  # layers are called one by one: all would be held for each of them
         if not all(group.record.usable for group in self._wrapped.groups):
             return False
-        found = modules.calls_inside()
+        # which weights such code has written is told by who held them when
+        found = None if modules.uncounted else modules.calls_inside()
         if found is None:
             self.over = True
             return False

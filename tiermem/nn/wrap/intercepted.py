@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as of_all
 
-from tiermem.nn.compat.writes import may_write_uncounted, only_unmerges
+from tiermem.nn.compat.writes import hook_may, may_write_uncounted, only_unmerges
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
@@ -17,6 +18,7 @@ from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
+from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
@@ -32,7 +34,13 @@ from tiermem.nn.wrap.scope import (
 if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
 
-_OF_ALL: tuple[type[Interceptor], ...] = (ApplyInterceptor, *OF_ALL)
+_OF_ALL: tuple[type[Interceptor], ...] = (
+    ApplyInterceptor,
+    HookInterceptor,
+    PreHookInterceptor,
+    *OF_ALL,
+)
+_HOOKS_OF_ALL = (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
 _TENSORS = ("_parameters", "_buffers")
 _MOST_PLACES = 4
 """Of a module, on average, that are gone through."""
@@ -50,6 +58,8 @@ class InterceptedModules:
     Attributes:
         scopes: Of the modules that have tensors in the tiers, by qualified name.
         group_of: The group of each tensor, by the tensor's id.
+        uncounted: Whether code of some module may write weights, its own or those of others, in a
+            way that torch does not count.
     """
 
     def __init__(
@@ -73,6 +83,8 @@ class InterceptedModules:
         self.scopes: dict[str, Scope] = {}
         self._around: dict[str, Scope] = {}
         self.group_of: dict[int, Group] = {}
+        self.uncounted = False
+        self._looked_at: set[int] = set()
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
@@ -108,8 +120,39 @@ class InterceptedModules:
         for name, module in self._modules.items():
             if may_write_uncounted(module):
                 only = only_unmerges(module)
+                self.uncounted = self.uncounted or not only
                 for group in needed.get(self._territory[name], {}).values():
                     group.writes.suspect_code(module if only else None)
+
+    def hooked(self, module: nn.Module, hook: Any) -> None:
+        """Looks at a forward hook that a module gets while it is wrapped."""
+        if hook_may(module, hook):
+            self._suspect_now(module, None)
+
+    def look_at_hooks_of_all(self) -> None:
+        """Looks at the forward hooks of all modules, as a pass begins."""
+        for hooks in _HOOKS_OF_ALL:
+            for key in [key for key in hooks if key not in self._looked_at] if hooks else ():
+                self._looked_at.add(key)
+                if hook_may(self._wrapped.model, hooks[key]):
+                    for name in self.scopes:
+                        self._suspect_now(self._modules[name], None)
+
+    def joined(self, parent: nn.Module, child: nn.Module) -> None:
+        """Looks at a module that becomes another's child while that is wrapped."""
+        for module in child.modules():
+            if may_write_uncounted(module):
+                self._suspect_now(parent, module if only_unmerges(module) else None)
+
+    def _suspect_now(self, module: nn.Module, unless_empty: Any) -> None:
+        """Suspects code that runs while the blocks of a module are held."""
+        with self._wrapped.runtime.manager.lock:
+            self.uncounted = True
+            self._wrapped.bypass.end(for_good=True)
+            for name in [name for name, other in self._modules.items() if other is module]:
+                scope = self.scopes.get(self._territory[name])
+                for group in () if scope is None else scope.groups:
+                    group.writes.suspect_code(unless_empty)
 
     def _needed(self, found: Sequence[Found]) -> tuple[dict[str, dict[int, Group]], set[str]]:
         """Returns the groups that each block's modules need, and whose calls hold them."""

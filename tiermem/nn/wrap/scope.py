@@ -281,6 +281,7 @@ class CallInterceptor(Interceptor):
                 self._threads.enter(runtime.most_calls)
             try:
                 runtime.begin_forward(self.module, self.scope, args, kwargs)
+                self.scope.wrapped.modules.look_at_hooks_of_all()
             except BaseException:
                 with manager.lock:
                     self._threads.leave()
@@ -501,5 +502,6 @@ OF_ALL: tuple[type[Interceptor], ...] = (LoadAllInterceptor, CopyInterceptor)
 """What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
 OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
 """What stands in modules that have no tensors themselves, and blocks inside."""
-INTERCEPTED = frozenset(["_apply", *(kind.method for kind in OF_SCOPES + OF_ALL)])
+_ELSEWHERE = ("_apply", "register_forward_hook", "register_forward_pre_hook")
+INTERCEPTED = frozenset([*_ELSEWHERE, *(kind.method for kind in OF_SCOPES + OF_ALL)])
 """Names in a module's ``__dict__`` that are tiermem's."""
