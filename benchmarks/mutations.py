@@ -1866,6 +1866,27 @@ MUTATIONS = (
         _BYPASSED,
     ),
     Mutation(
+        "bypass: optimizers are told of forwards",
+        "tiermem/nn/passes/runtime.py",
+        "            self.keepers\n            or self.backward",
+        "            self.backward",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: no forward goes by with less HBM than before",
+        _RUNTIME + "manager.py",
+        "        return not parts.limit.follow(planner.key)\n",
+        "        return True\n",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: code that writes without being counted has its blocks held by calls",
+        _BYPASS,
+        "None if modules.uncounted else modules.calls_inside()",
+        "modules.calls_inside()",
+        (*_BYPASSED, *_SCRIPTS),
+    ),
+    Mutation(
         "bypass: a block that is on its way is waited for",
         "tiermem/nn/groups/group.py",
         "            or (ready is not None and ready.waiter != stream)\n",

@@ -446,3 +446,37 @@ def test_a_model_that_another_one_calls_holds_its_own_blocks() -> None:
             same(plain, model)
         assert bypass.active
         assert same_bits(twin(X), outer(X))
+
+
+def test_passes_that_use_nothing_are_entered_nowhere_but_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with wrapped() as (plain, model, tier, bypass), torch.no_grad():
+        enter(plain, model, bypass)
+        same(plain, model)
+        manager, seen = tier._manager, list[str]()
+        follow, begin = manager.parts.limit.follow, manager.begin_pass
+        less = False
+
+        def followed(key: Any) -> bool:
+            seen.append("limit")
+            return follow(key) or less
+
+        def begun(*args: Any, **kwargs: Any) -> None:
+            seen.append("begun")
+            begin(*args, **kwargs)
+
+        monkeypatch.setattr(manager.parts.limit, "follow", followed)
+        monkeypatch.setattr(manager, "begin_pass", begun)
+        same(plain, model)
+        assert seen == ["limit"]
+        less = True
+        same(plain, model)
+        assert seen == ["limit", "limit", "begun", "limit"]
+        less = False
+        assert same_bits(plain.encoder(X), model.encoder(X))  # of another scope
+        assert seen[-2:] == ["begun", "limit"]
+        tier.optimizer(model, torch.optim.SGD, lr=0.1)
+        for _ in range(4):
+            same(plain, model)
+            assert seen[-2:] == ["begun", "limit"]  # an optimizer is told of forwards

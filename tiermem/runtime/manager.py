@@ -410,6 +410,18 @@ class BlockManager:
             if not self.replay.begin(outlook, number):
                 self.prefetcher.run()
 
+    def goes_on(self) -> bool:
+        """Whether a pass that uses no block may be taken for a part of the last one, which did not.
+
+        Then nothing is learned, planned or measured of it; under the manager's lock.
+        """
+        planner, parts = self.parts.planner, self.parts
+        if planner.key is None or planner.last != -1 or parts.pass_timer.pending:
+            return False
+        if self._heap is not None:
+            self._heap.trim_if_grown()
+        return not parts.limit.follow(planner.key)
+
     def fill_ahead(self, order: Sequence[int], held: Collection[int]) -> None:
         """Begins to bring up what the first pass of a model begins with; see :class:`FirstFill`.
 

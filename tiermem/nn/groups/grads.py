@@ -162,6 +162,11 @@ class GradStore:
                 entry.unit = None
         self.manager.remove_blocks([block for unit in units for block in unit.blocks])
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any gradient may be in the tiers."""
+        return bool(self._stored)
+
     def is_used(self, entry: Entry) -> bool:
         """Whether a step has used a gradient already, and is made again where that changes."""
         return any(watcher.has_used(entry) for watcher in self.watchers)

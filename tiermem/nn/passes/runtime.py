@@ -177,6 +177,24 @@ class ModuleRuntime:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()
 
+    def goes_on(self) -> bool:
+        """Whether a forward without gradients that uses no block may be a part of the last pass.
+
+        The caller has the manager's lock.
+        """
+        if (
+            self.keepers
+            or self.backward.under_way
+            or self.grads.has_any
+            or self.activations.store is not None
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._get_tracing_state() is not None
+        ):
+            return False
+        self.models.refuse_half_loaded("a forward")
+        self.away.end()
+        return self.manager.goes_on()
+
     def most_calls(self) -> int:
         """Returns how many calls HBM has room for at one time, by what each of them may hold."""
         table, held = self.manager.parts.table, self.program.worst_chain

@@ -280,7 +280,8 @@ class CallInterceptor(Interceptor):
             with manager.lock:
                 self._threads.enter(runtime.most_calls)
             try:
-                runtime.begin_forward(self.module, self.scope, args, kwargs)
+                if not self.scope.wrapped.bypass.goes_on(self.scope):
+                    runtime.begin_forward(self.module, self.scope, args, kwargs)
                 self.scope.wrapped.modules.look_at_hooks_of_all()
             except BaseException:
                 with manager.lock:
