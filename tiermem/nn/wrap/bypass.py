@@ -129,15 +129,15 @@ class Bypass:
             return False
         # which weights such code has written is told by who held them when
         found = None if modules.uncounted else modules.calls_inside()
-        if found is None:
-            self.over = True
+        if not found:
+            self.over = found is None
             return False
         self._out = found  # first: cut short from here on, they are put back
         for group in self._wrapped.groups:
             group.left_open = self.end
         for module in found:
             module.__dict__.pop(CallInterceptor.method, None)
-        return bool(found)
+        return True
 
     def _of(self, scope: Scope) -> tuple[Group, ...]:
         """Returns the groups that a call and those inside it use, but for those that stay."""
