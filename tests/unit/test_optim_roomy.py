@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from support_hostbits import device_of_numpy
+from support_hostbits import device_of_numpy, every_second
 from support_nn import Tiers
 from support_optim import Net, Twins
 
+from tiermem.optim.host import proof
+from tiermem.optim.host.spread import Rates
+
 TIGHT, ROOMY = Tiers("tight"), Tiers("roomy", extra_hbm=16 << 20)
 FUSED = {"lr": 0.01, "fused": True}
+
+
+@pytest.fixture
+def _host_of_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A host with the bits of a device of NumPy's, whose proofs are of no other test."""
+    monkeypatch.setattr(proof, "_SIZES", (512, 253))
+    monkeypatch.setattr(proof, "_COUNTS", (*range(1, 10), 100))
+    monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
+    monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
+    monkeypatch.setattr("tiermem.optim.host.sides.spread", every_second)
+    proof.forget()
+    with device_of_numpy():
+        yield
+    proof.forget()
 
 
 @pytest.mark.parametrize("tiers", [TIGHT, ROOMY], ids=lambda tiers: tiers.name)
@@ -27,12 +46,10 @@ def test_steps_are_made_ahead_only_where_copies_can_be_hidden(tiers: Tiers) -> N
             assert moved["hbm->dram"].nbytes and twins.optimizer.stepped_in_backward
 
 
+@pytest.mark.usefixtures("_host_of_numpy")
 @pytest.mark.parametrize("tiers", [TIGHT, ROOMY], ids=lambda tiers: tiers.name)
-def test_the_host_is_asked_for_nothing_where_there_are_no_copies(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
-    with device_of_numpy(), Twins(Net, tiers, torch.optim.AdamW, FUSED) as twins:
+def test_the_host_is_asked_for_nothing_where_there_are_no_copies(tiers: Tiers) -> None:
+    with Twins(Net, tiers, torch.optim.AdamW, FUSED) as twins:
         where = twins.optimizer.stepped_where
         units = [unit for unit in twins.optimizer._units if unit.host is not None]
         if tiers is ROOMY:
@@ -41,11 +58,11 @@ def test_the_host_is_asked_for_nothing_where_there_are_no_copies(
             assert "with the device's bits" in where and units
 
 
+@pytest.mark.usefixtures("_host_of_numpy")
 def test_a_share_of_the_host_goes_to_the_device_once_everything_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
-    with device_of_numpy(), Twins(Net, TIGHT, torch.optim.AdamW, FUSED) as twins:
+    with Twins(Net, TIGHT, torch.optim.AdamW, FUSED) as twins:
         for number, fits in enumerate((False, False, True, True, False, False)):
             monkeypatch.setattr("tiermem.core.residency.ResidencyTable.all_fit", fits)
             twins.backward(number)
