@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -59,10 +60,11 @@ def test_the_host_is_asked_for_nothing_where_there_are_no_copies(tiers: Tiers) -
 
 
 @pytest.mark.usefixtures("_host_of_numpy")
+@pytest.mark.parametrize("overlap", ["auto", False])
 def test_a_share_of_the_host_goes_to_the_device_once_everything_fits(
-    monkeypatch: pytest.MonkeyPatch,
+    overlap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Twins(Net, TIGHT, torch.optim.AdamW, FUSED) as twins:
+    with Twins(Net, TIGHT, torch.optim.AdamW, FUSED, overlap=overlap) as twins:
         for number, fits in enumerate((False, False, True, True, False, False)):
             monkeypatch.setattr("tiermem.core.residency.ResidencyTable.all_fit", fits)
             twins.backward(number)
