@@ -19,9 +19,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from bench_calls import seconds_of
 from common import failure, report
 from llama import give_back
 from torch import nn
@@ -251,16 +253,6 @@ def inputs(script: Script, sizes: Sizes, device: torch.device) -> dict[str, torc
     return {"input_ids": ids, "labels": ids}
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Returns the milliseconds of a call to its end on the device."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return 1e3 * (time.perf_counter() - began)
-
-
 def measure(name: str, options: argparse.Namespace, device: torch.device) -> Row:
     """Measures one script; returns its row."""
     script, sizes = SCRIPTS[name], SETS[options.set]
@@ -289,7 +281,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Row
         times: tuple[list[float], list[float]] = [], []
         for _ in range(options.warm + options.steps):
             for loop, found in zip(loops, times, strict=True):
-                found.append(timed(lambda loop=loop: script.act(loop), device))  # type: ignore[misc]
+                found.append(1e3 * seconds_of(partial(script.act, loop), device)[0])
         tier.close(discard=True)
     plain, mine = (found[options.warm :] for found in times)
     medians = statistics.median(plain), statistics.median(mine)

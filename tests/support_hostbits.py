@@ -8,13 +8,18 @@ the same as rounding once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from tiermem.optim.host import proof, sides
+from tiermem.optim.host.devicebits import ShareTrial
+from tiermem.optim.host.spread import Rates
 
 f = np.float32
 Array = Any
@@ -214,6 +219,41 @@ def _write(tensor: torch.Tensor, values: Array) -> None:
 def every_second(sizes: Sequence[int], _rates: object) -> list[bool]:
     """A share of the host: every second block, not the first and not the last ones."""
     return [number % 2 == 1 for number in range(len(sizes))]
+
+
+@contextmanager
+def tried_shares(
+    patch: pytest.MonkeyPatch,
+    has_share: Callable[[ShareTrial, object], bool] = ShareTrial.host_has_share,
+    *,
+    sizes: tuple[int, ...] = (512, 253),
+    counts: tuple[int, ...] = (*range(1, 10), 100),
+) -> Iterator[None]:
+    """Gives the host every second block, however few elements there are, by few and own proofs.
+
+    Args:
+        patch: What is replaced; its owner puts it back.
+        has_share: Whether the host has its share in a step.
+        sizes: Elements that proofs try at a time.
+        counts: Numbers of steps that they try.
+    """
+    patch.setattr(proof, "_SIZES", sizes)
+    patch.setattr(proof, "_COUNTS", counts)
+    patch.setattr(sides, "_LEAST", 0)
+    patch.setattr(sides, "measure_both", lambda *_: Rates(1.0, 1.0))
+    patch.setattr(sides, "spread", every_second)
+    patch.setattr(ShareTrial, "host_has_share", has_share)
+    proof.forget()
+    try:
+        yield
+    finally:
+        proof.forget()
+
+
+def keeps_share(trial: ShareTrial, _ticket: object) -> bool:
+    """The host has its share in every step."""
+    trial.on_host = True
+    return True
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,14 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support_examples import examples
-from support_hostbits import device_of_numpy, every_second
+from support_hostbits import device_of_numpy, tried_shares
 from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
 from torch import nn
 
 import tiermem
-from tiermem.optim.host import proof
 from tiermem.optim.host.loop import library
-from tiermem.optim.host.spread import Rates
 
 WIDTH = 8
 LAYERS = 4
@@ -559,22 +556,9 @@ class TestLookingOnBothSides(LookingOnBothSides.TestCase):  # type: ignore[name-
 
     @classmethod
     def setUpClass(cls) -> None:
-        sides = "tiermem.optim.host.sides"
         cls.stack = ExitStack()
-        for what, value in (
-            (f"{sides}._LEAST", 0),
-            (f"{sides}.measure_both", lambda *_: Rates(1.0, 1.0)),
-            (f"{sides}.spread", every_second),
-            ("tiermem.optim.host.proof._SIZES", (512, 253)),
-            ("tiermem.optim.host.proof._COUNTS", (*range(1, 10), 100)),
-            (
-                "tiermem.optim.host.devicebits.ShareTrial.host_has_share",
-                lambda trial, _: trial.on_host,
-            ),
-        ):
-            cls.stack.enter_context(mock.patch(what, value))
-        proof.forget()
-        cls.stack.callback(proof.forget)
+        patch = cls.stack.enter_context(pytest.MonkeyPatch.context())
+        cls.stack.enter_context(tried_shares(patch, lambda trial, _: trial.on_host))
         cls.stack.enter_context(device_of_numpy())
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support_ahead import DROPS, ROOMY, ahead, drops, units, warm
-from support_hostbits import device_of_numpy, every_second
+from support_hostbits import device_of_numpy, keeps_share, tried_shares
 from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of
 from support_saving import DURING, save_during
@@ -22,9 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tiermem
-from tiermem.optim.host import exact, loop, proof
-from tiermem.optim.host.devicebits import ShareTrial
-from tiermem.optim.host.spread import Rates
+from tiermem.optim.host import exact, loop
 
 pytestmark = pytest.mark.skipif(
     isinstance(loop.library(), str), reason=f"no loop here: {loop.library()}"
@@ -34,24 +32,11 @@ FUSED = {"lr": 0.01, "fused": True}
 ADAMW = (Net, ROOMY, torch.optim.AdamW, FUSED)
 
 
-def _keeps(self: ShareTrial, _ticket: object) -> bool:
-    self.on_host = True
-    return True
-
-
 @pytest.fixture(autouse=True)
 def _host_has_share(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The host has every second block in every step; proofs are of few values."""
-    monkeypatch.setattr(proof, "_SIZES", (512, 253))
-    monkeypatch.setattr(proof, "_COUNTS", (*range(1, 10), 100))
-    monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
-    monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
-    monkeypatch.setattr("tiermem.optim.host.sides.spread", every_second)
-    monkeypatch.setattr(ShareTrial, "host_has_share", _keeps)
-    proof.forget()
-    with device_of_numpy():
+    with tried_shares(monkeypatch, keeps_share), device_of_numpy():
         yield
-    proof.forget()
 
 
 def hosted(pair: Twins) -> list[Any]:

@@ -16,9 +16,10 @@ import torch
 from support_hostbits import (
     Kernels,
     device_of_numpy,
-    every_second,
     foreach_adam,
     foreach_sgd,
+    keeps_share,
+    tried_shares,
 )
 from support_nn import Tiers
 from support_optim import Net, Twins
@@ -27,7 +28,6 @@ from tiermem.errors import StepError
 from tiermem.optim.host import exact, loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import ExactCalls, kind_of_step
-from tiermem.optim.host.spread import Rates
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.probe import settings_of
 from tiermem.optim.rules.separable import bits
@@ -53,24 +53,12 @@ STEPS: list[tuple[Any, dict[str, Any]]] = [
 _TRY = ShareTrial.host_has_share
 
 
-def _keeps(self: ShareTrial, ticket: object) -> bool:
-    """The host has its share in every step."""
-    self.on_host = True
-    return True
-
-
 @pytest.fixture(autouse=True)
 def _few_values(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Proofs of few values, and of no other test."""
-    monkeypatch.setattr(proof, "_SIZES", (2048, 1021))
-    monkeypatch.setattr(proof, "_COUNTS", (*range(1, 40), 100, 1000, 12345))
-    monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
-    monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
-    monkeypatch.setattr("tiermem.optim.host.sides.spread", every_second)
-    monkeypatch.setattr(ShareTrial, "host_has_share", _keeps)
-    proof.forget()
-    yield
-    proof.forget()
+    counts = (*range(1, 40), 100, 1000, 12345)
+    with tried_shares(monkeypatch, keeps_share, sizes=(2048, 1021), counts=counts):
+        yield
 
 
 def _prove(cls: Any, settings: dict[str, Any], stepped: torch.dtype, weight: torch.dtype) -> Any:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from support_hostbits import device_of_numpy, every_second
+from support_hostbits import device_of_numpy, tried_shares
 from support_nn import Tiers
 from support_optim import Net, Twins
-
-from tiermem.optim.host import proof
-from tiermem.optim.host.spread import Rates
 
 TIGHT, ROOMY = Tiers("tight"), Tiers("roomy", extra_hbm=16 << 20)
 FUSED = {"lr": 0.01, "fused": True}
@@ -21,15 +18,8 @@ FUSED = {"lr": 0.01, "fused": True}
 @pytest.fixture
 def _host_of_numpy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A host with the bits of a device of NumPy's, whose proofs are of no other test."""
-    monkeypatch.setattr(proof, "_SIZES", (512, 253))
-    monkeypatch.setattr(proof, "_COUNTS", (*range(1, 10), 100))
-    monkeypatch.setattr("tiermem.optim.host.sides._LEAST", 0)
-    monkeypatch.setattr("tiermem.optim.host.sides.measure_both", lambda *_: Rates(1.0, 1.0))
-    monkeypatch.setattr("tiermem.optim.host.sides.spread", every_second)
-    proof.forget()
-    with device_of_numpy():
+    with tried_shares(monkeypatch), device_of_numpy():
         yield
-    proof.forget()
 
 
 @pytest.mark.parametrize("tiers", [TIGHT, ROOMY], ids=lambda tiers: tiers.name)

@@ -119,8 +119,7 @@ def _places(
     units: dict[int, tuple[GradStore, GradUnit, list[Entry]]] = {}
     others: list[torch.Tensor] = []
     for tensor in tensors:
-        asked = tensor._clippable if isinstance(tensor, LazyTensor) else None
-        place = None if asked is None else asked.waits(tensor)
+        place = _place_of(tensor)
         if place is None:
             others.append(tensor)
             continue
@@ -128,6 +127,12 @@ def _places(
         grads.pay(unit)
         units.setdefault(id(unit), (grads, unit, []))[2].append(entry)
     return list(units.values()), others
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[GradStore, GradUnit, Entry] | None:
+    """Returns where a gradient is kept; None for any other tensor."""
+    asked = tensor._clippable if isinstance(tensor, LazyTensor) else None
+    return None if asked is None else asked.waits(tensor)
 
 
 def _unscale(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Any:
@@ -148,8 +153,7 @@ def _unscale(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
 
 def _is_used(tensor: torch.Tensor) -> bool:
     """Whether a step has used a gradient already, and is made again where it changes."""
-    asked = tensor._clippable if isinstance(tensor, LazyTensor) else None
-    place = None if asked is None else asked.waits(tensor)
+    place = _place_of(tensor)
     return place is not None and place[0].is_used(place[2])
 
 
