@@ -30,6 +30,7 @@ _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
 _BYPASS, _BYPASSED = "tiermem/nn/wrap/bypass.py", ("tests/unit/test_nn_bypass.py",)
+_TRAINED = ("tests/unit/test_nn_bypass_training.py",)
 _ROOMY = ("tests/unit/test_optim_roomy.py",)
 _CLIPPING = ("tests/unit/test_nn_clipping.py",)
 CRASHES = ("tests/faults/test_saving_faults.py",)
@@ -1831,11 +1832,109 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
-        "bypass: interceptors are back before gradients are taken",
+        "bypass: what is computed again in backward is intercepted",
         _BYPASS,
-        "        if is_grad_enabled() or compiling():\n",
-        "        if compiling():\n",
-        _BYPASSED,
+        "or (bool(self._out) and _in_backward())",
+        "",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: a checkpoint that comes in a forward ends it for good",
+        "tiermem/nn/passes/saved.py",
+        "        if left_out.end is not None:\n",
+        "        if False:\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: other hooks than tiermem's see what is saved",
+        "tiermem/nn/passes/saved.py",
+        "_is_enabled() and top_pair() is None and",
+        "_is_enabled() and",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: a block stays while a graph has a parameter of it",
+        _RUNTIME + "memory/slots.py",
+        "        if any(map(_has_saved, self.saved)):\n",
+        "        if False:\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: a block is free once no graph has a parameter of it",
+        _RUNTIME + "memory/slots.py",
+        "_references(param) > 1 + (node is not None)",
+        "_references(param) > 1",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: more parameters may be saved while a forward has them",
+        _RUNTIME + "memory/slots.py",
+        "        if self.wanted:\n            return True",
+        "        if False:\n            return True",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: a graph takes no room that gradients need",
+        _BYPASS,
+        "            and self._fits(self._gradients(new=True))\n",
+        "",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: gradients left to torch have room beside the blocks",
+        _BYPASS,
+        "(already or self._fits(self._gradients()))",
+        "True",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: gradients are left to torch where memory grows",
+        _BYPASS,
+        "            and parts.slots.arena.grows\n",
+        "",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: gradients that are kept wider go to the tiers",
+        _BYPASS,
+        "            runtime.grads.in_own_dtypes\n            and all",
+        "            all",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: gradients are added to those in the tiers",
+        "tiermem/nn/groups/incoming.py",
+        "            if not incoming.left or entry.has_grad:\n",
+        "            if not incoming.left:\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: memory put in the place of a weight's is copied home",
+        "tiermem/nn/groups/group.py",
+        " and pointing.all_at(slot):\n",
+        ":\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: a view that outlives a forward may be written",
+        "tiermem/nn/groups/group.py",
+        "                written = True  # by something else among",
+        "                written = False  # by something else among",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: masters need not follow what a graph saves",
+        "tiermem/nn/groups/group.py",
+        "                writes.stepped += 1  # masters",
+        "                # masters",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: it begins soon again where it has served",
+        _BYPASS,
+        "if in_vain else _FIRST",
+        "",
+        _TRAINED,
     ),
     Mutation(
         "bypass: interceptors are back where HBM does not hold everything",

@@ -90,7 +90,9 @@ class AutoOverlap:
             return
         if any(unit.group is not None and unit.group.freed for unit in units):
             return  # which will say so
-        if self._runtime.manager.parts.copy.capturing() or self._all_there(units):
+        if self._table.all_fit or self._runtime.manager.parts.copy.capturing():
+            return  # no copies to hide, but those of a first step
+        if self._all_there(units):
             return
         count = sys.getrefcount(state)
         if not looked_into:
@@ -164,7 +166,7 @@ class AutoOverlap:
 
     def backward_begins(self) -> None:
         """Measures how much of HBM users and autograd hold; the next forward will be alike."""
-        if self._known:
+        if self._known and not self._table.all_fit:  # else a graph may have all blocks
             self._seen_nbytes = max(self._seen_nbytes, self._seen_now())
 
     def _is_early(self) -> bool:

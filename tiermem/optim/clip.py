@@ -41,15 +41,17 @@ def total_norm(
 
 
 def scale(tensors: Sequence[torch.Tensor], factor: torch.Tensor, foreach: bool | None) -> None:
-    """Multiplies gradients in place, by the kernel that ``clip_grad_norm_`` would use."""
-    for tensor in tensors:
-        device = tensor.device
+    """Multiplies gradients in place, by the kernels that ``clip_grad_norm_`` would use."""
+    grouped = _group_tensors_by_device_and_dtype([list(tensors)])
+    for (device, _), ([found], _) in grouped.items():
+        alike = [tensor for tensor in found if tensor is not None]
         moved = factor.to(device)
-        if (foreach is None and _has_foreach_support([tensor], device)) or (
+        if (foreach is None and _has_foreach_support(alike, device)) or (
             foreach and _device_has_foreach_support(device)
         ):
-            torch._foreach_mul_([tensor], moved)
-        else:
+            torch._foreach_mul_(alike, moved)
+            continue
+        for tensor in alike:
             tensor.mul_(moved)
 
 
@@ -60,10 +62,16 @@ def clamp(tensors: Sequence[torch.Tensor], limit: float) -> None:
 
 
 def change_all(runtime: ModuleRuntime, units: Sequence[StepUnit], change: Change) -> None:
-    """Changes all gradients of some units; cut short (Ctrl-C), none of those in the tiers."""
+    """Changes all gradients of some units; cut short (Ctrl-C), none of those in the tiers.
+
+    Ordinary ones come last, and all together: by a ``foreach`` kernel all are changed or none is.
+    """
     try:
         for unit in units:
-            unit.change(runtime, change)
+            unit.change_stored(runtime, change)
+        loose = [gradient for unit in units for gradient in unit.loose()]
+        if loose:
+            change(loose)
     except BaseException:
         for unit in units:
             unit.unchange(change)

@@ -31,10 +31,12 @@ class Arena:
         capacity: Bytes.
         address: First byte in memory.
         chunk: Bytes of the pieces in which memory is taken and given back.
+        grows: Whether memory is taken as it is used, not at once.
     """
 
     address = 0
     chunk = ALIGNMENT
+    grows = True
 
     def __init__(self, tier: Tier, capacity: int) -> None:
         """Keeps the numbers; subclasses allocate."""
@@ -228,6 +230,8 @@ class DeviceArena(Arena):
     For devices and drivers that cannot map it piece by piece; see
     :class:`~tiermem.storage.mapped.MappedDeviceArena`.
     """
+
+    grows = False
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         """Allocates.

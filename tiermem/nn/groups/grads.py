@@ -167,6 +167,11 @@ class GradStore:
         """Whether any gradient may be in the tiers."""
         return bool(self._stored)
 
+    @property
+    def in_own_dtypes(self) -> bool:
+        """Whether every gradient is kept in the dtype of its parameter."""
+        return not self._dtypes
+
     def is_used(self, entry: Entry) -> bool:
         """Whether a step has used a gradient already, and is made again where that changes."""
         return any(watcher.has_used(entry) for watcher in self.watchers)
@@ -295,8 +300,11 @@ class GradStore:
             for entry in entries if as_left else ():
                 stand_in: Any = entry.lazy
                 viewed = entry.has_grad and stand_in._kept is not None
-                if viewed or entry.displaced or entry.param.grad is not stand_in:
+                if viewed or entry.displaced:
                     as_left = False
+                gradient = entry.param.grad
+                if gradient is not stand_in:
+                    as_left = as_left and not (entry.has_grad or isinstance(gradient, LazyTensor))
         for entry in entries if not as_left else ():
             self.sync(entry)
 

@@ -176,8 +176,14 @@ class Group(Holder):
         with self.manager.lock:
             self.let_go_locked(dirty=dirty, soft=soft)
 
-    def let_go_locked(self, *, dirty: bool = False, soft: bool = False) -> None:
-        """Does what :meth:`let_go` does; the caller has the manager's lock."""
+    def let_go_locked(self, *, dirty: bool = False, soft: bool = False, seen: bool = False) -> None:
+        """Does what :meth:`let_go` does; the caller has the manager's lock.
+
+        Args:
+            dirty: As there.
+            soft: As there.
+            seen: Whether a graph has views of the block, which are no sign of replaced data.
+        """
         if self.holds > 1:
             self.holds -= 1
             if dirty:
@@ -193,7 +199,11 @@ class Group(Holder):
             or versions != writes.versions
             or use_count(slot.storage) != slot.baseline + slot.pointed  # Slot.others, in line
         ):
-            written, refused = self._look_for_writes(slot, versions, written)
+            if seen and slot is not None and versions == writes.versions and pointing.all_at(slot):
+                written = True  # by something else among the views, perhaps, later on
+                writes.stepped += 1  # masters need not follow for that
+            else:
+                written, refused = self._look_for_writes(slot, versions, written)
         if writes.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0

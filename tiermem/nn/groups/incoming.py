@@ -26,6 +26,7 @@ class IncomingGradients:
 
     Attributes:
         manager: Of the blocks that they go to.
+        left: Whether they are left to torch, as ordinary tensors: HBM has room for everything.
         new: Those that were accumulated and are not in the tiers yet.
     """
 
@@ -41,6 +42,7 @@ class IncomingGradients:
         self.manager = runtime.manager
         self._store = runtime.grads
         self._owed = self.manager.parts.deferred.owed
+        self.left = False
         self.new = NewGradients(self.manager.parts.device, self.take_over)
         self._arriving: GradUnit | None = None
         self._pipeline: BlockSweep | None = None
@@ -128,7 +130,7 @@ class IncomingGradients:
         entry.announced = False
         if self._backward.reduced.active:
             self._backward.reduced.arrived = True
-        else:
+        elif not self.left or entry.has_grad:
             self.new.add(entry)
 
     # -- inside ----------------------------------------------------------
@@ -224,7 +226,7 @@ class _Before(Hook[IncomingGradients, Entry]):
         )
         for watcher in incoming._store.watchers:
             busy = busy or watcher.listens
-        if not busy:
+        if not (busy or incoming.left):
             with torch._C.DisableTorchFunctionSubclass():
                 busy = entry.param.grad is not None
         if busy:
@@ -248,7 +250,8 @@ class _After(Hook[IncomingGradients, Entry]):
             return
         try:
             entry.announced = False
-            incoming.new.add(entry)
+            if not incoming.left or entry.has_grad:
+                incoming.new.add(entry)
         except REFUSALS:
             raise
         except BaseException as error:  # as the decorator ``inside`` does

@@ -17,6 +17,7 @@ ORDINARY = (nn.Parameter, torch.Tensor)
 """Classes that add nothing to what torch does with a tensor."""
 Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
+_address = torch._C.TensorBase.data_ptr
 
 
 class Pointing:
@@ -122,6 +123,13 @@ class Pointing:
         slot.pointed = len(self.tensors)
         slot.pointer = self
         self.slot = slot
+
+    def all_at(self, slot: Slot) -> bool:
+        """Whether each tensor, shown just now, is where it was pointed."""
+        views = slot.views
+        if self._indices is not None:
+            views = [views[index] for index in self._indices]
+        return list(map(_address, self.tensors)) == list(map(_address, views))
 
     def away(self) -> None:
         """Points the tensors at their placeholders."""

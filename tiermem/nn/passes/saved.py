@@ -18,6 +18,7 @@ Where none is covered, what is no weight goes to :mod:`tiermem.nn.passes.activat
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -63,6 +64,21 @@ class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
     __slots__ = ()
 
 
+class LeftOut(threading.local):
+    """The forward of the calling thread whose graph is left to torch, if it is in one.
+
+    Attributes:
+        of: Its model; None where hooks are to see what is saved.
+        end: Has hooks see what is saved from now on.
+    """
+
+    of: object = None
+    end: Callable[[], object] | None = None
+
+
+left_out = LeftOut()
+
+
 class SavedHooks:
     """Makes, pushes and pops the pairs of one runtime."""
 
@@ -84,6 +100,13 @@ class SavedHooks:
         self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)
         self._last: tuple[Any, Any] = None, None  # a checkpoint's, and what covers it
+
+    def may_be_left_out(self) -> bool:
+        """Whether a forward's graph may be left to torch: nobody's hooks are to see what it saves.
+
+        Asked where gradients are taken.
+        """
+        return _is_enabled() and top_pair() is None and not transforming()
 
     def on_top(self) -> bool:
         """Whether a pair of tiermem's sees what is saved; asked where gradients are taken."""
@@ -392,7 +415,11 @@ def _covered(pair: Pair) -> Pair:
 
     Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
     """
-    if not group_of or _hooks_of(pair) is not None or is_of_checkpoint(pair):
+    if not group_of or _hooks_of(pair) is not None:
+        return pair
+    if is_of_checkpoint(pair):
+        if left_out.end is not None:
+            left_out.end()
         return pair
     outer = top_pair()
     hooks = None if outer is None else _hooks_of(outer)

@@ -10,13 +10,16 @@ while no call holds it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import is_grad_enabled, nn
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
+from tiermem.core.block import align_up
 from tiermem.nn.compat.compiler import compiling
 from tiermem.nn.groups.group import Group
+from tiermem.nn.passes.saved import left_out
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ class Bypass:
         self._out: dict[nn.Module, CallInterceptor] = {}
         self._calm = 0
         self._patience = _FIRST
+        self._served = 0  # passes since they were taken out
         self._last: Scope | None = None  # of the last pass, if it was held as a whole
         self._groups: dict[str, tuple[Group, ...]] = {}
 
@@ -75,10 +79,13 @@ class Bypass:
         """
         if self.over:
             return ()
-        if is_grad_enabled() or compiling():
+        if is_grad_enabled():
+            self._wrapped.runtime.backward.incoming.left = False
+        # backward computes a part of a forward again, and calls modules then
+        if compiling() or _in_backward():
             self.end(for_good=True)
             return ()
-        if not self._may():
+        if not self._may() or (is_grad_enabled() and not self._may_leave_graph_out()):
             self.end()
             return ()
         if not self._out:
@@ -88,7 +95,31 @@ class Bypass:
                 return ()
         else:
             self._last = scope
+            self._served += 1
         return self._of(scope)
+
+    def leave_graph_out(self, groups: Iterable[Group]) -> None:
+        """Leaves what a forward saves to torch; the caller has the manager's lock.
+
+        Hooks would be called for every tensor. Without them views of weights and parameters
+        themselves are saved: while a graph has any, the block does not leave HBM.
+
+        Args:
+            groups: All that the forward uses; they are held.
+        """
+        for group in groups:
+            pointing = group.pointing
+            if pointing.slot is not None:
+                pointing.slot.saved = pointing.tensors
+        left_out.of, left_out.end = self._wrapped, self._comes_again
+        incoming = self._wrapped.runtime.backward.incoming
+        incoming.left = self._may_leave_gradients(already=incoming.left)
+
+    def _comes_again(self) -> None:
+        """Ends it for good in the middle of a forward, of which a part will be computed again."""
+        left_out.of = left_out.end = None
+        with self._manager.lock:
+            self.end(for_good=True)
 
     def end(self, *, for_good: bool = False) -> None:
         """Puts the interceptors back; the caller has the manager's lock.
@@ -96,10 +127,11 @@ class Bypass:
         Args:
             for_good: Whether they stay in.
         """
-        self.over = self.over or for_good
+        self.over = self.over or for_good or (bool(self._out) and _in_backward())
         self._calm = 0
         if self._out:
-            self._patience = min(_MOST, 2 * self._patience)
+            in_vain = self._served <= self._patience
+            self._patience = min(_MOST, 2 * self._patience) if in_vain else _FIRST
             for module, call in self._out.items():
                 module.__dict__.setdefault(CallInterceptor.method, call)
             for group in self._wrapped.groups:
@@ -120,6 +152,48 @@ class Bypass:
             and not manager.parts.copy.capturing()
         )
 
+    def _may_leave_graph_out(self) -> bool:
+        """Whether a forward's graph may have the blocks: nothing needs their room, and no hook."""
+        runtime = self._wrapped.runtime
+        return (
+            runtime.saved.may_be_left_out()
+            and runtime.activations.store is None
+            and not runtime.backward.reduced.active
+            and self._fits(self._gradients(new=True))
+        )
+
+    def _may_leave_gradients(self, *, already: bool) -> bool:
+        """Whether gradients may be ordinary tensors, as they are without tiermem.
+
+        They are memory beside that of the blocks then. So HBM has to have room for them a second
+        time, but where they are left already: what it has is what they have let it.
+
+        Args:
+            already: Whether those of the backward before were.
+        """
+        runtime, parts = self._wrapped.runtime, self._manager.parts
+        return (
+            runtime.grads.in_own_dtypes
+            and all(watcher.revocable for watcher in runtime.backward.watchers)
+            and parts.slots.arena.grows
+            and (already or self._fits(self._gradients()))
+        )
+
+    def _gradients(self, *, new: bool = False) -> int:
+        """Returns the bytes of the gradients of all models; ``new``: that have no home yet."""
+        nbytes = 0
+        with DisableTorchFunctionSubclass():
+            for group in self._wrapped.runtime.groups:
+                for entry in group.entries:
+                    if entry.param.requires_grad and not (new and entry.unit is not None):
+                        nbytes += align_up(entry.param.nbytes)
+        return nbytes
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether HBM has room for so much beside all blocks."""
+        table = self._manager.parts.table
+        return table.nbytes + nbytes <= table.hbm.capacity
+
     def _take_out(self, scope: Scope) -> bool:
         """Takes the interceptors out, if all of the model is in HBM; returns whether it has."""
         modules = self._wrapped.modules
@@ -132,6 +206,7 @@ class Bypass:
         if not found:
             self.over = found is None
             return False
+        self._served = 0
         self._out = found  # first: cut short from here on, they are put back
         for group in self._wrapped.groups:
             group.left_open = self.end
@@ -148,3 +223,7 @@ class Bypass:
             found = tuple(g for g in groups if not scope.name or g.block.id in inside)
             self._groups[scope.name] = found
         return found
+
+
+def _in_backward() -> bool:
+    return _current_graph_task_id() != -1

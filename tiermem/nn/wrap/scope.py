@@ -27,6 +27,7 @@ from tiermem.nn.compat.outside import OUTSIDE, outside
 from tiermem.nn.compat.refusing import read_elsewhere, was_refused
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
+from tiermem.nn.passes.saved import left_out
 from tiermem.nn.wrap.statedict import check_state, given_values
 from tiermem.runtime.base.functorch import transforming
 
@@ -171,7 +172,7 @@ class CallInterceptor(Interceptor):
 
     __slots__ = (
         "_activations", "_begins", "_enters", "_gate", "_groups", "_here", "_inside", "_lock",
-        "_manager", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
+        "_manager", "_model", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -189,7 +190,7 @@ class CallInterceptor(Interceptor):
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._push, self._unwritten = self._saved.push, self.runtime.unwritten
         self._groups, self._inside = scope.groups, scope.inside
-        self._begins = scope.begins
+        self._begins, self._model = scope.begins, scope.wrapped
         self._enters = scope.begins and self._activations.store is not None
         # only where a block begins there is something to do although its groups are held
         self._quick = _NOBODY if scope.begins else scope.inside
@@ -232,7 +233,7 @@ class CallInterceptor(Interceptor):
                         inside.depth += 1
                         if inside.thread != thread:
                             inside.thread = 0  # until all are out again
-                pushed = is_grad_enabled() and self._push()
+                pushed = is_grad_enabled() and left_out.of is not self._model and self._push()
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
@@ -273,8 +274,9 @@ class CallInterceptor(Interceptor):
         here, runtime, manager = self._here, self.runtime, self._manager
         # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
         kept = self.scope.wrapped.kept
-        held = 0
+        held, outer = 0, (left_out.of, left_out.end)
         theirs = ended = False
+        left_out.of = left_out.end = None
         try:
             manager.gate.guard()
             with manager.lock:
@@ -294,22 +296,26 @@ class CallInterceptor(Interceptor):
                     for group in kept:
                         group.hold_locked()
                         held += 1
-                    whole = self.scope.wrapped.bypass.begin(self.scope)
+                    whole = self._model.bypass.begin(self.scope)
                     stream = manager.acquirer.enter_stream() if whole else -1
                     kept = (*kept, *whole)
                     for group in whole:
                         if not group.hold_as_it_is(stream):
                             group.hold_locked()
                         held += 1
+                    if whole and is_grad_enabled():
+                        self._model.bypass.leave_graph_out(whole)
                 theirs = True
                 result = CallInterceptor.__call__(self, *args, **kwargs)
                 theirs = False
                 return result
             finally:
                 here.inside = False
+                seen = left_out.of is self._model
+                left_out.of, left_out.end = outer
                 with manager.lock:
                     self._threads.leave()
-                    _let_go(kept[:held])
+                    _let_go(kept[:held], seen=seen)
                 runtime.busy(self.scope.name or "forward", began)
                 ended = True
         except REFUSALS:
@@ -332,10 +338,10 @@ class CallInterceptor(Interceptor):
             tensor.register_hook(partial(_announce, runtime, scope))
 
 
-def _let_go(groups: Sequence[Group]) -> None:
-    """Lets groups go that a call which is refused holds; the caller has the manager's lock."""
+def _let_go(groups: Sequence[Group], *, seen: bool = False) -> None:
+    """Lets groups go that a call holds; the caller has the manager's lock."""
     for group in groups:
-        group.let_go_locked()
+        group.let_go_locked(seen=seen)
 
 
 def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> None:

@@ -126,7 +126,7 @@ class Attempt:
                 after that call, sets ``made``, and may be called again. No bytes are kept then.
         """
         if complete is not None:
-            self._complete, self.one_call = complete, OneCall()
+            self._complete, self.one_call = complete, OneCall(optimizer)
         undo, unit = Undo(), self._unit
         params = [param for param, _ in unit.members]
         undo.keep_optimizer(optimizer, unit.plain.owns(), state, params)

@@ -108,6 +108,13 @@ class UnitGradients:
         One that has a view is changed now as well: the view shows it, and what it shows is what
         counts when it is next looked at.
         """
+        self.change_stored(runtime, change)
+        loose = self.loose()
+        if loose:
+            change(loose)
+
+    def change_stored(self, runtime: ModuleRuntime, change: Change) -> None:
+        """Does what :meth:`change` does, but for ordinary gradients."""
         self.sync(runtime)
         for unit in self.grad_units():
             entries = self.entries_in(unit)
@@ -116,13 +123,12 @@ class UnitGradients:
                 unit.await_change(entries, change)
                 if any(is_viewed(e.lazy) for e in entries):
                     runtime.grads.settle_now(unit)
-        loose = [
-            p.grad
-            for p, _ in self.members
-            if p.grad is not None and not isinstance(p.grad, LazyTensor)
-        ]
-        if loose:
-            change(loose)
+
+    def loose(self) -> list[torch.Tensor]:
+        """Returns the gradients that are ordinary tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [param.grad for param, _ in self.members]
+        return [g for g in found if g is not None and not isinstance(g, LazyTensor)]
 
     def unchange(self, change: Change) -> None:
         """Takes a change back that stored gradients still await."""

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from tiermem.optim.units.undo import cannot_fail_midway
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_COLLECTS = "_init_group"  # the method that collects what a step works on, and computes nothing
 _KERNELS: tuple[Any, ...] = (torch._fused_adam_, torch._fused_adamw_)
 
 
@@ -29,17 +31,40 @@ def writes_in_one_call(optimizer: torch.optim.Optimizer) -> bool:
     state = optimizer.state
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return len({p.device for p in params}) == 1 and all(
-        p.layout is torch.strided and state.get(p) for p in params
+        type(p) in _PLAIN and p.layout is torch.strided and state.get(p) for p in params
     )
 
 
-class OneCall(TorchFunctionMode):
-    """Detects whether the call that writes was made; entered around the plain optimizer's step."""
+def _unseen(collect: Callable[..., Any], *args: Any) -> Any:
+    """Calls a method that does nothing but to look at ordinary tensors."""
+    with torch._C.DisableTorchFunction():
+        return collect(*args)
 
-    def __init__(self) -> None:
-        """Starts with no step seen."""
+
+class OneCall(TorchFunctionMode):
+    """Detects whether the call that writes was made; entered around the plain optimizer's step.
+
+    What comes before that call looks at each tensor several times, which it is not to see.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Starts with no step of ``optimizer`` seen."""
         super().__init__()
         self._made: list[None] = []
+        self._names = vars(optimizer)
+        self._collect = partial(_unseen, type(optimizer)._init_group.__get__(optimizer))  # type: ignore[attr-defined]
+
+    def __enter__(self) -> OneCall:
+        """Begins to look."""
+        self._names.setdefault(_COLLECTS, self._collect)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        """Ends it."""
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        if self._names.get(_COLLECTS) is self._collect:
+            del self._names[_COLLECTS]
 
     @property
     def made(self) -> bool:

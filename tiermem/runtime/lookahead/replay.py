@@ -326,6 +326,7 @@ class Replay:
             or (slot.pointed and not slot.idle)
             or use_count(slot.storage) > slot.baseline + slot.pointed  # Slot.aliased, in line
             or use_count(slot.reading) > slot.sight.reading_baseline + len(slot.sight.read)
+            or (slot.saved and slot.is_saved())
             or comes.in_hbm is not _ABSENT
             or comes.at_home is not _VALID
         ):

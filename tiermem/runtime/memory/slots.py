@@ -9,12 +9,13 @@ while it is alive the bytes stay too, but nothing writes through it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from tiermem.core.block import Block, Extent
 from tiermem.runtime.base.functorch import modes, transforming, untransformed, without_modes
@@ -109,6 +110,24 @@ class Pointer(Protocol):
         ...
 
 
+_references: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+
+
+def _has_saved(param: torch.Tensor) -> bool:
+    """Whether a graph refers to a parameter otherwise than to accumulate its gradient.
+
+    The parameter's Python object counts as one reference, the node that accumulates as another.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+        count = _references(param)
+        if count <= 1 or not param.requires_grad:
+            return count > 1
+        if count > 2 or transforming() or modes():
+            return True
+        node = get_gradient_edge(param).node  # made anew, if no graph has it
+        return _references(param) > 1 + (node is not None)
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """A block at one address of HBM.
@@ -127,6 +146,7 @@ class Slot:
             the block is leased again, so the block may leave.
         sight: What the rest is from.
         pointer: What has pointed parameters here last, and can point them elsewhere.
+        saved: Parameters that autograd may have saved as they are, where no hook saw it.
     """
 
     block: Block
@@ -141,6 +161,7 @@ class Slot:
     pointed: int = 0
     idle: bool = False
     pointer: Pointer | None = None
+    saved: Sequence[torch.Tensor] = ()
 
     @property
     def wanted(self) -> bool:
@@ -152,7 +173,20 @@ class Slot:
         """Whether anything but tiermem and the pointed parameters can see the bytes."""
         sight, writers = self.sight, self.baseline + self.pointed
         readers = sight.reading_baseline + len(sight.read)
-        return use_count(self.storage) > writers or use_count(self.reading) > readers
+        seen = use_count(self.storage) > writers or use_count(self.reading) > readers
+        return seen or (bool(self.saved) and self.is_saved())
+
+    def is_saved(self) -> bool:
+        """Whether a graph that lives may have saved parameters themselves, or still may.
+
+        What is saved of a parameter that way shows whatever the parameter points at.
+        """
+        if self.wanted:
+            return True  # in use: more of them may be saved
+        if any(map(_has_saved, self.saved)):
+            return True
+        self.saved = ()
+        return False
 
     def others(self) -> bool:
         """Whether anything else may write the bytes, or a parameter does not point here."""

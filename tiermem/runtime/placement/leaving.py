@@ -81,6 +81,7 @@ class LeaveRules:
         if slot is None or (  # Slot.aliased, in line: asked at every streamed use
             use_count(slot.storage) > slot.baseline + slot.pointed
             or use_count(slot.reading) > slot.sight.reading_baseline + len(slot.sight.read)
+            or (slot.saved and slot.is_saved())
         ):
             return False
         if why is _NEEDED:
@@ -115,6 +116,7 @@ class LeaveRules:
         if slot is None or (  # _is_aliased, in line
             use_count(slot.storage) > slot.baseline + slot.pointed
             or use_count(slot.reading) > slot.sight.reading_baseline + len(slot.sight.read)
+            or (slot.saved and slot.is_saved())
         ):
             return False  # it stays, and the aliases may be used through its parameters
         if not slot.pointed:

@@ -1,0 +1,611 @@
+"""Training of models that are in HBM as a whole: graphs and gradients are left to torch."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_examples import examples
+from support_nn import same_bits
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tiermem
+from tiermem.nn.passes.saved import left_out
+from tiermem.nn.tensors.lazy import LazyTensor
+from tiermem.optim.units.foreign import ForeignWrites
+from tiermem.runtime.memory.slots import Slot
+
+WIDTH, LAYERS = 8, 3
+X = torch.linspace(-1.0, 1.0, 2 * WIDTH * 5).reshape(2, WIDTH, 5)
+
+
+class Layer(nn.Module):
+    """A layer of which autograd saves parameters themselves, and views of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.up, self.down = nn.Linear(5, 4 * WIDTH), nn.Linear(4 * WIDTH, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.conv(self.norm(x))).tanh())
+
+
+class Model(nn.Module):
+    """Layers, parts of which may be computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(5, 3)
+        self.again: bool | None = None  # whether with reentrant checkpoints
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.again is None or number != 1:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.again)
+            self.seen = x if number == 1 else self.seen
+        return self.head(x)
+
+
+class Pair:
+    """A resident model and its twin in the tiers, each with an optimizer."""
+
+    def __init__(self, hbm: str = "16MiB", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.plain: Any = Model()
+        self.model: Any = deepcopy(self.plain)
+        self.tier = tiermem.TierManager("cpu", hbm=hbm, dram="32MiB")
+        self.tier.wrap(self.model)
+        (one,) = self.tier._runtime.models.values()
+        self.bypass = one.bypass
+        self.both = self.plain, self.model
+        self.optimizers = [
+            torch.optim.AdamW(self.plain.parameters(), lr=0.01),
+            self.tier.optimizer(self.model, torch.optim.AdamW, lr=0.01, **options),
+        ]
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tier.close(discard=True)
+
+    def train(self, steps: int, *, kept: bool = True) -> None:
+        for _ in range(steps):
+            for one, optimizer in zip(self.both, self.optimizers, strict=True):
+                optimizer.zero_grad()
+                one(X).square().mean().backward()
+                optimizer.step()
+        self.check(kept=kept)
+
+    def check(self, *, kept: bool = True) -> None:
+        """Compares weights, and gradients where steps have ``kept`` them."""
+        want = dict(self.plain.named_parameters())
+        for group in self.groups():  # not through the parameters: that puts interceptors back
+            values = self.tier._manager.read(group.block)
+            for entry in group.entries:
+                assert same_bits(values[entry.index], want[entry.name].detach()), entry.name
+        pairs = zip(self.model.parameters(), self.plain.parameters(), strict=True)
+        for mine, theirs in pairs if kept else ():
+            assert (mine.grad is None) == (theirs.grad is None)
+            assert mine.grad is None or same_bits(mine.grad, theirs.grad)
+
+    def crowd(self) -> nn.Module:
+        """Makes HBM too small, and uses all of it; returns the model that does."""
+        torch.manual_seed(3)
+        capacity = self.tier._manager.parts.table.hbm.capacity
+        layers = -(-capacity // (64 * 64 * 4))
+        other = self.tier.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))))
+        self.use(other)
+        return other
+
+    def use(self, other: nn.Module) -> None:
+        with torch.no_grad():
+            for _ in range(2):
+                other(torch.ones(1, 64))
+
+    def blocks_in_hbm(self) -> int:
+        """Of how many blocks of the model's weights the bytes are in HBM."""
+        groups = [g for g in self.tier._runtime.groups if g.entries and g in self.groups()]
+        return sum(group.record.usable for group in groups)
+
+    def groups(self) -> list[Any]:
+        (first, *_) = self.tier._runtime.models.values()
+        return list(first.groups)
+
+
+def intercepted(model: nn.Module) -> int:
+    return sum("_call_impl" in module.__dict__ for module in model.modules())
+
+
+def entered(pair: Pair) -> None:
+    """Trains until graphs and gradients are left to torch."""
+    before = intercepted(pair.model)
+    pair.train(4)
+    assert pair.bypass.active
+    assert intercepted(pair.model) < before / 2
+    assert not any(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+
+
+def test_steps_of_a_model_that_fits_are_as_without_tiers() -> None:
+    with Pair() as pair:
+        pair.train(1)
+        assert any(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        entered(pair)
+        packed: list[object] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(pair.tier._runtime.saved), "reference", packed.append)
+            pair.train(3)
+        assert not packed
+        assert not any(group.holds for group in pair.tier._runtime.groups)
+
+
+def test_a_model_that_does_not_fit_keeps_its_hooks() -> None:
+    with Pair("40KiB") as pair:
+        pair.train(6)
+        assert not pair.bypass.active
+        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+
+
+def test_gradients_have_room_beside_or_stay_in_the_tiers() -> None:
+    with Pair() as pair:
+        needed = pair.tier._manager.parts.table.nbytes
+    with Pair(str(needed + 16384)) as pair:
+        pair.train(2)  # gradients have homes now
+        assert pair.tier._manager.parts.table.all_fit
+        pair.train(4)
+        assert pair.bypass.active
+        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+
+
+def test_weights_alone_that_fit_are_not_given_to_graphs() -> None:
+    """Gradients to come need room that a graph would not give."""
+    torch.manual_seed(0)
+    plain = Model()
+    model = deepcopy(plain)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    with tiermem.TierManager("cpu", hbm=str(nbytes * 3 // 2), dram="1MiB") as tier:
+        tier.wrap(model)
+        for _ in range(5):
+            want, got = plain(X), model(X)
+            assert same_bits(want, got)
+        for loss in (want, got):
+            loss.sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same_bits(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("frozen", ["", "conv", "norm", "up"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_what_a_graph_has_saved_stays_where_it_is(frozen: str, hidden: bool) -> None:
+    with Pair() as pair:
+        for one in pair.both:
+            for name, param in one.named_parameters():
+                param.requires_grad_(not frozen or frozen not in name)
+        entered(pair)
+        kept = []
+        for one in pair.both:
+            one.zero_grad()
+            out = one(X)
+            kept.append(one.seen if hidden else out)  # of the other nothing is left
+        del out
+        for one in pair.both:
+            one.seen = None
+        other = pair.crowd()
+        assert pair.blocks_in_hbm() > 0
+        for loss in kept:
+            loss.square().sum().backward()
+        pair.check()
+        del loss, kept
+        pair.use(other)
+        assert pair.blocks_in_hbm() < len(pair.groups())
+        pair.train(2)
+        assert not pair.bypass.active
+
+
+def test_a_slot_is_let_go_with_the_last_graph() -> None:
+    with Pair() as pair:
+        entered(pair)
+        group = next(g for g in pair.groups() if any("norm" in e.name for e in g.entries))
+        slot: Slot = pair.tier._manager.parts.slots.current[group.block.id]
+        out = pair.model(X)
+        assert slot.saved and slot.is_saved()
+        del out
+        pair.model.seen = None
+        assert not slot.is_saved() and not slot.saved
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("soon", [False, True])
+def test_parts_that_are_computed_again_have_their_interceptors(reentrant: bool, soon: bool) -> None:
+    with Pair() as pair:
+        if not soon:
+            entered(pair)
+        for one in pair.both:
+            one.again = reentrant
+        pair.train(4)
+        assert not pair.bypass.active and pair.bypass.over
+
+
+class Saving(torch.autograd.Function):
+    """Uses a weight in backward by Python code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def test_a_weight_that_python_code_uses_in_backward() -> None:
+    with Pair() as pair:
+        for one in pair.both:
+            one.layers[1].up.forward = (  # type: ignore[method-assign]
+                lambda x, one=one: Saving.apply(x, one.layers[1].up.weight)
+            )
+        pair.train(6)
+        assert pair.bypass.over
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_hooks_of_users_see_what_is_saved(inside: bool) -> None:
+    with Pair() as pair:
+        entered(pair)
+        seen: list[list[torch.Size]] = []
+        for one, optimizer in zip(pair.both, pair.optimizers, strict=True):
+            shapes: list[torch.Size] = []
+
+            def pack(tensor: torch.Tensor, shapes: list[torch.Size] = shapes) -> torch.Tensor:
+                shapes.append(tensor.shape)
+                return tensor.clone()
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
+            optimizer.zero_grad()
+            if inside:
+                layer = one.layers[1]
+                first = layer.register_forward_pre_hook(lambda *_, h=hooks: h.__enter__())
+                last = layer.register_forward_hook(lambda *_, h=hooks: h.__exit__())
+                loss = one(X).square().mean()
+                first.remove()
+                last.remove()
+            else:
+                with hooks:
+                    loss = one(X).square().mean()
+            loss.backward()
+            seen.append(shapes)
+        assert seen[0] == seen[1] and seen[0]
+        pair.check()
+        pair.train(3)
+
+
+def test_gradients_of_both_kinds_are_one_sum() -> None:
+    with Pair() as pair:
+        entered(pair)
+        for one in pair.both:
+            one.zero_grad()
+            for part in range(5):
+                if part in (1, 3):  # no whole call: these go to the tiers
+                    one.layers[0](X).sum().backward()
+                    one.layers[1](X * part).sum().backward()
+                else:
+                    one(X * (part + 1)).square().mean().backward()
+        pair.check()
+        pair.train(3)
+
+
+def test_clipping_and_a_scale_of_gradients_left_to_torch() -> None:
+    with Pair() as pair:
+        entered(pair)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in pair.both]
+        for number in range(4):
+            for one, optimizer, scaler in zip(pair.both, pair.optimizers, scalers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(one(X).square().mean()).backward()
+                if number % 2:
+                    scaler.unscale_(optimizer)
+                    norm = nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+                    assert norm > 0.01
+                scaler.step(optimizer)
+                scaler.update()
+            pair.check()
+        for one, optimizer in zip(pair.both, pair.optimizers, strict=True):
+            one(X).square().mean().backward()
+            clip = getattr(optimizer, "clip_grad_norm_", None)
+            norm = clip(0.01) if clip else nn.utils.clip_grad_norm_(one.parameters(), 0.01)
+            optimizer.step()
+        pair.check()
+
+
+def test_a_graph_of_a_gradient() -> None:
+    with Pair() as pair:
+        entered(pair)
+        for one in pair.both:
+            one.zero_grad()
+            loss = one(X).square().mean()
+            first = torch.autograd.grad(loss, list(one.parameters()), create_graph=True)
+            sum(g.square().sum() for g in first).backward()
+        pair.check()
+
+
+def test_gradients_in_another_dtype_stay_in_the_tiers() -> None:
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16)
+    with tiermem.TierManager("cpu", hbm="16MiB", dram="32MiB") as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(
+            model, torch.optim.AdamW, lr=0.01, grad_dtype=torch.float32, overlap=False
+        )
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(X.bfloat16()).float().square().mean().backward()
+            optimizer.step()
+        assert all(isinstance(p.grad, LazyTensor) for p in model.parameters())
+
+
+def test_gradients_stay_in_the_tiers_where_memory_is_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Pair() as pair:
+        monkeypatch.setattr(pair.tier._manager.parts.slots.arena, "grows", False, raising=False)
+        pair.train(5)
+        assert pair.bypass.active
+        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+
+
+def test_steps_asked_for_in_backward_are_made_there() -> None:
+    with Pair(overlap="backward") as pair:
+        pair.train(5, kept=False)
+        assert pair.optimizers[1].stepped_in_backward
+
+
+def test_masters_are_not_looked_at_for_what_a_graph_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []
+    inner = ForeignWrites.look
+    monkeypatch.setattr(ForeignWrites, "look", lambda self: looks.append(inner(self)) or looks[-1])
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16)
+    with tiermem.TierManager("cpu", hbm="16MiB", dram="32MiB") as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(
+            model, torch.optim.AdamW, lr=0.01, master_dtype=torch.float32, overlap=False
+        )
+        for _ in range(6):
+            looks.clear()
+            optimizer.zero_grad()
+            model(X.bfloat16()).float().square().mean().backward()
+            optimizer.step()
+        (one,) = tier._runtime.models.values()
+        assert one.bypass.active
+        assert looks and not any(looks)
+
+
+def test_memory_in_the_place_of_a_weights_is_copied_home() -> None:
+    """Put there inside a forward by code that nothing tells of."""
+    with Pair() as pair:
+        entered(pair)
+        for one in pair.both:
+            weight = one.layers[0].down.weight
+
+            def put(_module: nn.Module, _args: object, weight: torch.Tensor = weight) -> None:
+                torch.Tensor.data.__set__(weight, torch.full((5, 4 * WIDTH), 0.25))  # type: ignore[attr-defined]
+
+            handle = one.layers[0].register_forward_pre_hook(put)
+            with torch.enable_grad():
+                one(X)
+            handle.remove()
+        pair.train(1)
+
+
+def test_a_view_that_a_module_keeps_is_seen() -> None:
+    """It is written while no call holds the weight, and the block leaves afterwards."""
+    with Pair() as pair:
+        entered(pair)
+        for one in pair.both:
+            layer, views = one.layers[0], []
+            handle = layer.register_forward_hook(
+                lambda module, *_, views=views: views.append(module.conv.weight.detach())
+            )
+            one(X)
+            handle.remove()
+            with torch.no_grad():
+                views.pop().mul_(0.5)
+            one.seen = None
+        pair.crowd()
+        pair.check()
+        pair.train(2)
+
+
+def test_a_second_thread_has_its_own_hooks() -> None:
+    with Pair() as pair:
+        entered(pair)
+        for one in pair.both:
+            one.zero_grad()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(one, X).result().sum().backward()
+        assert not pair.bypass.active
+        pair.check()
+
+
+def test_a_model_inside_another_is_seen_by_its_own_hooks() -> None:
+    with Pair() as pair:
+        entered(pair)
+        torch.manual_seed(5)
+        plain = Layer()
+        inner = pair.tier.wrap(deepcopy(plain))
+        for one, part in ((pair.plain, plain), (pair.model, inner)):
+            one.zero_grad()
+            handle = one.layers[1].register_forward_hook(
+                lambda _module, _args, out, part=part: part(out)
+            )
+            for _ in range(4):
+                one(X).square().mean().backward()
+            handle.remove()
+        pair.check()
+        for mine, theirs in zip(inner.parameters(), plain.parameters(), strict=True):
+            assert same_bits(mine.grad, theirs.grad)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    with Pair() as pair:
+        entered(pair)
+        handle = pair.model.layers[1].register_forward_hook(fail)
+        with pytest.raises(ArithmeticError):
+            pair.model(X)
+        handle.remove()
+        assert left_out.of is None and left_out.end is None
+        assert not any(group.holds for group in pair.tier._runtime.groups)
+        pair.train(2)
+        assert pair.bypass.active
+
+
+def test_a_program_that_reads_its_weights_now_and_then_goes_on_so() -> None:
+    with Pair() as pair:
+        entered(pair)
+        for _ in range(5):
+            pair.train(12)
+            assert pair.bypass.active
+            pair.model.state_dict()
+            assert not pair.bypass.active
+        pair.train(4)
+        assert pair.bypass.active
+
+
+ACTS = (
+    "train", "train", "train", "forward", "forward", "hidden", "backward", "backward", "drop",
+    "step", "zero", "eval", "write", "data", "freeze", "thaw", "layer", "again", "cpu", "grad",
+    "clip", "crowd", "functional", "fail", "edit",
+)  # fmt: skip
+
+
+class Program:
+    """What one twin does."""
+
+    def __init__(self, pair: Pair, number: int) -> None:
+        self.pair, self.number = pair, number
+        self.one: Any = pair.both[number]
+        self.optimizer = pair.optimizers[number]
+        self.graphs: list[torch.Tensor] = []
+
+    def act(self, what: str, draw: random.Random) -> list[Any]:
+        one, optimizer = self.one, self.optimizer
+        layer, x = one.layers[draw.randrange(LAYERS)], X * draw.choice([0.5, 1.0, 2.0])
+        result: list[Any] = []
+        if what == "train":
+            optimizer.zero_grad()
+            loss = one(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            result = [loss.detach()]
+        elif what in ("forward", "hidden"):
+            out = one(x)
+            self.graphs.append(one.seen if what == "hidden" else out)
+            result = [out.detach()]
+        elif what in ("backward", "grad") and self.graphs:
+            loss = self.graphs.pop(draw.randrange(len(self.graphs))).square().sum()
+            params = [p for p in one.parameters() if p.requires_grad]
+            if what == "backward" and loss.requires_grad:
+                loss.backward(retain_graph=draw.random() < 0.3)
+            elif loss.requires_grad:
+                result = list(torch.autograd.grad(loss, params, allow_unused=True))
+        elif what == "drop":
+            self.graphs = []
+            one.seen = None
+        elif what == "step":
+            optimizer.step()
+        elif what == "zero":
+            optimizer.zero_grad(set_to_none=draw.random() < 0.5)
+        elif what == "eval":
+            with torch.no_grad():
+                result = [one(x)]
+        elif what == "write":
+            with torch.no_grad():
+                layer.up.weight.mul_(1.25)
+        elif what == "data":
+            layer.conv.weight.data.mul_(0.75)
+        elif what in ("freeze", "thaw"):
+            layer.norm.weight.requires_grad_(what == "thaw")
+            layer.conv.requires_grad_(what == "thaw")
+        elif what == "layer":
+            out = layer(x)
+            self.graphs.append(out)
+            result = [out.detach()]
+        elif what == "again":
+            one.again = draw.choice([None, False, True])
+        elif what == "cpu":
+            with torch.autograd.graph.save_on_cpu():
+                out = one(x)
+            out.square().sum().backward()
+        elif what == "clip":
+            if any(p.grad is not None for p in one.parameters()):
+                result = [nn.utils.clip_grad_norm_(one.parameters(), 0.05)]
+        elif what == "functional":
+            own = {"head.weight": torch.ones(3, 5, requires_grad=True)}
+            self.graphs.append(torch.func.functional_call(one, own, (x,)))
+        elif what == "fail":
+            handle = layer.register_forward_hook(fail)
+            with pytest.raises(ArithmeticError):
+                one(x)
+            handle.remove()
+        elif what == "edit":
+            for param in one.head.parameters():
+                if param.grad is not None:
+                    with torch.no_grad():
+                        param.grad.mul_(2.0)
+        return result
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    acts=st.lists(st.sampled_from(ACTS), min_size=5, max_size=40),
+    first=st.integers(0, 4),
+    hbm=st.sampled_from(["16MiB", "16MiB", "160KiB", "64KiB"]),
+    seed=st.integers(0, 1 << 16),
+)
+def test_whatever_programs_do_has_the_bits_of_the_resident_model(
+    acts: list[str], first: int, hbm: str, seed: int
+) -> None:
+    with Pair(hbm) as pair:
+        programs = [Program(pair, number) for number in range(2)]
+        pair.train(first)
+        crowded = False
+        for number, what in enumerate(acts):
+            if what == "crowd":
+                if not crowded and hbm == "16MiB":
+                    crowded = True
+                    pair.crowd()
+                continue
+            found: list[list[Any]] = []
+            for program in programs:
+                try:
+                    found.append(program.act(what, random.Random(seed + number)))
+                except RuntimeError as error:
+                    found.append([type(error)])  # torch's: a weight was changed in between
+            plain, mine = found
+            assert len(plain) == len(mine), (number, what, found)
+            for want, got in zip(plain, mine, strict=True):
+                if isinstance(want, torch.Tensor):
+                    assert same_bits(want, got), (number, what)
+                else:
+                    assert want == got, (number, what, found)
+            assert not any(group.holds for group in pair.tier._runtime.groups), (number, what)
+        pair.check()
