@@ -173,15 +173,17 @@ def test_gradients_have_room_beside_or_stay_in_the_tiers() -> None:
 def test_weights_alone_that_fit_are_not_given_to_graphs() -> None:
     """Gradients to come need room that a graph would not give."""
     torch.manual_seed(0)
-    plain = Model()
+    plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     model = deepcopy(plain)
-    nbytes = sum(p.nbytes for p in plain.parameters())
-    with tiermem.TierManager("cpu", hbm=str(nbytes * 3 // 2), dram="1MiB") as tier:
+    x = torch.linspace(-1.0, 1.0, 128).reshape(2, 64).requires_grad_()  # so all weights are saved
+    with tiermem.TierManager("cpu", hbm="164KiB", dram="1MiB") as tier:
         tier.wrap(model)
+        assert tier._manager.parts.table.all_fit
         for _ in range(5):
-            want, got = plain(X), model(X)
+            want, got = plain(x), model(x)
             assert same_bits(want, got)
         for loss in (want, got):
+            loss.sum().backward(retain_graph=True)
             loss.sum().backward()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert same_bits(mine.grad, theirs.grad)
@@ -225,6 +227,19 @@ def test_a_slot_is_let_go_with_the_last_graph() -> None:
         del out
         pair.model.seen = None
         assert not slot.is_saved() and not slot.saved
+        loss = pair.model(X).sum()
+        assert slot.is_saved()
+        loss.backward()
+        pair.model.seen = None
+        assert not slot.is_saved()  # though the nodes are there that accumulate
+        seen: list[bool] = []
+        handle = pair.model.layers[0].register_forward_pre_hook(
+            lambda *_: seen.append(slot.is_saved())
+        )
+        del loss
+        loss = pair.model(X).sum()
+        assert seen == [True] and slot.is_saved()  # what is saved later counts as well
+        handle.remove()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -287,6 +302,7 @@ def test_hooks_of_users_see_what_is_saved(inside: bool) -> None:
             else:
                 with hooks:
                     loss = one(X).square().mean()
+                assert one is pair.plain or not pair.bypass.active
             loss.backward()
             seen.append(shapes)
         assert seen[0] == seen[1] and seen[0]
@@ -395,20 +411,22 @@ def test_masters_are_not_looked_at_for_what_a_graph_saves(monkeypatch: pytest.Mo
         assert looks and not any(looks)
 
 
+_put: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
 def test_memory_in_the_place_of_a_weights_is_copied_home() -> None:
     """Put there inside a forward by code that nothing tells of."""
     with Pair() as pair:
         entered(pair)
         for one in pair.both:
-            weight = one.layers[0].down.weight
-
-            def put(_module: nn.Module, _args: object, weight: torch.Tensor = weight) -> None:
-                torch.Tensor.data.__set__(weight, torch.full((5, 4 * WIDTH), 0.25))  # type: ignore[attr-defined]
-
-            handle = one.layers[0].register_forward_pre_hook(put)
-            with torch.enable_grad():
-                one(X)
+            handle = one.layers[0].register_forward_pre_hook(
+                lambda module, _args: _put(module.down.weight, torch.full((5, 4 * WIDTH), 0.25))
+            )
+            one(X)
             handle.remove()
+            one.seen = None
+        assert pair.bypass.active
+        pair.check()
         pair.train(1)
 
 
