@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import tiermem
 from tiermem.nn.passes.saved import left_out
 from tiermem.nn.tensors.lazy import LazyTensor
+from tiermem.nn.wrap.bypass import Bypass
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.runtime.memory.slots import Slot
 
@@ -165,6 +166,37 @@ def test_gradients_have_room_beside_or_stay_in_the_tiers() -> None:
     with Pair(str(needed + 16384)) as pair:
         pair.train(2)  # gradients have homes now
         assert pair.tier._manager.parts.table.all_fit
+        pair.train(4)
+        assert pair.bypass.active
+        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+
+
+def test_what_gradients_took_in_the_tiers_is_given_back_once_they_are_left() -> None:
+    with Pair() as pair:
+        parts = pair.tier._manager.parts
+        gaps: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            inner = type(parts.limit).trim
+            patch.setattr(type(parts.limit), "trim", lambda self: gaps.append(inner(self)))
+            pair.train(8)
+        assert len(gaps) == 1
+        used = sum(row.nbytes for row in pair.tier.residency() if row.tiers["hbm"] != "absent")
+        assert parts.slots.arena.mapped < used + 2 * parts.slots.arena.chunk
+
+
+def test_gradients_that_are_left_stay_so_where_they_themselves_have_lessened_hbm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Pair() as pair:
+        entered(pair)
+        monkeypatch.setattr(Bypass, "_gradients", lambda _self, new=False: 0 if new else 1 << 40)
+        pair.train(2)
+        assert not any(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        pair.optimizers[1].zero_grad()
+        for _ in range(3):
+            pair.model.layers[0](X).sum().backward()  # they go to the tiers
+        pair.optimizers[0].zero_grad()
+        pair.optimizers[1].zero_grad()
         pair.train(4)
         assert pair.bypass.active
         assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())

@@ -26,7 +26,8 @@ class IncomingGradients:
 
     Attributes:
         manager: Of the blocks that they go to.
-        left: Whether they are left to torch, as ordinary tensors: HBM has room for everything.
+        left: Of how many forwards in a row they were left to torch, as ordinary tensors, since HBM
+            has room for everything; 0 where they go to the tiers.
         new: Those that were accumulated and are not in the tiers yet.
     """
 
@@ -42,7 +43,7 @@ class IncomingGradients:
         self.manager = runtime.manager
         self._store = runtime.grads
         self._owed = self.manager.parts.deferred.owed
-        self.left = False
+        self.left = 0
         self.new = NewGradients(self.manager.parts.device, self.take_over)
         self._arriving: GradUnit | None = None
         self._pipeline: BlockSweep | None = None

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _FIRST = 2
 """Passes in a row that need no interceptors before those are taken out for the first time."""
+_CLEARED = 3
+"""Forwards with gradients left to torch until those before them are cleared from the tiers."""
 _MOST = 1024
 """The same at the most, however often they were put back."""
 
@@ -77,10 +79,14 @@ class Bypass:
         Returns:
             The groups to hold for all of it; none where the calls inside hold their own.
         """
+        found = self._begin(scope)
+        if not found and is_grad_enabled():
+            self._wrapped.runtime.backward.incoming.left = 0
+        return found
+
+    def _begin(self, scope: Scope) -> Sequence[Group]:
         if self.over:
             return ()
-        if is_grad_enabled():
-            self._wrapped.runtime.backward.incoming.left = False
         # backward computes a part of a forward again, and calls modules then
         if compiling() or _in_backward():
             self.end(for_good=True)
@@ -113,7 +119,12 @@ class Bypass:
                 pointing.slot.saved = pointing.tensors
         left_out.of, left_out.end = self._wrapped, self._comes_again
         incoming = self._wrapped.runtime.backward.incoming
-        incoming.left = self._may_leave_gradients(already=incoming.left)
+        if not self._may_leave_gradients(already=incoming.left > 0):
+            incoming.left = 0
+            return
+        incoming.left += 1
+        if incoming.left == _CLEARED:
+            self._manager.parts.limit.trim()
 
     def _comes_again(self) -> None:
         """Ends it for good in the middle of a forward, of which a part will be computed again."""

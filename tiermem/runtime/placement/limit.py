@@ -191,5 +191,11 @@ class HbmLimit:
         self._resize(end)
         evictor.regions.reset()
         self._arena.trim(end, max(end, self._arena.capacity))
-        for gap in hbm.gaps():
+        self.trim()
+
+    def trim(self) -> None:
+        """Gives back the memory of places where no block is."""
+        self._evictor.transfers.settle_all()
+        self._evictor.reap()
+        for gap in self._table.hbm.gaps():
             self._arena.trim(gap.offset, gap.end)
