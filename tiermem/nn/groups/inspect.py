@@ -42,7 +42,10 @@ def find(model: nn.Module, which: str) -> list[Found]:
     found: dict[int, Found] = {}
     for module_name, module in model.named_modules():
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        for name, tensor in getattr(module, which).items():
+        named = getattr(module, which).items()
+        if isinstance(module, nn.RNNBase):  # as cuDNN wants them: else each call copies them all
+            named = sorted(named, key=lambda item: not item[0].startswith("weight"))
+        for name, tensor in named:
             if tensor is not None:
                 full = f"{module_name}.{name}" if module_name else name
                 one = found.setdefault(id(tensor), Found(tensor, full))
