@@ -555,3 +555,18 @@ def test_reparametrized_while_wrapped_is_refused() -> None:
         with pytest.raises(tiermem.ParameterError, match=r"tier\.unwrap"):
             del pair.model[0].weight
         pair.finish()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_weights_lie_as_cudnn_wants_them(kind: Any) -> None:
+    """All matrices in the order of the layers, then all biases; else each call copies them."""
+    model = kind(64, 64, 2, bidirectional=True)
+    with tiermem.TierManager("cpu", hbm="16MiB", dram="16MiB") as tier:
+        tier.wrap(model)
+        (group,) = tier._runtime.groups
+        names = [spec.name for spec in group.block.tensors]
+        want = [name for name in model._flat_weights_names if "weight" in name]
+        want += [name for name in model._flat_weights_names if "bias" in name]
+        assert names == want
+        ends = [spec.offset + spec.nbytes for spec in group.block.tensors]
+        assert ends[:-1] == [spec.offset for spec in group.block.tensors[1:]]
