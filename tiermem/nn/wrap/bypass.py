@@ -157,7 +157,7 @@ class Bypass:
         return (
             manager.parts.table.all_fit
             and not manager.threads.several
-            and not runtime.experts.stacks
+            and not runtime.experts.open
             and not runtime.unwritten
             and not manager.parts.deferred.owed
             and not manager.parts.copy.capturing()
