@@ -1897,8 +1897,8 @@ MUTATIONS = (
     Mutation(
         "bypass: gradients that are kept wider go to the tiers",
         _BYPASS,
-        "            runtime.grads.in_own_dtypes\n            and all",
-        "            all",
+        "            and runtime.grads.in_own_dtypes\n",
+        "",
         _TRAINED,
     ),
     Mutation(

@@ -48,6 +48,7 @@ class Bypass:
         self._out: dict[nn.Module, CallInterceptor] = {}
         self._calm = 0
         self._patience = _FIRST
+        self._trained = 0  # passes with gradients
         self._served = 0  # passes since they were taken out
         self._last: Scope | None = None  # of the last pass, if it was held as a whole
         self._groups: dict[str, tuple[Group, ...]] = {}
@@ -80,8 +81,8 @@ class Bypass:
             The groups to hold for all of it; none where the calls inside hold their own.
         """
         found = self._begin(scope)
-        if not found and is_grad_enabled():
-            self._wrapped.runtime.backward.incoming.left = 0
+        if is_grad_enabled() and not _in_backward():
+            self._leave_gradients()
         return found
 
     def _begin(self, scope: Scope) -> Sequence[Group]:
@@ -118,8 +119,12 @@ class Bypass:
             if pointing.slot is not None:
                 pointing.slot.saved = pointing.tensors
         left_out.of, left_out.end = self._wrapped, self._comes_again
+
+    def _leave_gradients(self) -> None:
+        """Decides whether gradients of a forward that begins are left to torch."""
         incoming = self._wrapped.runtime.backward.incoming
-        if not self._may_leave_gradients(already=incoming.left > 0):
+        self._trained += 1
+        if self._trained <= _FIRST or not self._may_leave_gradients(already=incoming.left > 0):
             incoming.left = 0
             return
         incoming.left += 1
@@ -184,7 +189,10 @@ class Bypass:
         """
         runtime, parts = self._wrapped.runtime, self._manager.parts
         return (
-            runtime.grads.in_own_dtypes
+            self._may()
+            and runtime.grads.in_own_dtypes
+            and runtime.activations.store is None
+            and not runtime.backward.reduced.active
             and all(watcher.revocable for watcher in runtime.backward.watchers)
             and parts.slots.arena.grows
             and (already or self._fits(self._gradients()))
