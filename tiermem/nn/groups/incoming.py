@@ -158,9 +158,11 @@ class IncomingGradients:
         """
         found: list[tuple[Entry, torch.Tensor]] = []
         for entry in entries:
-            entry.displaced = False
+            made_way, entry.displaced = entry.displaced, False
             gradient = entry.param.grad
             if gradient is None or entry.materialized:
+                if made_way and entry.has_grad and not entry.materialized:
+                    self._store.expose(entry)  # it was frozen after forward: nothing was added
                 continue
             if (
                 gradient.layout is not torch.strided

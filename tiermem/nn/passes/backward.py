@@ -93,6 +93,7 @@ class BackwardPass:
         self.reduced = ReducedGradients(runtime)
         self._soft: deque[Group] = deque()
         self._kept: list[Group] = []
+        self._owners: list[object] = []  # of which all groups are among those
         self._began = 0
         self.ending: Callable[[], _Ending | None] = _nothing
 
@@ -176,8 +177,28 @@ class BackwardPass:
                 group.hold()
                 self._kept.append(group)
 
+    def keep_all(self, owner: object, groups: Iterable[Group]) -> None:
+        """Holds groups that are in HBM until backward is over; the caller has the manager's lock.
+
+        Args:
+            owner: Has them; see :meth:`keeps_all_of`.
+            groups: All of its.
+        """
+        stream = self.manager.acquirer.enter_stream()
+        self._owners.append(owner)
+        for group in groups:
+            if not (group.freed or group.resident):
+                if not group.hold_as_it_is(stream):
+                    group.hold_locked()
+                self._kept.append(group)
+
+    def keeps_all_of(self, owner: object) -> bool:
+        """Whether all groups of an owner are held for the backward under way."""
+        return owner in self._owners and self.under_way and self.ending() is not None
+
     def let_go_kept(self) -> None:
         """Releases the groups that backward holds."""
+        self._owners.clear()
         while self._kept:
             self._kept.pop().let_go()
 
@@ -189,6 +210,7 @@ class BackwardPass:
         """Ends a backward that an error cut short; gradients that made way are shown again."""
         if self.under_way and ending is self.ending:
             self.runtime.grads.restore()
+            self.let_go_kept()  # what is written meanwhile is to be seen
 
     @inside
     def end(self) -> None:
@@ -230,5 +252,5 @@ class BackwardPass:
             watcher.repair()
         self.incoming.new.forget()
         self.under_way = True
-        self._kept = []  # no group is held
+        self._kept, self._owners = [], []  # no group is held
         self.end()

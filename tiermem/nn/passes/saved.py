@@ -22,7 +22,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -64,19 +65,58 @@ class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
     __slots__ = ()
 
 
+class LeavesOut(Protocol):
+    """A model of which graphs may be left to torch."""
+
+    def begin_again(self) -> None:
+        """Called as backward may compute a part of such a graph again, with all that it needs."""
+        ...
+
+    def put_back(self) -> None:
+        """Has hooks see what is saved from now on."""
+        ...
+
+
 class LeftOut(threading.local):
-    """The forward of the calling thread whose graph is left to torch, if it is in one.
+    """What the calling thread computes of a graph that is left to torch, if it does.
 
     Attributes:
-        of: Its model; None where hooks are to see what is saved.
-        end: Has hooks see what is saved from now on.
+        of: The model; None where hooks are to see what is saved.
     """
 
-    of: object = None
-    end: Callable[[], object] | None = None
+    of: LeavesOut | None = None
 
 
 left_out = LeftOut()
+taken_out: WeakSet[LeavesOut] = WeakSet()
+"""Models that have no interceptors just now, so that their graphs are left to torch."""
+
+
+class _Again:
+    """An unpack hook of a checkpoint: it computes a part again in the way in which it began.
+
+    Attributes:
+        of: The model whose graph it is, where that was left to torch.
+        covered: Whether hooks of tiermem's have seen what was saved.
+    """
+
+    __slots__ = ("_unpack", "covered", "of")
+
+    def __init__(self, of: LeavesOut | None, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.of, self.covered, self._unpack = of, False, unpack
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        """Unpacks; the first time that computes the whole part."""
+        if self.of is None:
+            for model in list(taken_out) if self.covered else ():
+                model.put_back()
+            return self._unpack(packed)
+        before, left_out.of = left_out.of, self.of
+        try:
+            self.of.begin_again()
+            return self._unpack(packed)
+        finally:
+            left_out.of = before
 
 
 class SavedHooks:
@@ -418,9 +458,8 @@ def _covered(pair: Pair) -> Pair:
     if not group_of or _hooks_of(pair) is not None:
         return pair
     if is_of_checkpoint(pair):
-        if left_out.end is not None:
-            left_out.end()
-        return pair
+        again = is_recomputation(pair)
+        return pair if again else (pair[0], _Again(left_out.of, pair[1]))
     outer = top_pair()
     hooks = None if outer is None else _hooks_of(outer)
     if hooks is not None:
@@ -490,6 +529,8 @@ class _Covering:
         # a checkpoint computes with the weights of then, changed or not
         self.recomputes = is_of_checkpoint(outer)
         self.recomputing = is_recomputation(outer)
+        if isinstance(outer[1], _Again):
+            outer[1].covered = True
         self.only_keeps = self.recomputes or _only_keeps(outer)
 
     @property

@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from tiermem.core.block import align_up
 from tiermem.nn.compat.compiler import compiling
 from tiermem.nn.groups.group import Group
-from tiermem.nn.passes.saved import left_out
+from tiermem.nn.passes.saved import left_out, taken_out
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 
 if TYPE_CHECKING:
@@ -88,9 +88,12 @@ class Bypass:
     def _begin(self, scope: Scope) -> Sequence[Group]:
         if self.over:
             return ()
-        # backward computes a part of a forward again, and calls modules then
-        if compiling() or _in_backward():
+        if compiling():
             self.end(for_good=True)
+            return ()
+        if _in_backward():
+            if self._out and left_out.of is not self:  # other code computes something again
+                self.end(for_good=True)
             return ()
         if not self._may() or (is_grad_enabled() and not self._may_leave_graph_out()):
             self.end()
@@ -118,7 +121,7 @@ class Bypass:
             pointing = group.pointing
             if pointing.slot is not None:
                 pointing.slot.saved = pointing.tensors
-        left_out.of, left_out.end = self._wrapped, self._comes_again
+        left_out.of = self
 
     def _leave_gradients(self) -> None:
         """Decides whether gradients of a forward that begins are left to torch."""
@@ -131,11 +134,26 @@ class Bypass:
         if incoming.left == _CLEARED:
             self._manager.parts.limit.trim()
 
-    def _comes_again(self) -> None:
-        """Ends it for good in the middle of a forward, of which a part will be computed again."""
-        left_out.of = left_out.end = None
+    def begin_again(self) -> None:
+        """Holds all blocks until backward is over, as it may compute parts of a forward again.
+
+        What is saved there is left to torch as it was the first time, so that checkpoints see the
+        same tensors; that is so wherever blocks are by then.
+        """
+        backward = self._wrapped.runtime.backward
+        if backward.keeps_all_of(self):
+            return
         with self._manager.lock:
-            self.end(for_good=True)
+            if not self._may():
+                self.end()  # the calls inside hold their own
+                return
+            backward.enter()
+            backward.keep_all(self, self._wrapped.groups)
+
+    def put_back(self) -> None:
+        """Has calls intercepted again; see :meth:`end`."""
+        with self._manager.lock:
+            self.end()
 
     def end(self, *, for_good: bool = False) -> None:
         """Puts the interceptors back; the caller has the manager's lock.
@@ -153,6 +171,7 @@ class Bypass:
             for group in self._wrapped.groups:
                 group.left_open = None
             self._out = {}
+            taken_out.discard(self)
 
     # -- inside ----------------------------------------------------------
 
@@ -227,6 +246,7 @@ class Bypass:
             return False
         self._served = 0
         self._out = found  # first: cut short from here on, they are put back
+        taken_out.add(self)
         for group in self._wrapped.groups:
             group.left_open = self.end
         for module in found:

@@ -171,8 +171,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_activations", "_begins", "_enters", "_gate", "_groups", "_here", "_inside", "_lock",
-        "_manager", "_model", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
+        "_activations", "_begins", "_bypass", "_enters", "_gate", "_groups", "_here", "_inside", "_lock",
+        "_manager", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -190,7 +190,7 @@ class CallInterceptor(Interceptor):
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._push, self._unwritten = self._saved.push, self.runtime.unwritten
         self._groups, self._inside = scope.groups, scope.inside
-        self._begins, self._model = scope.begins, scope.wrapped
+        self._begins, self._bypass = scope.begins, scope.wrapped.bypass
         self._enters = scope.begins and self._activations.store is not None
         # only where a block begins there is something to do although its groups are held
         self._quick = _NOBODY if scope.begins else scope.inside
@@ -233,7 +233,7 @@ class CallInterceptor(Interceptor):
                         inside.depth += 1
                         if inside.thread != thread:
                             inside.thread = 0  # until all are out again
-                pushed = is_grad_enabled() and left_out.of is not self._model and self._push()
+                pushed = is_grad_enabled() and left_out.of is not self._bypass and self._push()
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
@@ -274,15 +274,16 @@ class CallInterceptor(Interceptor):
         here, runtime, manager = self._here, self.runtime, self._manager
         # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
         kept = self.scope.wrapped.kept
-        held, outer = 0, (left_out.of, left_out.end)
+        held, outer = 0, left_out.of
         theirs = ended = False
-        left_out.of = left_out.end = None
+        if torch._C._current_graph_task_id() == -1:
+            left_out.of = None
         try:
             manager.gate.guard()
             with manager.lock:
                 self._threads.enter(runtime.most_calls)
             try:
-                if not self.scope.wrapped.bypass.goes_on(self.scope):
+                if not self._bypass.goes_on(self.scope):
                     runtime.begin_forward(self.module, self.scope, args, kwargs)
                 self.scope.wrapped.modules.look_at_hooks_of_all()
             except BaseException:
@@ -296,7 +297,7 @@ class CallInterceptor(Interceptor):
                     for group in kept:
                         group.hold_locked()
                         held += 1
-                    whole = self._model.bypass.begin(self.scope)
+                    whole = self._bypass.begin(self.scope)
                     stream = manager.acquirer.enter_stream() if whole else -1
                     kept = (*kept, *whole)
                     for group in whole:
@@ -304,15 +305,15 @@ class CallInterceptor(Interceptor):
                             group.hold_locked()
                         held += 1
                     if whole and is_grad_enabled():
-                        self._model.bypass.leave_graph_out(whole)
+                        self._bypass.leave_graph_out(whole)
                 theirs = True
                 result = CallInterceptor.__call__(self, *args, **kwargs)
                 theirs = False
                 return result
             finally:
                 here.inside = False
-                seen = left_out.of is self._model
-                left_out.of, left_out.end = outer
+                seen = left_out.of is self._bypass
+                left_out.of = outer
                 with manager.lock:
                     self._threads.leave()
                     _let_go(kept[:held], seen=seen)
