@@ -1,7 +1,8 @@
 """Usual scripts, plain and with tiermem's two lines: what somebody sees who tries it.
 
 Small models and loops as in tutorials: fine-tuning in two precisions, with clipping, accumulation,
-a GradScaler, autocast, a scheduler, other optimizers; convolutions, recurrent layers, adapters;
+a GradScaler, autocast, a scheduler, other optimizers; layers that are computed again,
+experts, convolutions, recurrent layers, adapters;
 forwards and ``generate()``. By default everything fits in HBM, where tiermem has nothing to do and
 should cost nothing; rows named ``half`` give HBM for half of the weights' bytes. Steps of both take
 turns; ``of plain`` is the quotient of the least times, ``medians`` that of the medians::
@@ -91,6 +92,29 @@ def gpt2(sizes: Sizes, dtype: torch.dtype = torch.float32) -> nn.Module:
 def bf16(sizes: Sizes) -> nn.Module:
     """Returns the same in bfloat16."""
     return gpt2(sizes, torch.bfloat16)
+
+
+def checkpointed(sizes: Sizes) -> nn.Module:
+    """Returns the same, with layers that are computed again in backward."""
+    model: Any = bf16(sizes)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def mixture(sizes: Sizes) -> nn.Module:
+    """Returns a mixture of 8 experts, of which each token uses 2, in bfloat16."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=sizes.width,
+        intermediate_size=2 * sizes.width,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        vocab_size=sizes.words,
+        num_local_experts=8,
+    )
+    return MixtralForCausalLM(config).to(torch.bfloat16)
 
 
 def resnet(sizes: Sizes) -> nn.Module:
@@ -223,6 +247,8 @@ _SGD = {"momentum": 0.9}
 SCRIPTS = {
     "gpt2": Script(gpt2, step),
     "gpt2 bf16 fused": Script(bf16, step, settings={"fused": True}),
+    "gpt2 checkpointed": Script(checkpointed, step, settings={"fused": True}),
+    "mixture": Script(mixture, step, settings={"fused": True}),
     "gpt2 clipped": Script(gpt2, clipped),
     "gpt2 accumulated": Script(gpt2, accumulated),
     "gpt2 autocast": Script(gpt2, autocast),
@@ -318,6 +344,7 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             rows.append({"script": name, "note": failure(error)})
+        print(name, rows[-1].get("of plain"), flush=True)
         give_back(device)
     report("Usual scripts beside plain torch", rows, options.out)
 
