@@ -1,9 +1,8 @@
 """Usual scripts, plain and with tiermem's two lines: what somebody sees who tries it.
 
 Small models and loops as in tutorials: fine-tuning in two precisions, with clipping, accumulation,
-a GradScaler, autocast, a scheduler, other optimizers; layers that are computed again,
-experts, convolutions, recurrent layers, adapters;
-forwards and ``generate()``. By default everything fits in HBM, where tiermem has nothing to do and
+a GradScaler, autocast, a scheduler, other optimizers; layers that are computed again, experts,
+convolutions, recurrent layers, adapters; forwards and ``generate()``. By default everything fits in HBM, where tiermem has nothing to do and
 should cost nothing; rows named ``half`` give HBM for half of the weights' bytes. Steps of both take
 turns; ``of plain`` is the quotient of the least times, ``medians`` that of the medians::
 

@@ -158,6 +158,19 @@ def test_layers_that_are_trained_share_larger_blocks() -> None:
     assert runs(model, roots, sizes, 42 * (32 << 20) - 1, trained=True) == {}
 
 
+def test_layers_that_all_fit_share_blocks_that_would_do_for_a_quarter_of_hbm() -> None:
+    model = nn.Sequential(*[nn.Linear(2048, 4096, bias=False, device="meta") for _ in range(4)])
+    roots, sizes = sizes_of(model, 32 << 20)
+    room = 4 * 21 * 3 * (32 << 20)
+    assert training_bytes(model) <= room
+    assert runs(model, roots, sizes, room, trained=True) == dict.fromkeys("012", "0-2")
+    assert runs(model, roots, sizes, room) == {}
+    more = nn.Sequential(*model, *(nn.Linear(2048, 4096, device="meta") for _ in range(80)))
+    assert training_bytes(more) > room
+    roots, sizes = sizes_of(more, 33 << 20)
+    assert runs(more, roots, sizes, room, trained=True)["0"] == "0-1"
+
+
 @pytest.mark.parametrize("trained", [True, False])
 def test_what_is_trained_is_seen_by_the_models_mode(
     trained: bool, monkeypatch: pytest.MonkeyPatch

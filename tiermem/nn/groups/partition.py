@@ -38,6 +38,9 @@ _RUN_TRAINED = 64 << 20
 """Bytes of layers, and of parts of one, that are fetched and stepped together. A step of bf16
 weights by Adam moves four times as much each way (4.7 ms at 57 GB/s), and is one to three
 milliseconds of work for the host, however few bytes it steps."""
+_LEFT = 4
+"""HBM may become less by so many times until blocks that were joined where all fits are coarser
+than they would be chosen then."""
 
 
 def largest_block(model_nbytes: int, hbm: int, coarse: int = 0) -> int:
@@ -159,6 +162,8 @@ def runs(
     found: dict[str, str] = {}
     room = hbm // _AT_ONCE
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
+    if trained and training_bytes(model) <= hbm:  # nothing moves as long as that is so
+        of_layers = of_parts = max(_RUN_TRAINED, room // _LEFT)
     layers = [(name, container, of_layers) for name, container in _lists("", model)]
     inner = {name for name in divided if name} - {name for name, _, _ in layers}
     parts = [(n, m, of_parts) for n, m in model.named_modules() if n in inner and _differ(n, m)]

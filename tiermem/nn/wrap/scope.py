@@ -171,8 +171,8 @@ class CallInterceptor(Interceptor):
     """Holds a module's groups while it runs."""
 
     __slots__ = (
-        "_activations", "_begins", "_bypass", "_enters", "_gate", "_groups", "_here", "_inside", "_lock",
-        "_manager", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
+        "_activations", "_begins", "_bypass", "_enters", "_gate", "_groups", "_here", "_inside",
+        "_lock", "_manager", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
