@@ -10,7 +10,13 @@ from torch import nn
 
 import tiermem
 from tiermem.nn.groups import partition
-from tiermem.nn.groups.partition import largest_block, parameter_bytes, runs, territories
+from tiermem.nn.groups.partition import (
+    largest_block,
+    parameter_bytes,
+    runs,
+    territories,
+    training_bytes,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
