@@ -2,8 +2,9 @@
 
 Small models and loops as in tutorials: fine-tuning in two precisions, with clipping, accumulation,
 a GradScaler, autocast, a scheduler, other optimizers; layers that are computed again, experts,
-convolutions, recurrent layers, adapters; forwards and ``generate()``. By default everything fits in HBM, where tiermem has nothing to do and
-should cost nothing; rows named ``half`` give HBM for half of the weights' bytes. Steps of both take
+convolutions, recurrent layers, adapters; forwards and ``generate()``. By default everything fits in
+HBM, where tiermem has nothing to do and should cost nothing; rows named ``half`` give HBM for half
+of the weights' bytes. Steps of both take
 turns; ``of plain`` is the quotient of the least times, ``medians`` that of the medians::
 
     python benchmarks/bench_scripts.py --out scripts.json
