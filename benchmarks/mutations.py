@@ -1855,7 +1855,7 @@ MUTATIONS = (
     Mutation(
         "bypass: a block stays while a graph has a parameter of it",
         _RUNTIME + "memory/slots.py",
-        "        if any(map(_has_saved, self.saved)):\n",
+        "        if any(map(has_saved, self.saved)):\n",
         "        if False:\n",
         _TRAINED,
     ),

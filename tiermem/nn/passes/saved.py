@@ -22,7 +22,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ReferenceType
 
 import torch
 
@@ -77,6 +78,16 @@ class LeftOut(threading.local):
 
 
 left_out = LeftOut()
+taken_out: set[ReferenceType[Recallable]] = set()
+"""What has taken interceptors out of modules, in every thread and for every manager."""
+
+
+class Recallable(Protocol):
+    """Something that has taken interceptors out of modules."""
+
+    def recall(self) -> None:
+        """Puts them back."""
+        ...
 
 
 class SavedHooks:
@@ -107,6 +118,14 @@ class SavedHooks:
         Asked where gradients are taken.
         """
         return _is_enabled() and top_pair() is None and not transforming()
+
+    @staticmethod
+    def is_checkpointed() -> bool:
+        """Whether a checkpoint counts what is saved, and will save the same again."""
+        outer = top_pair()
+        return outer is not None and (
+            is_of_checkpoint(outer) or (type(outer[0]) is _Covering and outer[0].recomputes)
+        )
 
     def on_top(self) -> bool:
         """Whether a pair of tiermem's sees what is saved; asked where gradients are taken."""
@@ -420,6 +439,10 @@ def _covered(pair: Pair) -> Pair:
     if is_of_checkpoint(pair):
         if left_out.end is not None:
             left_out.end()
+        for reference in tuple(taken_out):  # else they may come back in the middle of its part
+            found = reference()
+            if found is not None:
+                found.recall()
         return pair
     outer = top_pair()
     hooks = None if outer is None else _hooks_of(outer)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
 
 from torch import is_grad_enabled, nn
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
@@ -19,7 +20,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from tiermem.core.block import align_up
 from tiermem.nn.compat.compiler import compiling
 from tiermem.nn.groups.group import Group
-from tiermem.nn.passes.saved import left_out
+from tiermem.nn.passes.saved import Recallable, left_out, taken_out
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Bypass:
         self._served = 0  # passes since they were taken out
         self._last: Scope | None = None  # of the last pass, if it was held as a whole
         self._groups: dict[str, tuple[Group, ...]] = {}
+        self._reference: ReferenceType[Recallable] = ref(self)
 
     @property
     def active(self) -> bool:
@@ -91,7 +93,9 @@ class Bypass:
         if not self._out:
             self._last = None
             self._calm += 1
-            if self._calm <= self._patience or not self._take_out(scope):
+            if self._calm <= self._patience or self._wrapped.runtime.saved.is_checkpointed():
+                return ()
+            if not self._take_out(scope):
                 return ()
         else:
             self._last = scope
@@ -111,6 +115,8 @@ class Bypass:
             pointing = group.pointing
             if pointing.slot is not None:
                 pointing.slot.saved = pointing.tensors
+        if not is_grad_enabled():
+            return  # a graph comes all the same where code inside enables gradients
         left_out.of, left_out.end = self._wrapped, self._comes_again
         incoming = self._wrapped.runtime.backward.incoming
         incoming.left = self._may_leave_gradients(already=incoming.left)
@@ -120,6 +126,14 @@ class Bypass:
         left_out.of = left_out.end = None
         with self._manager.lock:
             self.end(for_good=True)
+
+    def recall(self) -> None:
+        """Ends it before a part is computed that will be computed again, and counts what it saves.
+
+        That may be a layer called by itself: it has to save the same both times.
+        """
+        with self._manager.lock:
+            self.end()
 
     def end(self, *, for_good: bool = False) -> None:
         """Puts the interceptors back; the caller has the manager's lock.
@@ -135,8 +149,9 @@ class Bypass:
             for module, call in self._out.items():
                 module.__dict__.setdefault(CallInterceptor.method, call)
             for group in self._wrapped.groups:
-                group.left_open = None
+                group.left_open, group.graph_views = None, -1
             self._out = {}
+        taken_out.discard(self._reference)
 
     # -- inside ----------------------------------------------------------
 
@@ -207,6 +222,8 @@ class Bypass:
             self.over = found is None
             return False
         self._served = 0
+        self._reference = ref(self, taken_out.discard)
+        taken_out.add(self._reference)
         self._out = found  # first: cut short from here on, they are put back
         for group in self._wrapped.groups:
             group.left_open = self.end
