@@ -1925,8 +1925,51 @@ MUTATIONS = (
     Mutation(
         "bypass: masters need not follow what a graph saves",
         "tiermem/nn/groups/group.py",
-        "                writes.stepped += 1  # masters",
-        "                # masters",
+        "                writes.stepped += views == self.graph_views\n",
+        "",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: masters follow what one view more may have written",
+        "tiermem/nn/groups/group.py",
+        "                writes.stepped += views == self.graph_views\n",
+        "                writes.stepped += 1\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: a layer by itself in a checkpoint saves the same both times",
+        "tiermem/nn/passes/saved.py",
+        "                found.recall()\n",
+        "                pass\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: it does not begin within a checkpoint",
+        _BYPASS,
+        " or self._wrapped.runtime.saved.is_checkpointed():\n",
+        ":\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: code inside a forward may enable gradients",
+        "tiermem/nn/wrap/scope.py",
+        "                    if whole:\n                        self._model.bypass.leave_graph_out",
+        "                    if whole and is_grad_enabled():\n"
+        "                        self._model.bypass.leave_graph_out",
+        _TRAINED,
+    ),
+    Mutation(
+        "wrap: blocks stay for a graph that is there already",
+        "tiermem/nn/wrap/wrapped.py",
+        "        self._stay_for_graphs()\n\n",
+        "\n",
+        _TRAINED,
+    ),
+    Mutation(
+        "load: what a graph has saved is refused afterwards",
+        "tiermem/saving/fill.py",
+        "        group.writes.add([entry.param for entry in group.entries])\n",
+        "",
         _TRAINED,
     ),
     Mutation(
