@@ -1966,6 +1966,20 @@ MUTATIONS = (
         _TRAINED,
     ),
     Mutation(
+        "materialize: blocks stay for a graph that was made inside",
+        "tiermem/nn/wrap/materialize.py",
+        "            slot.saved = group.pointing.tensors\n",
+        "",
+        _TRAINED,
+    ),
+    Mutation(
+        "bypass: a graph outlives what an exception leaves",
+        "tiermem/nn/groups/group.py",
+        "            if slot is not None and there and slot.is_saved():\n",
+        "            if False:\n",
+        _TRAINED,
+    ),
+    Mutation(
         "load: what a graph has saved is refused afterwards",
         "tiermem/saving/fill.py",
         "        group.writes.add([entry.param for entry in group.entries])\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,46 @@ def test_a_model_that_is_wrapped_while_a_graph_lives(before: bool) -> None:
             loss.backward()
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert same_bits(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_graph_made_while_parameters_are_ordinary(direct: bool) -> None:
+    with Pair() as pair:
+        entered(pair)
+        losses = []
+        for one in pair.both:
+            one.zero_grad()
+            with nullcontext() if one is pair.plain else pair.tier.materialize(one):
+                loss = one(X).square().mean()
+                if direct:
+                    loss = sum(((p * p.abs()).sum() for p in one.parameters()), start=loss)
+            losses.append(loss)
+            one.seen = None
+        other = pair.crowd()
+        for loss in losses:
+            loss.backward()
+        pair.check()
+        del loss, losses
+        pair.use(other)
+        assert pair.blocks_in_hbm() < len(pair.groups())
+        pair.train(2)
+
+
+def test_a_graph_outlives_an_exception_anywhere() -> None:
+    """Whatever uses the manager next puts everything in order."""
+    with Pair() as pair:
+        entered(pair)
+        losses = []
+        for one in pair.both:
+            one.zero_grad()
+            losses.append(one(X).square().mean())
+        gate = pair.tier._manager.gate
+        gate.torn = gate.unsure = True  # as Ctrl-C at a line of tiermem's leaves it
+        pair.crowd()
+        for loss in losses:
+            loss.backward()
+        pair.check()
+        pair.train(2)
 
 
 @pytest.mark.parametrize("views", [False, True])

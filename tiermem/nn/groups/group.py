@@ -344,6 +344,10 @@ class Group(Holder):
             pointing.slot = None
             pointing.sort()
             pointing.away()
+            there = slot is not None and record is not None and record.usable
+            if slot is not None and there and slot.is_saved():
+                pointing.point(slot)  # a graph shows what they point at
+                slot.idle = True
         writes.versions = writes.count()
         pointing.hide()
 
