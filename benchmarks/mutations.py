@@ -1980,6 +1980,13 @@ MUTATIONS = (
         _TRAINED,
     ),
     Mutation(
+        "grads: what was frozen since forward keeps its gradient",
+        "tiermem/nn/groups/incoming.py",
+        "            if gradient is None and entry.displaced:\n",
+        "            if False:\n",
+        _TRAINED,
+    ),
+    Mutation(
         "load: what a graph has saved is refused afterwards",
         "tiermem/saving/fill.py",
         "        group.writes.add([entry.param for entry in group.entries])\n",

@@ -490,6 +490,21 @@ def test_hooks_of_users_see_what_is_saved(inside: bool) -> None:
         pair.train(3)
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_parameters_frozen_between_forward_and_backward_keep_their_gradients(over: bool) -> None:
+    """Nothing is added to them, whether they are in the tiers or not."""
+    with Pair() as pair:
+        pair.bypass.over = over
+        pair.train(4)
+        for one in pair.both:
+            loss = one(X).square().mean()
+            one.requires_grad_(False)
+            loss.backward()
+            one.requires_grad_(True)
+        pair.check()
+        pair.train(2)
+
+
 def test_gradients_of_both_kinds_are_one_sum() -> None:
     with Pair() as pair:
         entered(pair)

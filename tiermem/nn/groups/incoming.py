@@ -157,8 +157,10 @@ class IncomingGradients:
         """
         found: list[tuple[Entry, torch.Tensor]] = []
         for entry in entries:
-            entry.displaced = False
             gradient = entry.param.grad
+            if gradient is None and entry.displaced:
+                continue  # frozen since forward: nothing was added, and what was there comes back
+            entry.displaced = False
             if gradient is None or entry.materialized:
                 continue
             if (
