@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,9 +67,15 @@ class Model(nn.Module):
 class Pair:
     """A resident model and its twin in the tiers, each with an optimizer."""
 
-    def __init__(self, hbm: str = "16MiB", **options: Any) -> None:
+    def __init__(
+        self,
+        hbm: str = "16MiB",
+        make: type[Model] = Model,
+        cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
-        self.plain: Any = Model()
+        self.plain: Any = make()
         self.model: Any = deepcopy(self.plain)
         self.tier = tiermem.TierManager("cpu", hbm=hbm, dram="32MiB")
         self.tier.wrap(self.model)
@@ -75,8 +83,8 @@ class Pair:
         self.bypass = one.bypass
         self.both = self.plain, self.model
         self.optimizers = [
-            torch.optim.AdamW(self.plain.parameters(), lr=0.01),
-            self.tier.optimizer(self.model, torch.optim.AdamW, lr=0.01, **options),
+            cls(self.plain.parameters(), lr=0.01),  # type: ignore[call-arg]
+            self.tier.optimizer(self.model, cls, lr=0.01, **options),
         ]
 
     def __enter__(self) -> Pair:
@@ -200,6 +208,40 @@ def test_gradients_that_are_left_stay_so_where_they_themselves_have_lessened_hbm
         assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
 
 
+class Partly(Model):
+    """Has a head that is used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(5, 256)
+        self.uses_other = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        return self.other(found.repeat(1, 1, 2)[..., :5]) if self.uses_other else found
+
+
+def test_what_is_not_used_may_be_away() -> None:
+    with Pair(make=Partly) as pair:
+        pair.train(5)
+        assert pair.bypass.active
+        assert pair.blocks_in_hbm() < len(pair.groups())
+        for one in pair.both:
+            one.uses_other = True
+        pair.train(1)
+        assert not pair.bypass.active
+        pair.train(4)
+        assert pair.bypass.active
+
+
+def test_steps_without_state_are_not_made_in_backward_where_all_fits() -> None:
+    with Pair(cls=torch.optim.SGD) as pair:
+        entered(pair)
+        pair.train(4)
+        assert pair.bypass.active
+        assert not pair.optimizers[1].stepped_in_backward
+
+
 def test_weights_alone_that_fit_are_not_given_to_graphs() -> None:
     """Gradients to come need room that a graph would not give."""
     torch.manual_seed(0)
@@ -247,6 +289,126 @@ def test_what_a_graph_has_saved_stays_where_it_is(frozen: str, hidden: bool) -> 
         assert not pair.bypass.active
 
 
+class Kernels(nn.Module):
+    """A model of whose weights autograd saves no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Sequential(*(nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(3)))
+
+    @torch.enable_grad()
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.all(x)
+
+
+def crowd(tier: tiermem.TierManager) -> None:
+    """Makes HBM too small, and uses all of it."""
+    layers = -(-tier._manager.parts.table.hbm.capacity // (64 * 64 * 4))
+    other = tier.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))))
+    with torch.no_grad():
+        for _ in range(2):
+            other(torch.ones(1, 64))
+
+
+def test_a_graph_that_comes_where_gradients_are_off() -> None:
+    torch.manual_seed(0)
+    plain = Kernels()
+    model = deepcopy(plain)
+    with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier:
+        tier.wrap(model)
+        with torch.no_grad():
+            for _ in range(4):
+                outs = [one(X) for one in (plain, model)]
+        (one,) = tier._runtime.models.values()
+        assert one.bypass.active
+        crowd(tier)
+        for out in outs:
+            out.square().sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same_bits(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_model_that_is_wrapped_while_a_graph_lives(before: bool) -> None:
+    """The graph has its parameters; with ``before``, from a time when it was wrapped as well."""
+    torch.manual_seed(0)
+    plain = Kernels()
+    model = deepcopy(plain)
+    with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier:
+        if before:
+            tier.wrap(model)
+            for _ in range(4):
+                model(X)
+            (one,) = tier._runtime.models.values()
+            assert one.bypass.active
+        losses = [one(X).square().sum() for one in (plain, model)]
+        if before:
+            tier.unwrap(model)
+        tier.wrap(model)
+        crowd(tier)
+        for loss in losses:
+            loss.backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same_bits(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_graph_made_while_parameters_are_ordinary(direct: bool) -> None:
+    with Pair() as pair:
+        entered(pair)
+        losses = []
+        for one in pair.both:
+            one.zero_grad()
+            with nullcontext() if one is pair.plain else pair.tier.materialize(one):
+                loss = one(X).square().mean()
+                if direct:
+                    loss = sum(((p * p.abs()).sum() for p in one.parameters()), start=loss)
+            losses.append(loss)
+            one.seen = None
+        other = pair.crowd()
+        for loss in losses:
+            loss.backward()
+        pair.check()
+        del loss, losses
+        pair.use(other)
+        assert pair.blocks_in_hbm() < len(pair.groups())
+        pair.train(2)
+
+
+def test_a_graph_outlives_an_exception_anywhere() -> None:
+    """Whatever uses the manager next puts everything in order."""
+    with Pair() as pair:
+        entered(pair)
+        losses = []
+        for one in pair.both:
+            one.zero_grad()
+            losses.append(one(X).square().mean())
+        gate = pair.tier._manager.gate
+        gate.torn = gate.unsure = True  # as Ctrl-C at a line of tiermem's leaves it
+        pair.crowd()
+        for loss in losses:
+            loss.backward()
+        pair.check()
+        pair.train(2)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_a_graph_from_before_a_load_is_refused(views: bool, tmp_path: Path) -> None:
+    """As it is where ``load_state_dict`` writes the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) if views else Kernels()
+    with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier:
+        tier.wrap(model)
+        tier.save(tmp_path / "run")
+        for _ in range(4):
+            loss = model(X).square().sum()
+        (one,) = tier._runtime.models.values()
+        assert one.bypass.active
+        tier.load(tmp_path / "run")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_a_slot_is_let_go_with_the_last_graph() -> None:
     with Pair() as pair:
         entered(pair)
@@ -268,6 +430,7 @@ def test_a_slot_is_let_go_with_the_last_graph() -> None:
         )
         loss = pair.model(X).sum()
         assert seen == [True] and slot.is_saved()  # what is saved later counts as well
+        assert loss.requires_grad
         handle.remove()
         del loss
 
@@ -363,6 +526,61 @@ def test_a_backward_that_fails_while_all_is_held_lets_go() -> None:
         pair.crowd()
         pair.check()
         pair.train(2)
+
+
+def test_a_layer_by_itself_in_a_checkpoint_saves_the_same_both_times() -> None:
+    """Its first weight would put interceptors back in the middle of what is saved."""
+    with Pair() as pair:
+        entered(pair)
+        for one in reversed(pair.both):
+            one.zero_grad()
+            checkpoint(one.layers[1], X, use_reentrant=False).square().sum().backward()
+        pair.check()
+        assert pair.bypass.active
+
+
+def test_a_checkpoint_inside_a_reentrant_one() -> None:
+    def inner(layer: nn.Module, x: torch.Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False) * 2.0
+
+    with Pair() as pair:
+        entered(pair)
+        for one in pair.both:
+            layer = one.layers[1]
+            layer.forward = lambda x, f=layer.forward: checkpoint(  # type: ignore[method-assign]
+                lambda x: checkpoint(f, x, use_reentrant=False) * 2.0, x, use_reentrant=True
+            )
+        for one in reversed(pair.both):
+            one.zero_grad()
+            one(X).square().mean().backward()
+        pair.check()
+        pair.train(1)
+        assert pair.bypass.over
+    with Pair() as pair:
+        entered(pair)
+        for one in reversed(pair.both):
+            one.zero_grad()
+            x = X.clone().requires_grad_()
+            checkpoint(inner, one.layers[1], x, use_reentrant=True).square().sum().backward()
+        pair.check()
+
+
+def test_none_are_taken_out_while_a_checkpoint_counts_what_is_saved() -> None:
+    """They would be out only as the part is computed for the first time."""
+
+    def part(one: nn.Module, x: torch.Tensor) -> Any:
+        for _ in range(4):
+            with torch.no_grad():
+                one(x)
+        return one.layers[1](x)  # type: ignore[index, operator]
+
+    with Pair() as pair:
+        for one in reversed(pair.both):
+            x = X.clone().requires_grad_()
+            checkpoint(part, one, x, use_reentrant=False).square().sum().backward()
+            one.seen = None
+        pair.check()
+        assert not pair.bypass.active
 
 
 class Saving(torch.autograd.Function):
@@ -525,6 +743,38 @@ def test_masters_are_not_looked_at_for_what_a_graph_saves(monkeypatch: pytest.Mo
         (one,) = tier._runtime.models.values()
         assert one.bypass.active
         assert looks and not any(looks)
+
+
+@pytest.mark.parametrize("first", [2, 4])
+def test_masters_follow_what_is_written_through_a_kept_view(first: int) -> None:
+    """Beside views that the graph has; it is gone, as the graph is, when the step begins."""
+    weights = []
+    for over in (False, True):
+        torch.manual_seed(0)
+        model = Model().to(torch.bfloat16)
+        with tiermem.TierManager("cpu", hbm="16MiB", dram="32MiB") as tier:
+            tier.wrap(model)
+            optimizer = tier.optimizer(
+                model, torch.optim.AdamW, lr=0.01, master_dtype=torch.float32, overlap=False
+            )
+            (one,) = tier._runtime.models.values()
+            one.bypass.over = over
+            for number in range(6):
+                optimizer.zero_grad()
+                views: list[torch.Tensor] = []
+                handle = model.layers[0].register_forward_hook(
+                    lambda module, *_, views=views: views.append(module.up.weight.detach())
+                )
+                if number != first:
+                    handle.remove()
+                model(X.bfloat16()).float().square().mean().backward()
+                handle.remove()
+                assert one.bypass.active == (number > 1 and not over)
+                if views:
+                    views.pop().data.mul_(0.5)
+                optimizer.step()
+            weights.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(same_bits, *weights))
 
 
 _put: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -122,8 +122,10 @@ class AutoOverlap:
         return self._known and not (self._failed or looked_into or draws or capturing)
 
     def has_room_behind(self) -> bool:
-        """Whether no alias holds any of HBM in backward, so that blocks can be moved."""
-        return not self._seen_now()  # what once was there may be gone: a look is no habit
+        """Whether blocks move in backward, and no alias holds any of HBM."""
+        return not (
+            self._table.all_fit or self._seen_now()
+        )  # what once was there may be gone: a look is no habit
 
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a unit was stepped before with settings such as these.

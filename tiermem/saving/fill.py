@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tiermem.core.block import Block
+from tiermem.nn.compat.counters import increment_versions
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import forget
@@ -105,6 +106,9 @@ def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorRea
         with written(manager, group.block) as views:
             for index, run in picks:
                 run.into(reader, views[index])
+        # what a graph has saved of them is refused by backward from now on
+        group.writes.add([entry.param for entry in group.entries])
+        increment_versions([buffer.tensor for buffer in group.buffers])
 
 
 def state_runs(saved: Sequence[ParamState]) -> list[Run]:

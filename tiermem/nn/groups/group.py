@@ -47,6 +47,7 @@ class Group(Holder):
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
         left_open: Puts the interceptors of its modules back; None where none were taken out.
+        graph_views: How many views graphs that are left to torch have of it; -1 where unknown.
     """
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
@@ -72,6 +73,7 @@ class Group(Holder):
         self.insides: list[Calls] = []
         self.soft = False
         self.left_open: Callable[[], object] | None = None
+        self.graph_views = -1
         manager.parts.holders[block.id] = self
 
     def ready(self, host_loans: Lender) -> None:
@@ -201,9 +203,16 @@ class Group(Holder):
         ):
             if seen and slot is not None and versions == writes.versions and pointing.all_at(slot):
                 written = True  # by something else among the views, perhaps, later on
-                writes.stepped += 1  # masters need not follow for that
+                views = use_count(slot.storage) - slot.baseline - slot.pointed
+                # masters need not follow where there are as many as the graph had before: a
+                # user's would be one more
+                writes.stepped += views == self.graph_views
+                if not 0 <= self.graph_views <= views:
+                    self.graph_views = views
             else:
                 written, refused = self._look_for_writes(slot, versions, written)
+        elif seen:
+            self.graph_views = 0
         if writes.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
@@ -335,6 +344,10 @@ class Group(Holder):
             pointing.slot = None
             pointing.sort()
             pointing.away()
+            there = slot is not None and record is not None and record.usable
+            if slot is not None and there and slot.is_saved():
+                pointing.point(slot)  # a graph shows what they point at
+                slot.idle = True
         writes.versions = writes.count()
         pointing.hide()
 

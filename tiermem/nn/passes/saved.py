@@ -148,6 +148,30 @@ class SavedHooks:
         """
         return _is_enabled() and top_pair() is None and not transforming()
 
+    @staticmethod
+    def leave_checkpoint_out(model: LeavesOut) -> bool:
+        """Has a part that a checkpoint will compute again seen by no hooks, either time.
+
+        Called as a weight of a model without interceptors is used by itself.
+
+        Returns:
+            Whether the thread is in such a part, and no hooks have seen any of it so far.
+        """
+        outer = top_pair()
+        again = None if outer is None else outer[1]
+        if not isinstance(again, _Again) or again.covered or again.of not in (None, model):
+            return False
+        again.of = model
+        return True
+
+    @staticmethod
+    def is_checkpointed() -> bool:
+        """Whether a checkpoint counts what is saved, and will save the same again."""
+        outer = top_pair()
+        return outer is not None and (
+            is_of_checkpoint(outer) or (type(outer[0]) is _Covering and outer[0].recomputes)
+        )
+
     def on_top(self) -> bool:
         """Whether a pair of tiermem's sees what is saved; asked where gradients are taken."""
         outer = top_pair()

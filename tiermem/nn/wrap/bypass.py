@@ -50,7 +50,9 @@ class Bypass:
         self._patience = _FIRST
         self._trained = 0  # passes with gradients
         self._served = 0  # passes since they were taken out
+        self._ends = False
         self._last: Scope | None = None  # of the last pass, if it was held as a whole
+        self._there: set[Group] = set()  # in HBM as interceptors were taken out: others are unused
         self._groups: dict[str, tuple[Group, ...]] = {}
 
     @property
@@ -88,7 +90,7 @@ class Bypass:
     def _begin(self, scope: Scope) -> Sequence[Group]:
         if self.over:
             return ()
-        if compiling():
+        if compiling() or (self._ends and not _in_backward()):
             self.end(for_good=True)
             return ()
         if _in_backward():
@@ -101,7 +103,9 @@ class Bypass:
         if not self._out:
             self._last = None
             self._calm += 1
-            if self._calm <= self._patience or not self._take_out(scope):
+            if self._calm <= self._patience or self._wrapped.runtime.saved.is_checkpointed():
+                return ()
+            if not self._take_out(scope):
                 return ()
         else:
             self._last = scope
@@ -121,7 +125,8 @@ class Bypass:
             pointing = group.pointing
             if pointing.slot is not None:
                 pointing.slot.saved = pointing.tensors
-        left_out.of = self
+        if is_grad_enabled():  # else a graph comes where code inside enables gradients
+            left_out.of = self
 
     def _leave_gradients(self) -> None:
         """Decides whether gradients of a forward that begins are left to torch."""
@@ -148,12 +153,19 @@ class Bypass:
                 self.end()  # the calls inside hold their own
                 return
             backward.enter()
-            backward.keep_all(self, self._wrapped.groups)
+            backward.keep_all(self, self._there)
 
     def put_back(self) -> None:
         """Has calls intercepted again; see :meth:`end`."""
         with self._manager.lock:
             self.end()
+
+    def used_alone(self) -> None:
+        """Called as a weight is used while no call holds it; the caller has the manager's lock."""
+        if not self._wrapped.runtime.saved.leave_checkpoint_out(self):
+            self.end()
+        elif _in_backward():
+            self._ends = True  # other code computes something again, and will the next time
 
     def end(self, *, for_good: bool = False) -> None:
         """Puts the interceptors back; the caller has the manager's lock.
@@ -169,7 +181,7 @@ class Bypass:
             for module, call in self._out.items():
                 module.__dict__.setdefault(CallInterceptor.method, call)
             for group in self._wrapped.groups:
-                group.left_open = None
+                group.left_open, group.graph_views = None, -1
             self._out = {}
             taken_out.discard(self)
 
@@ -237,7 +249,10 @@ class Bypass:
         modules = self._wrapped.modules
         if not (scope.around or not scope.name):
             return False  # layers are called one by one: all would be held for each of them
-        if not all(group.record.usable for group in self._wrapped.groups):
+        moved = [group for group in self._wrapped.groups if not group.resident]
+        there = {group for group in moved if group.record.usable}
+        nbytes = [sum(group.block.nbytes for group in found) for found in (there, moved)]
+        if moved and 2 * nbytes[0] <= nbytes[1]:
             return False
         # which weights such code has written is told by who held them when
         found = None if modules.uncounted else modules.calls_inside()
@@ -245,10 +260,11 @@ class Bypass:
             self.over = found is None
             return False
         self._served = 0
+        self._there, self._groups = there, {}
         self._out = found  # first: cut short from here on, they are put back
         taken_out.add(self)
         for group in self._wrapped.groups:
-            group.left_open = self.end
+            group.left_open = self.used_alone
         for module in found:
             module.__dict__.pop(CallInterceptor.method, None)
         return True
@@ -258,7 +274,7 @@ class Bypass:
         found = self._groups.get(scope.name)
         if found is None:
             inside = set(scope.order())
-            groups = [g for g in self._wrapped.groups if not g.resident]
+            groups = [g for g in self._wrapped.groups if g in self._there]
             found = tuple(g for g in groups if not scope.name or g.block.id in inside)
             self._groups[scope.name] = found
         return found

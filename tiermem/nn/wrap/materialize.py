@@ -227,6 +227,7 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
             group.recapture(entry)
         group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
         with runtime.manager.lock:
+            slot.saved = group.pointing.tensors
             group.rest()
     finally:
         runtime.manager.release(group.block, dirty=dirty)

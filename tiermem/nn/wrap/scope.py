@@ -304,7 +304,7 @@ class CallInterceptor(Interceptor):
                         if not group.hold_as_it_is(stream):
                             group.hold_locked()
                         held += 1
-                    if whole and is_grad_enabled():
+                    if whole:
                         self._bypass.leave_graph_out(whole)
                 theirs = True
                 result = CallInterceptor.__call__(self, *args, **kwargs)

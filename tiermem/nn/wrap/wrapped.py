@@ -31,6 +31,7 @@ from tiermem.nn.wrap.origins import Origins, read_in
 from tiermem.nn.wrap.scope import Scope
 from tiermem.nn.wrap.statedict import StateDicts
 from tiermem.runtime.memory.homes import StoredBlock
+from tiermem.runtime.memory.slots import has_saved
 
 
 class WrappedModel:
@@ -284,6 +285,19 @@ class WrappedModel:
                 entry.param.grad = old.to(self.runtime.manager.parts.device)
         self.modules.install()
         self.move_apart(self.runtime.manager.parts.device)
+        self._stay_for_graphs()
+
+    def _stay_for_graphs(self) -> None:
+        """Keeps in HBM, if all fit, blocks of parameters that a graph from before has saved.
+
+        The graph shows whatever they point at.
+        """
+        manager = self.runtime.manager
+        for group in self.groups if manager.parts.table.all_fit else ():
+            if any(map(has_saved, group.pointing.tensors)):
+                group.hold()
+                manager.parts.slots.current[group.block.id].saved = group.pointing.tensors
+                group.let_go()
 
     def move_apart(self, device: torch.device) -> None:
         """Moves the buffers that had no elements and are in no block."""

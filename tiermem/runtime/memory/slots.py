@@ -113,7 +113,7 @@ class Pointer(Protocol):
 _references: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
-def _has_saved(param: torch.Tensor) -> bool:
+def has_saved(param: torch.Tensor) -> bool:
     """Whether a graph refers to a parameter otherwise than to accumulate its gradient.
 
     The parameter's Python object counts as one reference, the node that accumulates as another.
@@ -183,7 +183,7 @@ class Slot:
         """
         if self.wanted:
             return True  # in use: more of them may be saved
-        if any(map(_has_saved, self.saved)):
+        if any(map(has_saved, self.saved)):
             return True
         self.saved = ()
         return False
