@@ -1996,8 +1996,8 @@ MUTATIONS = (
     Mutation(
         "materialize: blocks stay for a graph that was made inside",
         "tiermem/nn/wrap/materialize.py",
-        "            slot.saved = group.pointing.tensors\n",
-        "",
+        "                slot.saved = group.pointing.tensors\n",
+        "                pass\n",
         _TRAINED,
     ),
     Mutation(

@@ -227,7 +227,8 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
             group.recapture(entry)
         group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
         with runtime.manager.lock:
-            slot.saved = group.pointing.tensors
+            if runtime.manager.parts.table.all_fit:  # else others could not come
+                slot.saved = group.pointing.tensors
             group.rest()
     finally:
         runtime.manager.release(group.block, dirty=dirty)
