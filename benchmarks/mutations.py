@@ -1834,8 +1834,8 @@ MUTATIONS = (
     Mutation(
         "bypass: what is computed again in backward is intercepted",
         _BYPASS,
-        "or (bool(self._out) and _in_backward())",
-        "",
+        "            self.end(for_good=again)\n",
+        "            self.end()\n",
         _TRAINED,
     ),
     Mutation(

@@ -123,9 +123,8 @@ class AutoOverlap:
 
     def has_room_behind(self) -> bool:
         """Whether blocks move in backward, and no alias holds any of HBM."""
-        return not (
-            self._table.all_fit or self._seen_now()
-        )  # what once was there may be gone: a look is no habit
+        # what once was there may be gone: a look is no habit
+        return not (self._table.all_fit or self._seen_now())
 
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
         """Whether a unit was stepped before with settings such as these.

@@ -162,10 +162,11 @@ class Bypass:
 
     def used_alone(self) -> None:
         """Called as a weight is used while no call holds it; the caller has the manager's lock."""
+        again = _in_backward()  # then other code computes something again, and will the next time
         if not self._wrapped.runtime.saved.leave_checkpoint_out(self):
-            self.end()
-        elif _in_backward():
-            self._ends = True  # other code computes something again, and will the next time
+            self.end(for_good=again)
+        else:
+            self._ends = self._ends or again
 
     def end(self, *, for_good: bool = False) -> None:
         """Puts the interceptors back; the caller has the manager's lock.
@@ -173,7 +174,7 @@ class Bypass:
         Args:
             for_good: Whether they stay in.
         """
-        self.over = self.over or for_good or (bool(self._out) and _in_backward())
+        self.over = self.over or for_good
         self._calm = 0
         if self._out:
             in_vain = self._served <= self._patience
