@@ -1840,14 +1840,14 @@ MUTATIONS = (
     ),
     Mutation(
         "bypass: what a checkpoint saved with hooks it saves with hooks again",
-        "tiermem/nn/passes/saved.py",
+        "tiermem/nn/passes/leftout.py",
         "list(taken_out) if self.covered else ()",
         "()",
         _TRAINED,
     ),
     Mutation(
         "bypass: what a checkpoint saved without hooks it saves without them again",
-        "tiermem/nn/passes/saved.py",
+        "tiermem/nn/passes/leftout.py",
         "        before, left_out.of = left_out.of, self.of\n",
         "        before = left_out.of\n",
         _TRAINED,

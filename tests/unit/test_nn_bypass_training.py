@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
-from tiermem.nn.passes.saved import left_out
+from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.tensors.lazy import LazyTensor
 from tiermem.nn.wrap.bypass import Bypass
 from tiermem.optim.units.foreign import ForeignWrites
@@ -62,6 +62,34 @@ class Model(nn.Module):
                 x = checkpoint(layer, x, use_reentrant=self.again)
             self.seen = x if number == 1 else self.seen
         return self.head(x)
+
+
+def crowd(tier: tiermem.TierManager) -> nn.Module:
+    """Makes HBM too small, and uses all of it; returns the model that does."""
+    torch.manual_seed(3)
+    layers = -(-tier._manager.parts.table.hbm.capacity // (64 * 64 * 4))
+    other = tier.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))))
+    use(other)
+    return other
+
+
+def use(other: nn.Module) -> None:
+    with torch.no_grad():
+        for _ in range(2):
+            other(torch.ones(1, 64))
+
+
+def same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(mine.grad, theirs.grad)
+
+
+def all_in_tiers(model: nn.Module) -> bool:
+    return all(isinstance(p.grad, LazyTensor) for p in model.parameters())
+
+
+def any_in_tiers(model: nn.Module) -> bool:
+    return any(isinstance(p.grad, LazyTensor) for p in model.parameters())
 
 
 class Pair:
@@ -115,17 +143,7 @@ class Pair:
 
     def crowd(self) -> nn.Module:
         """Makes HBM too small, and uses all of it; returns the model that does."""
-        torch.manual_seed(3)
-        capacity = self.tier._manager.parts.table.hbm.capacity
-        layers = -(-capacity // (64 * 64 * 4))
-        other = self.tier.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))))
-        self.use(other)
-        return other
-
-    def use(self, other: nn.Module) -> None:
-        with torch.no_grad():
-            for _ in range(2):
-                other(torch.ones(1, 64))
+        return crowd(self.tier)
 
     def blocks_in_hbm(self) -> int:
         """Of how many blocks of the model's weights the bytes are in HBM."""
@@ -147,13 +165,13 @@ def entered(pair: Pair) -> None:
     pair.train(4)
     assert pair.bypass.active
     assert intercepted(pair.model) < before / 2
-    assert not any(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+    assert not any_in_tiers(pair.model)
 
 
 def test_steps_of_a_model_that_fits_are_as_without_tiers() -> None:
     with Pair() as pair:
         pair.train(1)
-        assert any(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        assert any_in_tiers(pair.model)
         entered(pair)
         packed: list[object] = []
         with pytest.MonkeyPatch.context() as patch:
@@ -167,7 +185,7 @@ def test_a_model_that_does_not_fit_keeps_its_hooks() -> None:
     with Pair("40KiB") as pair:
         pair.train(6)
         assert not pair.bypass.active
-        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        assert all_in_tiers(pair.model)
 
 
 def test_gradients_have_room_beside_or_stay_in_the_tiers() -> None:
@@ -178,7 +196,7 @@ def test_gradients_have_room_beside_or_stay_in_the_tiers() -> None:
         assert pair.tier._manager.parts.table.all_fit
         pair.train(4)
         assert pair.bypass.active
-        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        assert all_in_tiers(pair.model)
 
 
 def test_what_gradients_took_in_the_tiers_is_given_back_once_they_are_left() -> None:
@@ -201,11 +219,11 @@ def test_gradients_that_are_left_stay_so_where_they_themselves_have_lessened_hbm
         entered(pair)
         monkeypatch.setattr(Bypass, "_gradients", lambda _self, new=False: 0 if new else 1 << 40)
         pair.train(2)
-        assert not any(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        assert not any_in_tiers(pair.model)
         pair.tier._runtime.backward.incoming.left = 0
         pair.train(4)
         assert pair.bypass.active
-        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        assert all_in_tiers(pair.model)
 
 
 class Partly(Model):
@@ -257,8 +275,7 @@ def test_weights_alone_that_fit_are_not_given_to_graphs() -> None:
         for loss in (want, got):
             loss.sum().backward(retain_graph=True)
             loss.sum().backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert same_bits(mine.grad, theirs.grad)
+        same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("frozen", ["", "conv", "norm", "up"])
@@ -283,7 +300,7 @@ def test_what_a_graph_has_saved_stays_where_it_is(frozen: str, hidden: bool) -> 
             loss.square().sum().backward()
         pair.check()
         del loss, kept
-        pair.use(other)
+        use(other)
         assert pair.blocks_in_hbm() < len(pair.groups())
         pair.train(2)
         assert not pair.bypass.active
@@ -301,15 +318,6 @@ class Kernels(nn.Module):
         return self.all(x)
 
 
-def crowd(tier: tiermem.TierManager) -> None:
-    """Makes HBM too small, and uses all of it."""
-    layers = -(-tier._manager.parts.table.hbm.capacity // (64 * 64 * 4))
-    other = tier.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))))
-    with torch.no_grad():
-        for _ in range(2):
-            other(torch.ones(1, 64))
-
-
 def test_a_graph_that_comes_where_gradients_are_off() -> None:
     torch.manual_seed(0)
     plain = Kernels()
@@ -324,8 +332,7 @@ def test_a_graph_that_comes_where_gradients_are_off() -> None:
         crowd(tier)
         for out in outs:
             out.square().sum().backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert same_bits(mine.grad, theirs.grad)
+        same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -348,8 +355,7 @@ def test_a_model_that_is_wrapped_while_a_graph_lives(before: bool) -> None:
         crowd(tier)
         for loss in losses:
             loss.backward()
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert same_bits(mine.grad, theirs.grad)
+        same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -370,7 +376,7 @@ def test_a_graph_made_while_parameters_are_ordinary(direct: bool) -> None:
             loss.backward()
         pair.check()
         del loss, losses
-        pair.use(other)
+        use(other)
         assert pair.blocks_in_hbm() < len(pair.groups())
         pair.train(2)
 
@@ -474,7 +480,7 @@ def test_parts_that_other_code_computes_again_have_their_interceptors(soon: bool
             one.again = True
         pair.train(6)
         assert not pair.bypass.active and pair.bypass.over
-        assert not any(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        assert not any_in_tiers(pair.model)
 
 
 @pytest.mark.parametrize(
@@ -503,8 +509,7 @@ def test_parts_are_computed_again_as_they_were_whatever_comes_between(
         for some in losses:
             for loss in some:
                 loss.backward()
-        for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-            assert same_bits(mine.grad, theirs.grad)
+        same_gradients(pair.model, pair.plain)
 
 
 def test_a_backward_that_fails_while_all_is_held_lets_go() -> None:
@@ -705,7 +710,7 @@ def test_gradients_in_another_dtype_stay_in_the_tiers() -> None:
             optimizer.zero_grad()
             model(X.bfloat16()).float().square().mean().backward()
             optimizer.step()
-        assert all(isinstance(p.grad, LazyTensor) for p in model.parameters())
+        assert all_in_tiers(model)
 
 
 def test_gradients_stay_in_the_tiers_where_memory_is_taken_at_once(
@@ -715,7 +720,7 @@ def test_gradients_stay_in_the_tiers_where_memory_is_taken_at_once(
         monkeypatch.setattr(pair.tier._manager.parts.slots.arena, "grows", False, raising=False)
         pair.train(5)
         assert pair.bypass.active
-        assert all(isinstance(p.grad, LazyTensor) for p in pair.model.parameters())
+        assert all_in_tiers(pair.model)
 
 
 def test_steps_asked_for_in_backward_are_made_there() -> None:
@@ -841,8 +846,7 @@ def test_a_model_inside_another_is_seen_by_its_own_hooks() -> None:
                 one(X).square().mean().backward()
             handle.remove()
         pair.check()
-        for mine, theirs in zip(inner.parameters(), plain.parameters(), strict=True):
-            assert same_bits(mine.grad, theirs.grad)
+        same_gradients(inner, plain)
 
 
 def test_a_forward_that_fails_leaves_nothing_behind() -> None:

@@ -18,12 +18,10 @@ Where none is covered, what is no weight goes to :mod:`tiermem.nn.passes.activat
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,6 +40,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.writes import refuse_changed
 from tiermem.nn.passes.activations import Kept, SavedActivation, changed
+from tiermem.nn.passes.leftout import Again, LeavesOut, left_out
 from tiermem.nn.passes.savedrows import SavedCopies, SavedRows
 from tiermem.nn.passes.savedview import SavedView
 from tiermem.runtime.base.functorch import transforming, untransformed
@@ -63,60 +62,6 @@ class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
     """The result of a covered pair's pack hook, and its unpack hook."""
 
     __slots__ = ()
-
-
-class LeavesOut(Protocol):
-    """A model of which graphs may be left to torch."""
-
-    def begin_again(self) -> None:
-        """Called as backward may compute a part of such a graph again, with all that it needs."""
-        ...
-
-    def put_back(self) -> None:
-        """Has hooks see what is saved from now on."""
-        ...
-
-
-class LeftOut(threading.local):
-    """What the calling thread computes of a graph that is left to torch, if it does.
-
-    Attributes:
-        of: The model; None where hooks are to see what is saved.
-    """
-
-    of: LeavesOut | None = None
-
-
-left_out = LeftOut()
-taken_out: WeakSet[LeavesOut] = WeakSet()
-"""Models that have no interceptors just now, so that their graphs are left to torch."""
-
-
-class _Again:
-    """An unpack hook of a checkpoint: it computes a part again in the way in which it began.
-
-    Attributes:
-        of: The model whose graph it is, where that was left to torch.
-        covered: Whether hooks of tiermem's have seen what was saved.
-    """
-
-    __slots__ = ("_unpack", "covered", "of")
-
-    def __init__(self, of: LeavesOut | None, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self.of, self.covered, self._unpack = of, False, unpack
-
-    def __call__(self, packed: Any) -> torch.Tensor:
-        """Unpacks; the first time that computes the whole part."""
-        if self.of is None:
-            for model in list(taken_out) if self.covered else ():
-                model.put_back()
-            return self._unpack(packed)
-        before, left_out.of = left_out.of, self.of
-        try:
-            self.of.begin_again()
-            return self._unpack(packed)
-        finally:
-            left_out.of = before
 
 
 class SavedHooks:
@@ -159,7 +104,7 @@ class SavedHooks:
         """
         outer = top_pair()
         again = None if outer is None else outer[1]
-        if not isinstance(again, _Again) or again.covered or again.of not in (None, model):
+        if not isinstance(again, Again) or again.covered or again.of not in (None, model):
             return False
         again.of = model
         return True
@@ -483,7 +428,7 @@ def _covered(pair: Pair) -> Pair:
         return pair
     if is_of_checkpoint(pair):
         again = is_recomputation(pair)
-        return pair if again else (pair[0], _Again(left_out.of, pair[1]))
+        return pair if again else (pair[0], Again(left_out.of, pair[1]))
     outer = top_pair()
     hooks = None if outer is None else _hooks_of(outer)
     if hooks is not None:
@@ -553,7 +498,7 @@ class _Covering:
         # a checkpoint computes with the weights of then, changed or not
         self.recomputes = is_of_checkpoint(outer)
         self.recomputing = is_recomputation(outer)
-        if isinstance(outer[1], _Again):
+        if isinstance(outer[1], Again):
             outer[1].covered = True
         self.only_keeps = self.recomputes or _only_keeps(outer)
 

@@ -3,9 +3,9 @@
 Where HBM has room for everything, intercepting each module's call and holding each block for its
 own calls costs a host-bound forward a tenth of its time, and brings nothing up. So once such
 forwards have come round, the interceptors inside the model are taken out of its modules, and the
-outermost call holds all blocks. They are put back as soon as anything is otherwise: HBM has become
-less, gradients are taken, a second thread comes, the compiler is at work, or a weight is used
-while no call holds it.
+outermost call holds all blocks, and what a graph saves is left to torch. They are put back as soon
+as anything is otherwise: HBM has become less, a second thread comes, the compiler is at work, or a
+weight is used while no call holds it. Gradients are left to torch wherever all blocks have room.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from tiermem.core.block import align_up
 from tiermem.nn.compat.compiler import compiling
 from tiermem.nn.groups.group import Group
-from tiermem.nn.passes.saved import left_out, taken_out
+from tiermem.nn.passes.leftout import left_out, taken_out
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Bypass:
             if self._out and left_out.of is not self:  # other code computes something again
                 self.end(for_good=True)
             return ()
-        if not self._may() or (is_grad_enabled() and not self._may_leave_graph_out()):
+        if not (self._may_leave_graph_out() if is_grad_enabled() else self._may()):
             self.end()
             return ()
         if not self._out:
@@ -200,13 +200,20 @@ class Bypass:
             and not manager.parts.copy.capturing()
         )
 
-    def _may_leave_graph_out(self) -> bool:
-        """Whether a forward's graph may have the blocks: nothing needs their room, and no hook."""
+    def _may_in_backward(self) -> bool:
+        """Whether that is so in backward, too, where nothing else moves tensors."""
         runtime = self._wrapped.runtime
         return (
-            runtime.saved.may_be_left_out()
+            self._may()
             and runtime.activations.store is None
             and not runtime.backward.reduced.active
+        )
+
+    def _may_leave_graph_out(self) -> bool:
+        """Whether a forward's graph may have the blocks: nothing needs their room, and no hook."""
+        return (
+            self._may_in_backward()
+            and self._wrapped.runtime.saved.may_be_left_out()
             and self._fits(self._gradients(new=True))
         )
 
@@ -221,10 +228,8 @@ class Bypass:
         """
         runtime, parts = self._wrapped.runtime, self._manager.parts
         return (
-            self._may()
+            self._may_in_backward()
             and runtime.grads.in_own_dtypes
-            and runtime.activations.store is None
-            and not runtime.backward.reduced.active
             and all(watcher.revocable for watcher in runtime.backward.watchers)
             and parts.slots.arena.grows
             and (already or self._fits(self._gradients()))
@@ -246,7 +251,7 @@ class Bypass:
         return table.nbytes + nbytes <= table.hbm.capacity
 
     def _take_out(self, scope: Scope) -> bool:
-        """Takes the interceptors out, if all of the model is in HBM; returns whether it has."""
+        """Takes the interceptors out, if what the model uses is in HBM; returns whether it has."""
         modules = self._wrapped.modules
         if not (scope.around or not scope.name):
             return False  # layers are called one by one: all would be held for each of them

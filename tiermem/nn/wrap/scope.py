@@ -26,8 +26,8 @@ from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE, outside
 from tiermem.nn.compat.refusing import read_elsewhere, was_refused
 from tiermem.nn.groups.group import Group
+from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.passes.saved import left_out
 from tiermem.nn.wrap.statedict import check_state, given_values
 from tiermem.runtime.base.functorch import transforming
 

@@ -159,7 +159,7 @@ class LeaveRules:
 
 
 def _is_aliased(slot: Slot) -> bool:
-    """What :attr:`Slot.aliased` says: asked of every block that leaves."""
+    """What :attr:`Slot.aliased` says, but of parameters, which point elsewhere by now."""
     readers = slot.sight.reading_baseline + len(slot.sight.read)
     writers = slot.baseline + slot.pointed
     return use_count(slot.storage) > writers or use_count(slot.reading) > readers

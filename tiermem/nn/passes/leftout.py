@@ -1,0 +1,68 @@
+"""Graphs that are left to torch: nothing of tiermem's sees what autograd saves of them.
+
+Checkpoints compare what a part saves as it is computed and as it is computed again. So which way
+it began is noted with the hook that computes it again, and it is computed again in that way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+
+
+class LeavesOut(Protocol):
+    """A model of which graphs may be left to torch."""
+
+    def begin_again(self) -> None:
+        """Called as backward may compute a part of such a graph again, with all that it needs."""
+        ...
+
+    def put_back(self) -> None:
+        """Has hooks see what is saved from now on."""
+        ...
+
+
+class LeftOut(threading.local):
+    """What the calling thread computes of a graph that is left to torch, if it does.
+
+    Attributes:
+        of: The model; None where hooks are to see what is saved.
+    """
+
+    of: LeavesOut | None = None
+
+
+left_out = LeftOut()
+taken_out: WeakSet[LeavesOut] = WeakSet()
+"""Models that have no interceptors just now, so that their graphs are left to torch."""
+
+
+class Again:
+    """An unpack hook of a checkpoint: it computes a part again in the way in which it began.
+
+    Attributes:
+        of: The model whose graph it is, where that was left to torch.
+        covered: Whether hooks of tiermem's have seen what was saved.
+    """
+
+    __slots__ = ("_unpack", "covered", "of")
+
+    def __init__(self, of: LeavesOut | None, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.of, self.covered, self._unpack = of, False, unpack
+
+    def __call__(self, packed: Any) -> torch.Tensor:
+        """Unpacks; the first time that computes the whole part."""
+        if self.of is None:
+            for model in list(taken_out) if self.covered else ():
+                model.put_back()
+            return self._unpack(packed)
+        before, left_out.of = left_out.of, self.of
+        try:
+            self.of.begin_again()
+            return self._unpack(packed)
+        finally:
+            left_out.of = before
