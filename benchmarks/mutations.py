@@ -971,7 +971,7 @@ _ELSEWHERE = (
     Mutation(
         "coarser blocks leave no room for the steps of several parameters together",
         "tiermem/nn/groups/blocks.py",
-        "return max(*sizes, unit_limit(self.hbm, known.packed(members), sizes))",
+        "return max(*sizes, limit)",
         "return max(sizes)",
         ("tests/unit/test_nn_hostbound.py",),
     ),

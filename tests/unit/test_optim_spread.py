@@ -62,8 +62,15 @@ def test_the_host_has_no_more_than_its_share_and_is_through_in_time(
     pace = rates.seconds(rates.best_share())
     whole, largest = sum(elements), max(elements, default=0)
     share = rates.best_share() * whole
+    end = whole * pace
+
+    def needed(i: int) -> float:
+        """When forward comes to a block, at its pace, less a part of backward for the way there."""
+        return end + sum(elements[i + 1 :]) * pace / 4 - 0.15 * end
+
     able = [
-        count > largest // 64 and sum(elements[i + 1 :]) * pace >= count * rates.host
+        count > largest // 64
+        and sum(elements[: i + 1]) * pace + 1.1 * count * rates.host <= needed(i) * (1 + 1e-9)
         for i, count in enumerate(elements)
     ]
     assert not any(on for on, can in zip(chosen, able, strict=True) if not can)
@@ -77,8 +84,7 @@ def test_the_host_has_no_more_than_its_share_and_is_through_in_time(
         assert had <= passed * min(1.0, share / total) + largest * (0.5 + 1e-6)
         arrives = sum(elements[: i + 1]) * pace
         through = max(through, arrives) + count * rates.host
-        needed = whole * pace + (whole * pace - arrives) / 4  # forward, at its pace, comes to it
-        assert through <= needed * (1 + 1e-9)
+        assert through <= needed(i) * (1 + 1e-9)
 
 
 def test_the_last_blocks_of_backward_are_the_devices() -> None:

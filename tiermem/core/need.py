@@ -15,6 +15,9 @@ from tiermem.core.block import ALIGNMENT, align_up
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
+_LEAST_BLOCK, _BLOCKS = 40 << 20, 10
+"""Bytes, and part of HBM, up to which the gradients of a block are one unit in a model that is trained:
+the step of a small unit takes the host as long as that of a large one."""
 _LITTLE_MORE = 8
 """A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
 host as one of the matrix beside it."""
@@ -24,7 +27,7 @@ _ROUNDS = 256
 _FINE = 256  # so many parts of a budget are told apart, as long as they are pages
 
 
-def unit_limit(hbm: int, block: int, sizes: Sequence[int]) -> int:
+def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, trained: bool) -> int:
     """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
 
     A step holds a block of weights, its unit of gradients, and state and masters of a few
@@ -36,13 +39,16 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int]) -> int:
         hbm: Budget in bytes.
         block: Bytes of the block of weights.
         sizes: Bytes of its parameters.
+        trained: Whether most of the model's weights will be trained.
     """
-    free = max(0, hbm - block)
+    free, whole = max(0, hbm - block), sum(sizes)
+    if trained and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):
+        return whole
     limit = max(free // 20, min(_LEAST_UNIT, free // 8))
     largest = max(sizes, default=0)
     if _STEPPED * largest > free:
         return limit
-    limit, whole = max(largest, limit), sum(sizes)
+    limit = max(largest, limit)
     return whole if whole <= limit + limit // _LITTLE_MORE else limit
 
 

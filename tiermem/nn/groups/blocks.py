@@ -132,7 +132,8 @@ class BlockPlan:
         """Chooses the blocks."""
         known = self.inventory
         model = known.model
-        largest = largest_block(training_bytes(model), self.hbm, self.coarse)
+        trained = training_bytes(model)
+        largest = largest_block(trained, self.hbm, self.coarse, trained=known.trained)
         roots = territories(model, known.blocks, largest, self.coarse)
         modules = dict(model.named_modules())
         self.roots = {**roots, **{name: modules[name] for name in known.homes}}
@@ -243,7 +244,8 @@ class BlockPlan:
         """Returns the most bytes of a block's weights that are stepped together."""
         known = self.inventory
         sizes = [known.shape(f).nbytes for f in members]
-        return max(*sizes, unit_limit(self.hbm, known.packed(members), sizes))
+        limit = unit_limit(self.hbm, known.packed(members), sizes, trained=known.trained)
+        return max(*sizes, limit)
 
     def homes(self) -> list[Home | None]:
         """Returns the home of each block, parameters' first, where it is not the policy's."""

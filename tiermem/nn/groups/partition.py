@@ -31,6 +31,10 @@ of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
 _AT_ONCE = 21
 """In so many pieces HBM is divided, between the finest and the coarsest: a block is not more than
 gradients of one unit may be (:mod:`tiermem.core.need`)."""
+_FINEST_TRAINED, _TRAINED_AT_ONCE = 40 << 20, 10
+"""Blocks that are trained need not be finer than that, nor than this part of HBM, which holds two of
+them with gradients and the states of Adam: a step of one takes the link 2.4 ms of 57 GB/s, and the
+host as long, however small it is."""
 _RUN = 20 << 20
 """Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
 _PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
@@ -43,7 +47,7 @@ _LEFT = 4
 than they would be chosen then."""
 
 
-def largest_block(model_nbytes: int, hbm: int, coarse: int = 0) -> int:
+def largest_block(model_nbytes: int, hbm: int, coarse: int = 0, *, trained: bool = False) -> int:
     """Returns the bytes above which the automatic choice divides a block if it can.
 
     Where the model streams, what is in use and what is on its way take room from what could
@@ -56,10 +60,17 @@ def largest_block(model_nbytes: int, hbm: int, coarse: int = 0) -> int:
         model_nbytes: Bytes of all parameters, and of what training adds to them.
         hbm: Device budget in bytes.
         coarse: Bytes up to which blocks are not divided in any case.
+        trained: Whether most of the weights will be trained.
     """
     if model_nbytes <= hbm:
         return max(1, hbm // 4)
-    return max(1, coarse, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
+    fine = max(_FINEST, trained * _trained_together(hbm))
+    return max(1, coarse, min(hbm // 4, max(fine, min(hbm // _AT_ONCE, _COARSEST))))
+
+
+def _trained_together(hbm: int) -> int:
+    """Returns the bytes of weights that are trained up to which a block need not be finer."""
+    return min(hbm // _TRAINED_AT_ONCE, _FINEST_TRAINED)
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -160,7 +171,7 @@ def runs(
     """
     divided = {above for name in sizes for above in names_above(name)}
     found: dict[str, str] = {}
-    room = hbm // _AT_ONCE
+    room = max(hbm // _AT_ONCE, trained * _trained_together(hbm))
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
     if trained and training_bytes(model) <= hbm:  # nothing moves as long as that is so
         of_layers = of_parts = max(_RUN_TRAINED, room // _LEFT)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -32,8 +33,10 @@ _BUSY = 1.15
 on H100's hosts, with 8 threads on 16 cores (1.3 with 12)."""
 _FORWARD = 0.25
 """Of backward's time for a block: the time of forward, with recomputation."""
-_SLACK = 0.05
-"""Of backward: how long before its end the host shall be through."""
+_SLACK = 0.15
+"""Of backward: how long before its next use a block shall be stepped. Gradients come down behind
+what was written before, and kernels are submitted ahead: a forward that waits for the host begins
+with no kernels to run."""
 _LITTLE = 64
 
 
@@ -114,26 +117,29 @@ def spread(elements: Sequence[int], rates: Rates) -> list[bool]:
     # what is next to nothing is not worth a place in the host's queue
     little = max(elements, default=0) // _LITTLE
     pace = rates.seconds(share)  # of backward, per element, if nothing else is slower
-    left = sum(elements)
-    wanted = share * left
-    early = []
-    for count in elements:
-        left -= count
-        early.append(count > little and left * pace >= count * rates.host)
-    able = sum(n for n, is_early in zip(elements, early, strict=True) if is_early)
-    density = min(1.0, wanted / able) if able else 0.0
-    total, credit, now, free = sum(elements) * pace, 0.0, 0.0, 0.0
-    # where backward takes longer than foreseen, the host's last gradients come later too
+    total = sum(elements) * pace
     slack = total * _SLACK
+
+    def in_time(count: int, begin: float, now: float) -> bool:
+        over = begin + count * rates.host * _LATE
+        return over + slack <= total + (total - now) * _FORWARD
+
+    arrived = list(accumulate(count * pace for count in elements))
+    early = [
+        count > little and in_time(count, now, now)
+        for count, now in zip(elements, arrived, strict=True)
+    ]
+    able = sum(n for n, is_early in zip(elements, early, strict=True) if is_early)
+    density = min(1.0, share * sum(elements) / able) if able else 0.0
+    credit = free = 0.0
     chosen = []
-    for count, is_early in zip(elements, early, strict=True):
-        now += count * pace
-        over = max(now, free) + count * rates.host * _LATE
+    for count, now, is_early in zip(elements, arrived, early, strict=True):
         credit += count * density if is_early else 0.0
-        in_time = over + slack <= total + (total - now) * _FORWARD
-        chosen.append(is_early and density > 0 and credit >= count / 2 and in_time)
+        begin = max(now, free)
+        wanted = is_early and density > 0 and credit >= count / 2
+        chosen.append(wanted and in_time(count, begin, now))
         if chosen[-1]:
-            credit, free = credit - count, over
+            credit, free = credit - count, begin + count * rates.host * _LATE
     return chosen
 
 
