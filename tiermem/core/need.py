@@ -16,8 +16,8 @@ Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
 _LEAST_BLOCK, _BLOCKS = 40 << 20, 10
-"""Bytes, and part of HBM, up to which the gradients of a block are one unit in a model that is trained:
-the step of a small unit takes the host as long as that of a large one."""
+"""Bytes, and part of HBM, up to which the gradients of a block are one unit in a model that is
+trained: the step of a small unit takes the host as long as that of a large one."""
 _LITTLE_MORE = 8
 """A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
 host as one of the matrix beside it."""

@@ -32,9 +32,9 @@ _AT_ONCE = 21
 """In so many pieces HBM is divided, between the finest and the coarsest: a block is not more than
 gradients of one unit may be (:mod:`tiermem.core.need`)."""
 _FINEST_TRAINED, _TRAINED_AT_ONCE = 40 << 20, 10
-"""Blocks that are trained need not be finer than that, nor than this part of HBM, which holds two of
-them with gradients and the states of Adam: a step of one takes the link 2.4 ms of 57 GB/s, and the
-host as long, however small it is."""
+"""Blocks that are trained need not be finer than that, nor than this part of HBM, which holds two
+of them with gradients and the states of Adam: a step of one takes the link 2.4 ms at 57 GB/s, and
+the host as long, however small it is."""
 _RUN = 20 << 20
 """Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
 _PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
