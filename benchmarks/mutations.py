@@ -2113,6 +2113,88 @@ MUTATIONS = (
         _CLIPPING,
     ),
     *(
+        Mutation(f"scale: {name}", f"tiermem/{path}", old, new, tests)
+        for name, path, old, new, tests in (
+            (
+                "gradients that await another change are known",
+                "nn/groups/formerscale.py",
+                "if unit.awaits or unit.runs:",
+                "if unit.runs:",
+                _CLIPPING,
+            ),
+            (
+                "what was found of gradients holds after they are written",
+                "nn/groups/gradnorms.py",
+                "        self.scale.invalidate(entries)\n",
+                "",
+                _CLIPPING,
+            ),
+            (
+                "norms behind the former scale hold for any scale",
+                "nn/groups/formerscale.py",
+                "        if former is not None and torch.equal(former, self.inverse):",
+                "        if former is not None:",
+                _CLIPPING,
+            ),
+            (
+                "norms behind a scale are those of gradients that still have it",
+                "nn/groups/gradnorms.py",
+                "if self.scale.is_awaited(unit) if behind else not unit.awaits:",
+                "if behind or not unit.awaits:",
+                _CLIPPING,
+            ),
+            (
+                "norms behind a scale hold behind a clipping too",
+                "nn/groups/formerscale.py",
+                "return len(unit.pending) == 1 and",
+                "return",
+                _CLIPPING,
+            ),
+            (
+                "a gradient that is not finite is not told of",
+                "nn/groups/clipping.py",
+                "        found_inf.copy_(torch.maximum(found_inf, infinite.view_as(found_inf)))\n",
+                "        pass\n",
+                _CLIPPING,
+            ),
+            (
+                "a scale is tried for ever",
+                "nn/groups/formerscale.py",
+                "        if self._tried > _IN_VAIN:",
+                "        if False:",
+                _CLIPPING,
+            ),
+            (
+                "gradients await their scale where the host has a share",
+                "nn/groups/clipping.py",
+                "_found(grads, places, found_inf, inv_scale, known=may_wait)",
+                "_found(grads, places, found_inf, inv_scale)",
+                ("tests/unit/test_optim_host_bits.py",),
+            ),
+        )
+    ),
+    Mutation(
+        "share: the host has blocks that forward begins with",
+        "tiermem/optim/host/spread.py",
+        "return over + slack <= total + (total - now) * _FORWARD",
+        "return over <= total + (total - now) * _FORWARD",
+        ("tests/unit/test_optim_spread.py",),
+    ),
+    Mutation(
+        "small budgets: gradients of a trained block are divided",
+        "tiermem/core/need.py",
+        "    if trained and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):",
+        "    if False:",
+        ("tests/unit/test_nn_partition.py",),
+    ),
+    Mutation(
+        "small budgets: large units of a trained block are not divided",
+        "tiermem/core/need.py",
+        "whole <= min(_LEAST_BLOCK, hbm // _BLOCKS)",
+        "whole <= hbm // _BLOCKS",
+        ("tests/unit/test_nn_partition.py",),
+    ),
+    *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -266,23 +268,123 @@ def grads(pair: Pair) -> list[list[torch.Tensor]]:
     return [[p.grad.clone() for p in m.parameters()] for m in (pair.plain, pair.model)]
 
 
-def test_a_scale_is_undone_by_units_and_norms_are_taken_behind_it() -> None:
-    with Pair(build, DRAM) as pair:
-        both = scaled(pair)
+def unscaled(pair: Any) -> list[str]:
+    """Undoes the scale of both; returns the blocks that this brings up."""
+    return brought_up(pair.tier, lambda: pair.both(lambda _, o: pair.scalers[id(o)].unscale_(o)))
+
+
+@contextmanager
+def scaling(growth: int = 2000, fused: bool = False) -> Iterator[Any]:
+    """A pair with scalers, by the id of their optimizers."""
+    found: Any = Pair(build, DRAM, (torch.optim.AdamW, {"lr": 0.01, "fused": fused}))
+    with found as pair:
+        optimizers = pair.plain_optimizer, pair.optimizer
+        pair.scalers = {
+            id(o): torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=growth)
+            for o in optimizers
+        }
+        yield pair
+
+
+def scaled_backward(pair: Any, number: int, times: float = 1.0) -> None:
+    pair.both(lambda model, o: pair.scalers[id(o)].scale(times * loss_of(model, number)).backward())
+
+
+def scaled_step(pair: Any) -> float:
+    """A step of both; returns the scale of the next one."""
+
+    def step(_: nn.Module, optimizer: Any) -> torch.Tensor:
+        scaler = pair.scalers[id(optimizer)]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return torch.tensor(scaler.get_scale())
+
+    return float(pair.both(step, what="scale"))
+
+
+def units(pair: Any) -> set[int]:
+    entries = [entry for group in pair.tier._runtime.groups for entry in group.entries]
+    return {id(entry.unit) for entry in entries if entry.has_grad}
+
+
+def test_a_scale_is_undone_by_units_at_first_and_norms_are_taken_behind_it() -> None:
+    """From the second time on both are known from backward."""
+    with scaling() as pair:
         for number in range(4):
-            for model, _, scaler in both:
-                scaler.scale(loss_of(model, number)).backward()
-            both[0][2].unscale_(both[0][1])
-            used = brought_up(pair.tier, lambda: both[1][2].unscale_(both[1][1]))
-            entries = [entry for group in pair.tier._runtime.groups for entry in group.entries]
-            assert len(used) == len({id(entry.unit) for entry in entries if entry.has_grad})
+            scaled_backward(pair, number)
+            assert len(unscaled(pair)) == (0 if number else len(units(pair)))
             clip = partial(pair.both, lambda model, _: CLIPS["by norm"](model), what="norm")
             used = brought_up(pair.tier, clip)
             assert not used or not number
-            for _, optimizer, scaler in both:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+            scaled_step(pair)
+        pair.check_state()
+
+
+@pytest.mark.parametrize("clip", ["by norm", ""])
+def test_scales_that_change_and_gradients_that_are_not_finite(clip: str) -> None:
+    """The scale grows after every second step, and is halved for an infinity or a NaN."""
+    with scaling(growth=2) as pair:
+        scales = []
+        for number in range(10):
+            scaled_backward(pair, number)
+            scaled_backward(pair, number + 20, {3: math.inf, 4: math.nan}.get(number, 1.0))
+            unscaled(pair)
+            if clip:
+                pair.both(lambda model, _: CLIPS[clip](model), what="norm")
+            if number % 3 == 0:
+                assert_same(*grads(pair), "gradients")
+            scales.append(scaled_step(pair))
+        assert sorted(set(scales)) == [32.0, 64.0, 128.0]
+        pair.check_state()
+
+
+def test_gradients_that_are_written_before_their_scale_is_undone() -> None:
+    """By hand, by a change of all of them, and by clipping, which asks for norms with the scale."""
+
+    def write(model: nn.Module) -> None:
+        next(model.parameters()).grad.fill_(math.inf)
+
+    def change(model: nn.Module) -> None:
+        torch._foreach_mul_([p.grad for p in model.parameters()], 3e38)
+
+    with scaling() as pair:
+        for number in range(12):
+            scaled_backward(pair, number)
+            act = {4: write, 6: change, 8: CLIPS["by norm"]}.get(number)
+            if act is not None:
+                pair.both(lambda model, _, act=act: act(model))
+            unscaled(pair)
+            pair.both(lambda model, _: CLIPS["by norm"](model), what="norm")
+            assert_same(*grads(pair), "gradients")
+            assert scaled_step(pair) == (16.0 if number >= 6 else 32.0 if number >= 4 else 64.0)
+        pair.check_state()
+
+
+def test_a_scale_that_is_never_undone_again_is_not_tried_for_ever() -> None:
+    with scaling() as pair:
+        tried = pair.tier._runtime.grads.norms.scale
+        for number in range(20):
+            if number < 2:
+                scaled_backward(pair, number)
+                unscaled(pair)
+                scaled_step(pair)
+            else:
+                pair.both(lambda model, o, n=number: (backward(model, o, n), o.step()), what="step")
+                pair.both(lambda _, o: o.zero_grad(), what="zero_grad")
+            assert (tried.inverse is not None) == (number < 18)
+        pair.check_state()
+
+
+def test_looking_for_infinities_brings_nothing_up() -> None:
+    """The optimizer undoes the scale itself, as torch's fused ones do."""
+    with scaling(fused=True) as pair:
+        for number in range(5):
+            scaled_backward(pair, number, math.inf if number == 3 else 1.0)
+            look = partial(pair.both, lambda _, o: pair.scalers[id(o)]._check_inf_per_device(o))
+            used = brought_up(pair.tier, look)
+            assert bool(used) is (number == 0)
+            scaled_step(pair)
         pair.check_state()
 
 

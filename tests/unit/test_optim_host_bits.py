@@ -22,9 +22,11 @@ from support_hostbits import (
     tried_shares,
 )
 from support_nn import Tiers
-from support_optim import Net, Twins
+from support_optim import Net, Twins, loss_of
 
 from tiermem.errors import StepError
+from tiermem.nn.groups.grads import GradStore
+from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.optim.host import exact, loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import ExactCalls, kind_of_step
@@ -350,6 +352,38 @@ def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.Monkey
         first = [False] + [True] * 16  # state comes about on the device
         assert sides == [*first, *[False] * 3]  # the last of those was stepped before its step()
         assert ahead == [False, *[True] * 19]
+
+
+def test_a_scale_is_undone_at_once_as_long_as_the_host_has_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It makes no step of gradients that await anything."""
+    changed: list[GradUnit] = []
+    change_now = GradStore.change_now
+
+    def spy(self: GradStore, unit: GradUnit, *args: Any) -> None:
+        changed.append(unit)
+        change_now(self, unit, *args)
+
+    monkeypatch.setattr(GradStore, "change_now", spy)
+    options: dict[str, Any] = {"overlap": False, "master_dtype": None}
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED, **options) as twins:
+        both = [(twins.plain, twins.by_hand.optimizer), (twins.model, twins.optimizer)]
+        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in both]
+        for step in range(6):
+            changed.clear()
+            twins.optimizer._host.movable.trial.on_host = on_host = step < 3
+            for (model, optimizer), scaler in zip(both, scalers, strict=True):
+                scaler.scale(loss_of(model, step)).backward()
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert bool(changed) is on_host
+            twins.check()
+        shares = twins.optimizer._runtime.grads.host_shares
+        twins.optimizer.close()
+        assert not shares
 
 
 def test_torchs_own_cpu_kernels_have_other_bits() -> None:

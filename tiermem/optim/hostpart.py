@@ -129,6 +129,11 @@ class HostPart:
             self.steps = HostSteps(
                 self._runtime, self._number, units.owed, units.state, units.explain
             )
+            self._runtime.grads.host_shares.append(self._has_share)
+
+    def _has_share(self) -> bool:
+        """Whether the host makes some of the steps by now."""
+        return self.movable is None or self.movable.trial is None or self.movable.trial.on_host
 
     def begin(self, current: Round) -> list[StepUnit]:
         """Begins the steps that the host makes; returns the units that are left to the device."""
@@ -163,6 +168,8 @@ class HostPart:
         """
         if self.steps is not None:
             self.steps.close()
+            if self._has_share in self._runtime.grads.host_shares:
+                self._runtime.grads.host_shares.remove(self._has_share)
         for room in rooms:
             room.close()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _foreach_utils
 
-from tiermem.nn.tensors.lazy import ANSWERS, UNSCALE, LazyTensor, flush, is_viewed
+from tiermem.nn.tensors.lazy import ANSWERS, LOOK, UNSCALE, LazyTensor, flush, is_viewed, look
 from tiermem.nn.tensors.norms import measure_of
 from tiermem.nn.tensors.standin import dispatch
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tiermem.nn.groups.entry import Entry
     from tiermem.nn.groups.grads import GradStore
     from tiermem.nn.groups.gradunit import Change, GradUnit
+
+    Place = tuple[GradStore, GradUnit, list[Entry]]
 
 
 class Clippable:
@@ -112,11 +114,9 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
     return None
 
 
-def _places(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[list[tuple[GradStore, GradUnit, list[Entry]]], list[torch.Tensor]]:
+def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[torch.Tensor]]:
     """Returns which gradients are kept where, by unit, and the tensors that are none of those."""
-    units: dict[int, tuple[GradStore, GradUnit, list[Entry]]] = {}
+    units: dict[int, Place] = {}
     others: list[torch.Tensor] = []
     for tensor in tensors:
         place = _place_of(tensor)
@@ -136,19 +136,68 @@ def _place_of(tensor: torch.Tensor) -> tuple[GradStore, GradUnit, Entry] | None:
 
 
 def _unscale(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Any:
-    """Implements for stand-ins what undoes a GradScaler's scale: a call for each unit.
+    """Implements for stand-ins what undoes a GradScaler's scale.
 
-    Whether a gradient is not finite is known at once, so it cannot wait as clipping does.
+    Whether a gradient is not finite is asked for at once. Where that is known, the scale is undone
+    when the gradient is next in HBM; else now, by a call for each unit.
     """
     if not isinstance(tensors, list | tuple):
         return NotImplemented
     places, others = _places(tensors)
     for tensor in others:
         dispatch(UNSCALE, ([tensor], found_inf, inv_scale), {})
-    for grads, unit, entries in places:
-        change = partial(UNSCALE, found_inf=found_inf, inv_scale=inv_scale)
-        grads.change_now(unit, entries, change)
+    for grads in {id(grads): grads for grads, _, _ in places}.values():
+        _undo_scale(grads, [place for place in places if place[0] is grads], found_inf, inv_scale)
     return None
+
+
+def _undo_scale(
+    grads: GradStore, places: Sequence[Place], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    # the host makes no step of what awaits a scale
+    may_wait = not any(has_share() for has_share in grads.host_shares)
+    known, others = _found(grads, places, found_inf, inv_scale, known=may_wait)
+    change: Change = partial(UNSCALE, found_inf=found_inf, inv_scale=inv_scale)
+    for _, unit, entries in others:
+        grads.change_now(unit, entries, change)
+    if known:
+        _put_off(known, grads.norms.scale.new_change())
+
+
+def _look(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Any:
+    """Implements for stand-ins a GradScaler's look for infinities, which changes nothing."""
+    places, others = _places(tensors)
+    for grads in {id(grads): grads for grads, _, _ in places}.values():
+        mine = [place for place in places if place[0] is grads]
+        _, unknown = _found(grads, mine, found_inf, inv_scale)
+        others += [
+            e.param.grad for *_, entries in unknown for e in entries if e.param.grad is not None
+        ]
+    look(others, found_inf, inv_scale)
+
+
+def _found(
+    grads: GradStore,
+    places: Sequence[Place],
+    found_inf: torch.Tensor,
+    inv_scale: torch.Tensor,
+    *,
+    known: bool = True,
+) -> tuple[list[Place], list[Place]]:
+    """Sets ``found_inf`` where it is known that a gradient is not finite.
+
+    Returns:
+        Where gradients are of which it is known, and the other places; all are others where the
+        scale is not undone as it was last, or ``known`` is false.
+    """
+    scale = grads.norms.scale
+    known = scale.is_again(inv_scale) and known
+    there = [place for place in places if known and scale.knows(*place[1:])]
+    ids = {id(unit) for _, unit, _ in there}
+    if there:
+        infinite = scale.infinite(entry for *_, entries in there for entry in entries)
+        found_inf.copy_(torch.maximum(found_inf, infinite.view_as(found_inf)))
+    return there, [place for place in places if id(place[1]) not in ids]
 
 
 def _is_used(tensor: torch.Tensor) -> bool:
@@ -164,7 +213,7 @@ def _is_one(numbers: Sequence[Any]) -> bool:
     return single and bool(number == 1)
 
 
-def _put_off(places: Sequence[tuple[GradStore, GradUnit, list[Entry]]], change: Change) -> None:
+def _put_off(places: Sequence[Place], change: Change) -> None:
     """Registers a pending change for all gradients, or for none (Ctrl-C)."""
     try:
         for grads, unit, entries in places:
@@ -208,6 +257,7 @@ _CHANGES: tuple[Callable[..., Any], ...] = (
 
 ANSWERS[torch._foreach_norm] = _norms
 ANSWERS[UNSCALE] = _unscale
+ANSWERS[LOOK] = _look
 ANSWERS.update({func: partial(_change, func) for func in _CHANGES})
 
 # torch then calls these functions for stand-ins, too, as it does for ordinary gradients: on CUDA

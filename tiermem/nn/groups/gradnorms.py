@@ -9,6 +9,7 @@ import torch
 from tiermem.nn.compat.quiet import quiet, unrecorded
 from tiermem.nn.groups.above import Norms
 from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.formerscale import FormerScale
 from tiermem.nn.groups.gradunit import Measure
 from tiermem.runtime.memory.slots import Slot
 
@@ -17,7 +18,10 @@ class GradNorms:
     """Norms of gradients, taken as these arrive, and forgotten as they are written.
 
     Where a program changes all gradients before it asks for norms (it undoes the scale of a
-    GradScaler, say), they are taken behind the change instead.
+    GradScaler, say), they are taken behind the change instead, or behind the same change of copies.
+
+    Attributes:
+        scale: The scale that was undone last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +34,9 @@ class GradNorms:
         self._measures: dict[int, Measure] = {}
         self._optimizers: list[Norms] = []  # those that are open
         self._known: dict[int, tuple[Measure, torch.Tensor]] = {}
+        self._behind: set[int] = set()  # ids of entries whose norms are those without the scale
         self._changed_first = False
+        self.scale = FormerScale()
 
     def ask(self, entries: Iterable[Entry], measure: Measure) -> None:
         """Registers a measurement of every gradient to come, made while it is in HBM.
@@ -64,9 +70,11 @@ class GradNorms:
         """Ends what is measured of the gradients of a parameter."""
         self._measures.pop(id(entry), None)
         self._known.pop(id(entry), None)
+        self._behind.discard(id(entry))
 
     def invalidate(self, entries: Iterable[Entry]) -> None:
         """Forgets what was measured of gradients that may be written now."""
+        self.scale.invalidate(entries)
         if self._known:
             for entry in entries:
                 self._known.pop(id(entry), None)
@@ -75,29 +83,49 @@ class GradNorms:
         """Returns what was measured of a gradient as it is now, or None."""
         found = self._known.get(id(entry))
         unit = entry.unit
-        if found is None or found[0] is not measure or unit is None or unit.awaits:
+        if found is None or found[0] is not measure or unit is None:
             self._changed_first = False
             return None
-        return found[1] if entry.has_grad else None
+        behind = id(entry) in self._behind
+        if self.scale.is_awaited(unit) if behind else not unit.awaits:
+            return found[1] if entry.has_grad else None
+        if not behind:
+            self._changed_first = False
+        elif not unit.awaits:  # it is asked for with the scale
+            self.scale.forget()
+        return None
 
     def take(self, entries: Sequence[Entry], slot: Slot) -> None:
         """Measures gradients that have just been written to a slot."""
         self.invalidate(entries)
+        if self.scale.inverse is not None:
+            with quiet(self._device):
+                views = [slot.views[entry.unit_index] for entry in entries]
+                copies = self.scale.try_on(entries, views)
+                if copies:
+                    self._measure(entries, copies, behind=not self.scale.is_one)
+                    return
         if self._measures and not self._changed_first:
-            self._measure(entries, slot)
+            self._measure_there(entries, slot)
 
     def take_changed(self, entries: Sequence[Entry], slot: Slot) -> None:
         """Measures gradients in a slot that a program has just changed."""
         if self._measures:
             self._changed_first = True
-            self._measure(entries, slot)
+            self._measure_there(entries, slot)
 
-    def _measure(self, entries: Sequence[Entry], slot: Slot) -> None:
+    def _measure_there(self, entries: Sequence[Entry], slot: Slot) -> None:
         with quiet(self._device):
-            for entry in entries:
-                measure = self._measures.get(id(entry))
-                if measure is not None:
-                    self._known[id(entry)] = measure, measure(slot.views[entry.unit_index])
+            self._measure(entries, [slot.views[entry.unit_index] for entry in entries])
+
+    def _measure(
+        self, entries: Sequence[Entry], gradients: Sequence[torch.Tensor], *, behind: bool = False
+    ) -> None:
+        for entry, gradient in zip(entries, gradients, strict=True):
+            measure = self._measures.get(id(entry))
+            if measure is not None:
+                self._known[id(entry)] = measure, measure(gradient)
+                (self._behind.add if behind else self._behind.discard)(id(entry))
 
     def take_whole(self, entry: Entry, gradient: torch.Tensor, dtype: torch.dtype) -> None:
         """Measures a gradient that is kept in runs, in the dtype that it is kept in."""
@@ -105,3 +133,4 @@ class GradNorms:
         if measure is not None:
             with quiet(self._device), unrecorded():
                 self._known[id(entry)] = measure, measure(gradient.detach().to(dtype))
+                self._behind.discard(id(entry))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from sys import getrefcount
 from typing import Any
 from weakref import getweakrefcount
@@ -45,6 +45,7 @@ class GradStore:
         manager: Where the gradients are.
         norms: What is measured of them.
         watchers: Notified of every gradient that arrives.
+        host_shares: Return whether the host makes steps of an optimizer by now.
         displaced: Whose stand-ins made way for gradients that are not there yet.
     """
 
@@ -57,6 +58,7 @@ class GradStore:
         self.displaced: list[Entry] = []
         self._dtypes: dict[int, torch.dtype] = {}
         self.watchers: list[Watcher] = []
+        self.host_shares: list[Callable[[], bool]] = []
         self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
 
     def forget(self, entries: Iterable[Entry]) -> None:

@@ -29,6 +29,9 @@ _TENSOR: Any = torch.Tensor
 UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
 """What a GradScaler undoes its scale with, in a list of gradients."""
 
+LOOK: Any = object()
+"""Stands for that function where it only looks for infinities."""
+
 ANSWERS: dict[Any, Callable[..., Any]] = {}
 """Replacements of functions over lists; they may return NotImplemented."""
 
@@ -56,7 +59,7 @@ class LazyTensor(StandIn, torch.Tensor):
         if func in _OF_DTYPE and args and isinstance(args[0], LazyTensor):
             return _OF_DTYPE[func](args[0])
         if func == UNSCALE and _only_looks(*args, **kwargs or {}):
-            return _look(*args, **kwargs or {})
+            func = LOOK
         if func in ANSWERS:
             with torch._C.DisableTorchFunctionSubclass():
                 result = ANSWERS[func](*args, **kwargs or {})
@@ -115,14 +118,15 @@ def _only_looks(
     return inv_scale.item() == 1.0  # a wait for the device; step() waits for the answer anyway
 
 
-def _look(
-    tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
-) -> None:
+def look(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Looks for infinities in copies, one at a time, so that nothing has to be written back."""
     for tensor in tensors:
         with torch._C.DisableTorchFunctionSubclass():
             copy = tensor._open().tensor if isinstance(tensor, LazyTensor) else tensor
             UNSCALE([copy], found_inf, inv_scale)
+
+
+ANSWERS[LOOK] = look
 
 
 class _Copy(Opened):

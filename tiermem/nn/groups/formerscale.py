@@ -1,0 +1,133 @@
+"""A GradScaler's scale, undone the way it was undone last, without a pass over the gradients.
+
+``unscale_()`` asks at once whether a gradient is not finite, so all of them had to come to HBM for
+it. But they are there as they arrive, and the scale is mostly that of the step before. So it is
+tried on copies of them then: whether they are finite does not depend on the scale, and their norms
+behind it are those that clipping asks for, if it is the same again. The gradients themselves are
+changed when they are next in HBM, by the scale that the program undoes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.gradunit import Change, GradUnit
+from tiermem.nn.tensors.lazy import UNSCALE
+
+_IN_VAIN = 16
+"""So many gradients of a parameter that were tried in a row, and no scale was undone: the program
+has none any more."""
+
+
+class FormerScale:
+    """What the scale was undone by last, and what was found of gradients that have arrived since.
+
+    Attributes:
+        inverse: What gradients were multiplied by, 0-d; None where no scale was undone lately.
+        is_one: Whether that is 1: somebody only looks whether gradients are finite.
+        change: What undoes the scale of gradients that wait for it; None before there is one.
+    """
+
+    def __init__(self) -> None:
+        """Starts without a scale."""
+        self.inverse: torch.Tensor | None = None
+        self.is_one = False
+        self.change: Change | None = None
+        self._infinite: dict[int, torch.Tensor] = {}  # by the id of an entry: not finite, as 1.0
+        self._first: Entry | None = None  # the first one that was tried, and how often it was
+        self._tried = 0
+
+    def is_again(self, inverse: torch.Tensor) -> bool:
+        """Notes by what a scale is undone; returns whether it was the same before.
+
+        Waits for the device, as a GradScaler does before a step.
+        """
+        former, self.inverse, self._tried = self.inverse, inverse.detach().clone(), 0
+        self._first = None
+        if former is not None and torch.equal(former, self.inverse):
+            return True
+        self.is_one = float(self.inverse) == 1.0
+        return False
+
+    def forget(self) -> None:
+        """Forgets the scale."""
+        self.inverse = None
+        self._infinite.clear()
+
+    def invalidate(self, entries: Iterable[Entry]) -> None:
+        """Forgets what was found of gradients that may be written now."""
+        if self._infinite:
+            for entry in entries:
+                self._infinite.pop(id(entry), None)
+
+    def try_on(
+        self, entries: Sequence[Entry], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Undoes the former scale in copies of gradients that have just arrived.
+
+        Args:
+            entries: Their parameters.
+            gradients: In HBM; they are not written.
+
+        Returns:
+            The copies; none where there is no scale, or no memory for them.
+        """
+        if self.inverse is None:
+            return []
+        self._first = self._first or entries[0]
+        self._tried += self._first in entries
+        if self._tried > _IN_VAIN:
+            self.forget()
+            return []
+        try:
+            copies = [gradient.clone() for gradient in gradients]
+        except torch.OutOfMemoryError:
+            self.forget()
+            return []
+        infinite = torch.zeros(1, device=copies[0].device)
+        _undo(copies, self.inverse, infinite)
+        self._infinite.update((id(entry), infinite) for entry in entries)
+        return copies
+
+    def knows(self, unit: GradUnit, entries: Sequence[Entry]) -> bool:
+        """Whether it is known of gradients of a unit, as they are now, that they are finite."""
+        if unit.awaits or unit.runs:
+            return False
+        return all(id(entry) in self._infinite for entry in entries)
+
+    def infinite(self, entries: Iterable[Entry]) -> torch.Tensor:
+        """Returns 1.0 where any of some gradients that are known is not finite, else 0.0."""
+        found = {id(flag): flag for flag in (self._infinite[id(entry)] for entry in entries)}
+        return torch.stack(list(found.values())).amax(0)
+
+    def new_change(self) -> Change:
+        """Returns the change that undoes the scale in gradients of which it is known."""
+        if self.inverse is None:
+            raise RuntimeError("no scale was undone yet")
+        self.change = partial(_undo, inverse=self.inverse)
+        return self.change
+
+    def is_awaited(self, unit: GradUnit) -> bool:
+        """Whether gradients of a unit await that change, and no other."""
+        return len(unit.pending) == 1 and unit.pending[0].change is self.change
+
+
+def _undo(
+    gradients: Sequence[torch.Tensor],
+    inverse: torch.Tensor,
+    infinite: torch.Tensor | None = None,
+) -> None:
+    """Multiplies gradients as ``GradScaler.unscale_`` does, by its kernel.
+
+    Args:
+        gradients: Written in place.
+        inverse: What they are multiplied by, 0-d.
+        infinite: Set to 1.0 if one of them is not finite.
+    """
+    for gradient in gradients:  # one at a time: dtypes may differ
+        found = gradient.new_zeros(1, dtype=torch.float32) if infinite is None else infinite
+        UNSCALE([gradient], found, inverse.to(gradient.device))
