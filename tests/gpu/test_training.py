@@ -106,6 +106,42 @@ def _delay(engine, way: str, cycles: int) -> None:
     setattr(engine, f"copy_{way}", late)
 
 
+def train_scaled(model: nn.Module, optimizer: torch.optim.Optimizer, clip: bool) -> list[float]:
+    """Trains in half precision; returns losses, norms and scales. One loss is infinite."""
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, growth_interval=3)
+    found = []
+    for step in range(9):
+        torch.manual_seed(step)
+        x = torch.randint(0, 256, (4, 64), device="cuda")
+        with torch.autocast("cuda", torch.float16):
+            loss = F.cross_entropy(model(x), x.flatten())
+        scaler.scale(loss * (float("inf") if step == 5 else 1.0)).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found += [loss.item(), scaler.get_scale()]
+    return found
+
+
+@pytest.mark.parametrize("where", ["auto", "device"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [True, False])
+def test_training_with_a_scaler_equals_resident(where: str, fused: bool, clip: bool) -> None:
+    plain, model = build("plain"), build("plain")
+    settings = {"lr": 1e-3, "fused": fused}
+    expected = train_scaled(plain, torch.optim.AdamW(plain.parameters(), **settings), clip)
+    with tiermem.TierManager("cuda", hbm="40MiB", dram="512MiB") as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, where=where, **settings)
+        found = train_scaled(model, optimizer, clip)
+        assert [str(value) for value in found] == [str(value) for value in expected]  # NaN too
+        for name, value in plain.state_dict().items():
+            assert torch.equal(value.cpu(), model.state_dict()[name].cpu()), name
+
+
 @pytest.mark.parametrize("stream", ["up", "down", "both", "compute"])
 @pytest.mark.parametrize("depth", [0, 1, 4, "auto"])
 def test_late_streams_change_nothing(stream: str, depth, tmp_path: Path) -> None:
