@@ -209,7 +209,8 @@ class _Before(Hook[IncomingGradients, Entry]):
     """Runs before autograd accumulates: gets the lazy stand-in out of its way.
 
     Mostly a backward is under way, nothing stands there and nobody waits for it. So that is looked
-    at here: it is called for every parameter.
+    at here: it is called for every parameter. A stand-in that a program has kept, or another
+    parameter's, may be put there at any time.
     """
 
     __slots__ = ()
@@ -233,9 +234,10 @@ class _Before(Hook[IncomingGradients, Entry]):
         )
         for watcher in incoming._store.watchers:
             busy = busy or watcher.listens
-        if not (busy or incoming.left):
+        if not busy:
             with torch._C.DisableTorchFunctionSubclass():
-                busy = entry.param.grad is not None
+                gradient = entry.param.grad
+            busy = gradient is not None if not incoming.left else type(gradient) is LazyTensor
         if busy:
             incoming.announce(entry)
         else:
