@@ -664,6 +664,34 @@ def test_gradients_of_both_kinds_are_one_sum(first: int, monkeypatch: pytest.Mon
         pair.train(3)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_stand_in_that_is_put_back_is_added_to(kept: bool) -> None:
+    """One of before gradients were left to torch, or one that stood for another's gradient."""
+    with Pair() as pair:
+        before = []
+        for one in pair.both:
+            one(X).square().mean().backward()
+            before.append([p.grad for p in one.parameters()])
+        assert all_in_tiers(pair.model)
+        if kept:
+            entered(pair)
+        else:
+            for one in pair.both:
+                one(X)
+        for one, gradients in zip(pair.both, before, strict=True):
+            if kept:
+                for p, gradient in zip(one.parameters(), gradients, strict=True):
+                    p.grad = gradient
+            else:
+                first, second = one.layers[0].up.weight, one.layers[1].up.weight
+                first.grad, second.grad = second.grad, first.grad
+            for gradient in gradients:
+                gradient.detach().clone()
+            one(X).square().mean().backward()
+        pair.check()
+        pair.train(3)
+
+
 def test_clipping_and_a_scale_of_gradients_left_to_torch() -> None:
     with Pair() as pair:
         entered(pair)

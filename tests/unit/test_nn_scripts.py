@@ -436,6 +436,26 @@ def what_is_trained_by_the_state_dict(run: Run) -> None:
     run.see([value is found for value, found in zip(state.values(), model.parameters())])  # noqa: B905
 
 
+@script
+def gradients_in_one_buffer(run: Run) -> None:
+    """They are parts of it for good, and what is done to it is done to them."""
+    model = run.wrap(layers(2))
+    optimizer = run.optimizer(model, torch.optim.Adam, lr=1e-2)
+    buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
+    for p, part in zip(
+        model.parameters(), buffer.split([p.numel() for p in model.parameters()]), strict=True
+    ):
+        p.grad = part.view_as(p)
+    del p, part
+    for _ in range(5):
+        for _ in range(2):
+            model(x()).square().mean().backward()
+        run.see(buffer)
+        buffer.div_(buffer.norm())
+        optimizer.step()
+        buffer.zero_()
+
+
 class Unmerged(nn.Module):
     """What adapters do that were merged into a layer: it takes them out within its forward."""
 

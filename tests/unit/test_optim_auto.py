@@ -50,6 +50,21 @@ def test_the_first_step_is_made_at_once_and_the_others_wait() -> None:
         twins.check()
 
 
+def test_gradients_that_somebody_has_are_there_when_a_step_that_waits_has_cleared_them() -> None:
+    """The look itself has the step made."""
+    with Twins(Net, DRAM, master_dtype=None) as twins:
+        ask(twins, 0)
+        twins.backward(1)
+        both = [[p.grad for p in one.parameters()] for one in (twins.plain, twins.model)]
+        values = [gradient.clone() for gradient in both[0] if gradient is not None]
+        twins.by_hand.step()
+        twins.optimizer.step()
+        twins.optimizer.zero_grad()
+        assert waiting(twins)
+        assert_same(values, [gradient for gradient in both[1] if gradient is not None], "kept")
+        assert not waiting(twins)
+
+
 @pytest.mark.parametrize("overlap", ["auto", "forward"])
 def test_steps_that_wait_are_no_unfinished_step(overlap: Any) -> None:
     """So there is nothing to give up."""

@@ -59,6 +59,16 @@ def follow(pair: Pair, steps: int = 6) -> None:
         pair.both(numbers_of, number, f"groups after step {number}")
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": "forward"}, {"overlap": "backward"}], ids=str)
+def test_a_class_that_fails_where_first_gradients_come_late(options: dict[str, Any]) -> None:
+    """It does so in plain torch, so that programs which use it give all of them at once."""
+    fused = {"lr": 0.1, "momentum": 0.9, "fused": True}
+    with Pair(Net, DRAM, (torch.optim.SGD, {**fused, **options})) as pair:
+        for number, skip in enumerate((None, None, 1, None)):
+            pair.both(partial(train, skip=skip), number, f"step {number}")
+        pair.finish()
+
+
 # -- counters ------------------------------------------------------------------------
 
 

@@ -77,6 +77,7 @@ class Entry(Member):
         announced: Whether one was announced and has not come yet.
         unheard: Whether one once came without being announced.
         waits: Whether one has come, and waits for others of its unit.
+        shares: Whether one is added to an ordinary one whose memory other tensors look into.
         hooks: Handles of the hooks that take them.
         lazy: What stands for the gradient in ``param.grad``.
         ways: How stand-ins get at the gradient, once there was one.
@@ -93,6 +94,7 @@ class Entry(Member):
         "lazy",
         "name",
         "param",
+        "shares",
         "sparse",
         "tracked",
         "unheard",
@@ -113,7 +115,7 @@ class Entry(Member):
         self.has_grad = False
         self.displaced = False
         self.tracked = False
-        self.announced = self.unheard = self.waits = False
+        self.announced = self.unheard = self.waits = self.shares = False
         self.hooks: list[RemovableHandle] = []
         self.lazy: torch.Tensor | None = None
         self.ways: Ways | None = None

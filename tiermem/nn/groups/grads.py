@@ -546,8 +546,15 @@ class GradStore:
     def _ways_of(self, entry: Entry, dtype: torch.dtype) -> Ways:
         """Returns how the stand-ins of a parameter's gradient get at it; they keep nothing."""
         device, formal = self.manager.parts.device, entry.param.dtype
-        load, store = Weak(self.load, entry, dtype), Weak(self._written, entry)
+        load, store = Weak(self._looked_at, entry, dtype), Weak(self._written, entry)
         return Ways(entry.param.shape, dtype, device, load, store, formal, Clippable(self, entry))
+
+    @inside
+    def _looked_at(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        """Loads a gradient for its stand-in, which a step that is owed clears once it is made."""
+        stand_in: Any = entry.lazy
+        self.pay(entry.unit)
+        return self.load(entry, dtype) if entry.lazy is stand_in else stand_in._load()
 
     @inside
     def _written(self, entry: Entry, gradient: torch.Tensor) -> None:

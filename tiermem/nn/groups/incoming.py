@@ -17,7 +17,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.need import accumulates, check_gradients
 from tiermem.nn.groups.newgrads import NewGradients
-from tiermem.nn.tensors.lazy import ALONE_IN_GRAD, LazyTensor, flush
+from tiermem.nn.tensors.lazy import ALONE_IN_GRAD, LazyTensor, flush, is_shared
 from tiermem.runtime.services.sweep import BlockSweep
 
 
@@ -150,15 +150,19 @@ class IncomingGradients:
             if entry.has_grad:
                 entry.displaced = True
                 self._store.displaced.append(entry)
+        else:
+            entry.shares = type(current) is torch.Tensor and is_shared(current)
 
     def _take_in(self, entries: Sequence[Entry]) -> list[Entry]:
         """Stores new gradients of parameters of one unit; returns whose are in the tiers now.
 
-        One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``.
+        One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``,
+        and so is one that was added to a part of a buffer for all gradients.
         """
         found: list[tuple[Entry, torch.Tensor]] = []
         for entry in entries:
             made_way, entry.displaced = entry.displaced, False
+            shares, entry.shares = entry.shares, False
             gradient = entry.param.grad
             if gradient is None or entry.materialized:
                 if made_way and entry.has_grad and not entry.materialized:
@@ -171,7 +175,7 @@ class IncomingGradients:
             ):
                 if entry.has_grad:
                     self._join(entry, gradient)
-            elif entry.has_grad or getrefcount(gradient) <= ALONE_IN_GRAD:
+            elif entry.has_grad or not (shares or getrefcount(gradient) > ALONE_IN_GRAD):
                 found.append((entry, gradient))
         if not found:
             return []
@@ -205,7 +209,8 @@ class _Before(Hook[IncomingGradients, Entry]):
     """Runs before autograd accumulates: gets the lazy stand-in out of its way.
 
     Mostly a backward is under way, nothing stands there and nobody waits for it. So that is looked
-    at here: it is called for every parameter.
+    at here: it is called for every parameter. A stand-in that a program has kept, or another
+    parameter's, may be put there at any time.
     """
 
     __slots__ = ()
@@ -229,9 +234,10 @@ class _Before(Hook[IncomingGradients, Entry]):
         )
         for watcher in incoming._store.watchers:
             busy = busy or watcher.listens
-        if not (busy or incoming.left):
+        if not busy:
             with torch._C.DisableTorchFunctionSubclass():
-                busy = entry.param.grad is not None
+                gradient = entry.param.grad
+            busy = gradient is not None if not incoming.left else type(gradient) is LazyTensor
         if busy:
             incoming.announce(entry)
         else:

@@ -151,6 +151,13 @@ def _seen(tensor: torch.Tensor) -> bool:
         inner = insides(tensor)
         if len(inner) != 1 or inner[0][1] is not tensor:
             return any(_seen(plain) for _, plain in inner)
+    return is_shared(tensor)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether other tensors look into the memory of an ordinary one."""
+    if tensor.layout is not torch.strided:
+        return False
     storage = tensor.untyped_storage()  # counts as well, as long as it is here
     return use_count(storage._cdata) > _OWN_REFERENCES
 
