@@ -50,8 +50,11 @@ class ParameterError(TierError, RuntimeError):
     """A managed parameter was replaced, moved or written behind the manager's back."""
 
 
-class CheckpointError(TierError, ValueError):
-    """A checkpoint or state dict that is not valid, or does not fit the model."""
+class CheckpointError(TierError, ValueError, RuntimeError):
+    """A checkpoint or state dict that is not valid, or does not fit the model.
+
+    A ``RuntimeError`` too, as what torch raises for a state dict that does not fit.
+    """
 
 
 class StepError(TierError, RuntimeError):

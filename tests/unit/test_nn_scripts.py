@@ -626,3 +626,16 @@ def test_the_profiler_sees_the_shapes_of_the_resident_run(
         )
         with pytest.raises(RuntimeError, match=r"Storage that is invalid|not in HBM"):
             away.clone()
+
+
+def test_a_state_dict_of_another_shape_is_what_scripts_expect() -> None:
+    """Many load what fits and go on, or look for torch's words in its error."""
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    other = {k: v[:2] if k.startswith("1") else v * 0 for k, v in plain.state_dict().items()}
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        model = tier.wrap(copy.deepcopy(plain))
+        for one in (plain, model):
+            with pytest.raises(RuntimeError, match="size mismatch for '?1.weight"):
+                one.load_state_dict(other)
+        kept = model.state_dict()
+        assert not any(torch.equal(kept[name], other[name]) for name in ("0.weight", "0.bias"))

@@ -44,8 +44,8 @@ def check_state(module: nn.Module, state: Any, strict: bool = True, assign: bool
                 continue
             if value.shape != tensor.shape and not (tensor.dim() == 0 and value.numel() == 1):
                 raise CheckpointError(
-                    f"the checkpoint's {key!r} has shape {tuple(value.shape)}, the model's has "
-                    f"{tuple(tensor.shape)}; nothing was loaded"
+                    f"size mismatch for {key!r}: it has shape {tuple(value.shape)} in the "
+                    f"checkpoint, {tuple(tensor.shape)} in the model; nothing was loaded"
                 )
 
 
