@@ -2195,6 +2195,39 @@ MUTATIONS = (
         ("tests/unit/test_nn_partition.py",),
     ),
     *(
+        Mutation(f"gradients: {name}", f"tiermem/{path}", old, new, (tests,))
+        for name, path, old, new, tests in (
+            (
+                "one that a step clears meanwhile is read where it was",
+                "nn/groups/grads.py",
+                "return self.load(entry, dtype) if entry.lazy is stand_in else stand_in._load()",
+                "return self.load(entry, dtype)",
+                "tests/unit/test_optim_auto.py",
+            ),
+            (
+                "parts of one buffer go to the tiers as more are added",
+                "nn/groups/incoming.py",
+                "entry.shares = type(current) is torch.Tensor and is_shared(current)",
+                "entry.shares = False",
+                "tests/unit/test_nn_scripts.py",
+            ),
+            (
+                "a stand-in is added to by torch where gradients are left to it",
+                "nn/groups/incoming.py",
+                "if not incoming.left else type(gradient) is LazyTensor",
+                "and not incoming.left",
+                "tests/unit/test_nn_bypass_training.py",
+            ),
+            (
+                "a class that fails where first gradients come late is refused",
+                "optim/rules/separable.py",
+                "in ((False, True), (True, True), (False, False)):",
+                "in ((False, True), (True, True)):",
+                "tests/unit/test_optim_classes.py",
+            ),
+        )
+    ),
+    *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]
     ),
