@@ -322,6 +322,45 @@ def test_wrapping_peft_s_own_adapters_keeps_them_in_hbm() -> None:
         assert homes["PeftModel.resident[0]"] == "hbm"
 
 
+@pytest.mark.parametrize("share", [0.5, 8.0])
+@pytest.mark.parametrize("make", [mixtral, qwen_moe])
+def test_peft_s_adapters_of_stacked_experts(make: Callable[[], Any], share: float) -> None:
+    """They put a function in the place of each stacked parameter, in every call."""
+
+    def outputs(model: Any) -> list[Tensor]:
+        tokens, found = torch.arange(12)[None], []
+        with torch.no_grad():
+            found += [model(tokens).logits for _ in range(4)]
+            with model.disable_adapter():
+                found.append(model(tokens).logits)
+            model.merge_adapter()
+            found.append(model(tokens).logits)
+            model.unmerge_adapter()
+        return found
+
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        init_lora_weights=False,
+    )
+    resident = peft.get_peft_model(built(make), config)
+    expected = run(resident, torch.optim.AdamW(trained(resident), lr=1e-2), steps=5)
+    model = peft.get_peft_model(built(make), config)
+    hbm = budget(model, share)
+    with tiermem.TierManager(device="cpu", hbm=hbm, dram="16MiB") as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(trained(model), torch.optim.AdamW, lr=1e-2)
+        assert_seen(run(model, optimizer, steps=5), expected)
+        stacked = [row.nbytes for row in tier.residency() if row.block.endswith(".base_layer")]
+        assert moved(tier, "hbm->dram") < 5 * sum(stacked)  # torch sets each to itself in a call
+        found = outputs(model)
+        assert all(torch.equal(a, b) for a, b in zip(found, outputs(resident), strict=True))
+    mine, theirs = model.state_dict(), resident.state_dict()
+    assert list(mine) == list(theirs)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 def test_merging_peft_s_adapters_in_the_tiers() -> None:
     """Layers are watched for writes that torch does not count only while adapters are merged."""
 

@@ -12,7 +12,12 @@ import torch
 from support_nn import check_table, same_bits
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
-from torch.nn.utils import parameters_to_vector, parametrizations, vector_to_parameters
+from torch.nn.utils import (
+    parameters_to_vector,
+    parametrizations,
+    parametrize,
+    vector_to_parameters,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tiermem
@@ -309,6 +314,99 @@ def test_parametrizations_belong_before_wrap(
         each(data()).square().sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert same_bits(ours.grad.clone(), theirs.grad)
+
+
+class Halved(nn.Module):
+    """A function of a weight."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+class InCalls(nn.Module):
+    """Layers of which one has a function in the place of its weight, for the time of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = build()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layers[2]
+        parametrize.register_parametrization(layer, "weight", Halved())
+        layer.parametrizations.weight.original.requires_grad_(True)
+        self.calls += 1
+        try:
+            if self.calls == 3:
+                raise ValueError("in between")
+            with parametrize.cached():
+                return self.layers(x)
+        finally:
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+
+@pytest.mark.parametrize("hbm", ["40KiB", "4MiB"])
+def test_a_function_in_the_place_of_a_parameter_for_a_call(hbm: str) -> None:
+    plain, model = InCalls(), InCalls()
+    with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier:
+        tier.wrap(model)
+        optimizers = [
+            torch.optim.AdamW(plain.parameters(), lr=1e-2),
+            tier.optimizer(model, torch.optim.AdamW, lr=1e-2),
+        ]
+        for step in range(7):
+            for each, optimizer in zip((plain, model), optimizers, strict=True):
+                if step == 2:
+                    with pytest.raises(ValueError, match="in between"):
+                        each(data())
+                    continue
+                each(data()).square().sum().backward()
+                optimizer.step()
+                if step % 2:
+                    optimizer.zero_grad()
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert same_bits(model(data()), plain(data()))
+        with pytest.raises(tiermem.ParameterError, match=r"before tier\.wrap"):
+            parametrize.register_parametrization(model.layers[2], "weight", Halved())
+        check_table(tier)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_a_parameter_that_is_set_to_itself_is_not_written(
+    tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            model(data())
+            assert param.set_(param) is param
+        assert same_bits(model(data()), plain(data()))
+    assert "hbm->dram" not in tier.stats().links
+
+
+def test_another_tensor_is_refused_where_a_function_was(
+    tier: tiermem.TierManager, plain: nn.Sequential
+) -> None:
+    class Other(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = build()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            layer = self.layers[1]
+            parametrize.register_parametrization(layer, "weight", Halved())
+            weight = layer.parametrizations.weight.original
+            try:
+                parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+                layer.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+            finally:
+                layer.weight = weight
+            return self.layers(x)
+
+    model = tier.wrap(Other())
+    with pytest.raises(tiermem.ParameterError, match="cannot be replaced"):
+        model(data())
+    assert same_bits(model.layers(data()), plain(data()))
 
 
 @pytest.mark.parametrize("use", [torch.sum, torch.Tensor.detach, lambda weight: weight.data])

@@ -94,6 +94,8 @@ class Away(StandIn):
 
     def set_(self, *source: Any, **kwargs: Any) -> Any:
         """Copies the values in, as ``data = ...`` does; ``set_`` never gets to a torch function."""
+        if len(source) == 1 and source[0] is self:  # as functions of parameters are registered
+            return self
         away: Any = self
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             value = torch.empty(0, dtype=away.dtype, device=away.device)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _SWAPS = "torch.nn.utils._named_member_accessor"
 """Where ``torch.func.functional_call`` puts other tensors in a module's, for one call."""
+_FUNCTIONS = "torch.nn.utils.parametrize"
+"""Where a function of a parameter is put in its place; peft's ``target_parameters`` do in calls."""
 
 _item = dict.__getitem__  # every use of a weight may come by: a name is found sooner than super()
 
@@ -39,6 +41,7 @@ class HeldDict(dict[str, Any]):
         super().__init__(plain)
         self.groups = groups
         self.lender = lender
+        self.behind: dict[str, Any] = {}  # parameters that are out, with functions in their place
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.groups and value is not self.get(name):
@@ -60,6 +63,10 @@ class HeldDict(dict[str, Any]):
         """Handles a new tensor for a name: a buffer's may change (``self.mean = mean + x``)."""
         if self.groups[name].block.role is not Role.PARAM:
             del self.groups[name]
+        elif value is not None and self.behind.get(name) is value:
+            del self.behind[name]  # the function in its place is gone
+        elif value is None and self.lender.here.inside and _puts_function(sys._getframe(3)):
+            self.behind[name] = _item(self, name)
         elif not _is_swap(sys._getframe(2)):
             raise self._replaced(name)
 
@@ -92,6 +99,11 @@ def _is_swap(frame: types.FrameType) -> bool:
     Putting back must not fail for want of room, else the other call's tensors would stay.
     """
     return frame.f_globals.get("__name__") == _SWAPS
+
+
+def _puts_function(frame: types.FrameType) -> bool:
+    """Whether a parameter makes way for a function of it, which uses it as any other code does."""
+    return frame.f_globals.get("__name__") == _FUNCTIONS
 
 
 class TieredDict(HeldDict):
