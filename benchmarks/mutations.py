@@ -2228,6 +2228,32 @@ MUTATIONS = (
         )
     ),
     *(
+        Mutation(f"names: {name}", f"tiermem/nn/groups/{path}", old, new, (tests,))
+        for name, path, old, new, tests in (
+            (
+                "any tensor comes back in the place of a parameter with a function",
+                "names.py",
+                "elif value is not None and self.behind.get(name) is value:",
+                "elif value is not None and name in self.behind:",
+                "tests/unit/test_nn_parameters.py",
+            ),
+            (
+                "a function is put in the place of a parameter outside of calls",
+                "names.py",
+                "value is None and self.lender.here.inside and _puts",
+                "value is None and _puts",
+                "tests/unit/test_nn_parameters.py",
+            ),
+            (
+                "a parameter set to itself is written",
+                "away.py",
+                "if len(source) == 1 and source[0] is self:",
+                "if False:",
+                "tests/unit/test_nn_parameters.py",
+            ),
+        )
+    ),
+    *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]
     ),

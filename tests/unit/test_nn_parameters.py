@@ -384,8 +384,9 @@ def test_a_parameter_that_is_set_to_itself_is_not_written(
     assert "hbm->dram" not in tier.stats().links
 
 
-def test_another_tensor_is_refused_where_a_function_was(
-    tier: tiermem.TierManager, plain: nn.Sequential
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_another_tensor_is_refused_where_a_function_is_or_was(
+    tier: tiermem.TierManager, plain: nn.Sequential, meanwhile: bool
 ) -> None:
     class Other(nn.Module):
         def __init__(self) -> None:
@@ -394,11 +395,16 @@ def test_another_tensor_is_refused_where_a_function_was(
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             layer = self.layers[1]
+            other = nn.Parameter(torch.ones(WIDTH, WIDTH))
             parametrize.register_parametrization(layer, "weight", Halved())
             weight = layer.parametrizations.weight.original
             try:
+                if meanwhile:
+                    layer._parameters["weight"] = other
+            finally:
                 parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-                layer.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+            try:
+                layer.weight = other
             finally:
                 layer.weight = weight
             return self.layers(x)

@@ -635,7 +635,43 @@ def test_a_state_dict_of_another_shape_is_what_scripts_expect() -> None:
     with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
         model = tier.wrap(copy.deepcopy(plain))
         for one in (plain, model):
-            with pytest.raises(RuntimeError, match="size mismatch for '?1.weight"):
+            with pytest.raises(RuntimeError, match=r"size mismatch for '?1.weight"):
                 one.load_state_dict(other)
         kept = model.state_dict()
         assert not any(torch.equal(kept[name], other[name]) for name in ("0.weight", "0.bias"))
+
+
+class Headed(nn.Module):
+    """A head on a trunk that other models have, too."""
+
+    def __init__(self, trunk: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(x))
+
+
+@pytest.mark.parametrize("hbm", ["1MiB", "40KiB"])
+def test_models_that_share_a_trunk_are_wrapped_as_one(hbm: str) -> None:
+    trunk = layers()
+    pair = nn.ModuleList([Headed(trunk, 4), Headed(trunk, 1)])
+    plain = copy.deepcopy(pair)
+    optimizers = [torch.optim.AdamW(plain.parameters(), lr=0.01)]
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB") as tier:
+        tier.wrap(pair[0])
+        with pytest.raises(tiermem.WrapError, match=r"'trunk' is .* as one: tier\.wrap"):
+            tier.wrap(pair[1])
+        tier.unwrap(pair[0])
+    with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier:
+        tier.wrap(pair)
+        optimizers.append(tier.optimizer(pair, torch.optim.AdamW, lr=0.01))
+        for step in range(6):
+            for (actor, critic), optimizer in zip((plain, pair), optimizers, strict=True):
+                seed(step)
+                x = torch.randn(5, WIDTH)
+                (actor(x).square().mean() + critic(x).square().mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(plain.state_dict(), pair.state_dict(), "weights")

@@ -260,7 +260,8 @@ def _check_unexpected(files: CheckpointFiles, unexpected: set[str]) -> None:
         listed = [name for name in files.tensors if name in unexpected]
         raise CheckpointError(
             f"{files.paths[0].parent}: {len(listed)} tensors are none of the model's: "
-            f"{_some(listed)}; if it calls them otherwise, or they are to be left, give names="
+            f"{_some(listed)}; if it calls them otherwise, or they are to be left (a head that "
+            "this class has not), give names="
         )
 
 

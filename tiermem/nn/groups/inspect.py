@@ -77,7 +77,10 @@ def check_module(model: object, manager_id: int) -> nn.Module:
                     "weights are gone with it (close(discard=True), or it is the parent "
                     "process's); make the module anew"
                 )
-            raise WrapError(f"{what} is wrapped already; call tier.unwrap(module) first")
+            raise WrapError(
+                f"{what} is wrapped already; call tier.unwrap(module) first, or wrap models that "
+                "share it as one: tier.wrap(nn.ModuleList([first, second]))"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(
                 f"{what} is a ScriptModule, whose weights are out of reach; wrap the "
