@@ -128,6 +128,9 @@ def _undo(
         inverse: What they are multiplied by, 0-d.
         infinite: Set to 1.0 if one of them is not finite.
     """
-    for gradient in gradients:  # one at a time: dtypes may differ
-        found = gradient.new_zeros(1, dtype=torch.float32) if infinite is None else infinite
-        UNSCALE([gradient], found, inverse.to(gradient.device))
+    device = gradients[0].device
+    found = torch.zeros(1, device=device) if infinite is None else infinite
+    inverse = inverse.to(device)
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype is dtype]
+        UNSCALE(alike, found, inverse)
