@@ -662,8 +662,8 @@ _ELSEWHERE = (
     Mutation(
         "a gradient that a program holds goes to the tiers",
         _GRADS,
-        "            elif entry.has_grad or getrefcount(gradient) <= ALONE_IN_GRAD:\n",
-        "            else:\n",
+        "elif entry.has_grad or not (shares or getrefcount(gradient) > ALONE_IN_GRAD):",
+        "else:",
         _NEW_GRADS,
     ),
     Mutation(
@@ -2183,7 +2183,7 @@ MUTATIONS = (
     Mutation(
         "small budgets: gradients of a trained block are divided",
         "tiermem/core/need.py",
-        "    if trained and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):",
+        "    if few and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):",
         "    if False:",
         ("tests/unit/test_nn_partition.py",),
     ),

@@ -355,3 +355,22 @@ def test_what_fits_with_finer_blocks_fits(
             )
     for fine, coarse in zip(*needs, strict=True):
         assert coarse <= max(hbm, fine)
+
+
+class TwoParts(nn.Module):
+    """The matrices of a layer's attention, and a feed-forward part beside it, as in a GPT-2."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attn = nn.Sequential(nn.Linear(width, 3 * width), nn.Linear(width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.Linear(4 * width, width))
+
+
+def test_a_small_model_that_is_trained_has_as_few_blocks_as_its_link_hides() -> None:
+    """12 layers of 50 MB, and HBM for half of them: two blocks a layer, or a block a matrix."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[TwoParts(1024) for _ in range(12)]).train()
+    hbm = 336_130_048
+    quick, slow = (inventory(model, rate).plan(hbm) for rate in (55e9, 12e9))
+    assert len(quick.params) == 24 and quick.few
+    assert len(slow.params) == 48 and not slow.few

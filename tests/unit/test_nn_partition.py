@@ -15,6 +15,7 @@ from tiermem.nn.groups.partition import (
     largest_block,
     parameter_bytes,
     runs,
+    steps_bind,
     territories,
     training_bytes,
 )
@@ -71,17 +72,30 @@ def test_how_large_a_block_may_be(model: int, hbm: int, largest: int) -> None:
     ],
 )
 def test_trained_blocks_of_small_budgets_are_not_as_fine(hbm: int, largest: int) -> None:
-    assert largest_block(13 * GIB, hbm, trained=True) == largest
+    assert largest_block(13 * GIB, hbm, few=True) == largest
+
+
+@pytest.mark.parametrize(
+    ("hbm", "rate", "binds"),
+    [
+        (336 * MIB, 55e9, True),
+        (336 * MIB, 25e9, False),  # 64 MiB each way take it 2.7 ms
+        (160 * MIB, 55e9, False),  # blocks are as fine as they get
+        (600 * MIB, 55e9, False),  # or large enough
+    ],
+)
+def test_steps_of_fine_blocks_bind_the_host(hbm: int, rate: float, binds: bool) -> None:
+    assert steps_bind(hbm, rate) is binds
 
 
 def test_a_trained_block_is_stepped_as_one_where_two_of_them_fit() -> None:
     """A GPT-2's feed-forward layer in float32, and HBM for half of the model."""
     hbm, sizes = 336_130_048, [4096 << 12, 4096 * 4, 4096 << 12, 1024 * 4]
-    assert unit_limit(hbm, sum(sizes), sizes, trained=True) == sum(sizes)
-    assert unit_limit(hbm, sum(sizes), sizes, trained=False) < sum(sizes)
-    assert unit_limit(hbm - (1 << 20), sum(sizes), sizes, trained=True) < sum(sizes)
+    assert unit_limit(hbm, sum(sizes), sizes, few=True) == sum(sizes)
+    assert unit_limit(hbm, sum(sizes), sizes, few=False) < sum(sizes)
+    assert unit_limit(hbm - (1 << 20), sum(sizes), sizes, few=True) < sum(sizes)
     large = [2 * size for size in sizes]  # it takes the link longer than the host
-    assert unit_limit(700 * MIB, sum(large), large, trained=True) < sum(large)
+    assert unit_limit(700 * MIB, sum(large), large, few=True) < sum(large)
 
 
 def test_layers_are_whole_where_they_are_small_enough() -> None:
@@ -205,7 +219,7 @@ def test_layers_that_all_fit_share_blocks_that_would_do_for_a_quarter_of_hbm() -
 def test_what_is_trained_is_seen_by_the_models_mode(
     trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four of these layers share a block where they are trained, and none where they are not."""
+    """Two of these layers are more than share a block where they are not trained."""
     model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(48)]).train(trained)
     size = parameter_bytes(model[0])
     monkeypatch.setattr(partition, "_RUN", size)
@@ -219,7 +233,7 @@ def test_what_is_trained_is_seen_by_the_models_mode(
         rows = tier.residency()
         units = [row for row in rows if row.role == "grad"]
         blocks = [row for row in rows if row.role == "param"]
-        assert len(units) == len(blocks) == (12 if trained else 48)
+        assert len(units) == len(blocks) == (24 if trained else 48)
 
 
 def test_sequences_inside_sequences_are_in_order() -> None:

@@ -16,8 +16,8 @@ Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
 _LEAST_BLOCK, _BLOCKS = 40 << 20, 10
-"""Bytes, and part of HBM, up to which the gradients of a block are one unit in a model that is
-trained: the step of a small unit takes the host as long as that of a large one."""
+"""Bytes, and part of HBM, up to which the gradients of a block are one unit where steps bind the
+host: that of a small unit takes it as long as that of a large one."""
 _LITTLE_MORE = 8
 """A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
 host as one of the matrix beside it."""
@@ -27,7 +27,7 @@ _ROUNDS = 256
 _FINE = 256  # so many parts of a budget are told apart, as long as they are pages
 
 
-def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, trained: bool) -> int:
+def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:
     """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
 
     A step holds a block of weights, its unit of gradients, and state and masters of a few
@@ -39,10 +39,10 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, trained: bool) -> 
         hbm: Budget in bytes.
         block: Bytes of the block of weights.
         sizes: Bytes of its parameters.
-        trained: Whether most of the model's weights will be trained.
+        few: Whether units are to be few, since their steps bind the host.
     """
     free, whole = max(0, hbm - block), sum(sizes)
-    if trained and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):
+    if few and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):
         return whole
     limit = max(free // 20, min(_LEAST_UNIT, free // 8))
     largest = max(sizes, default=0)

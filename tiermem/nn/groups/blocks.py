@@ -20,6 +20,7 @@ from tiermem.nn.groups.partition import (
     home_of,
     largest_block,
     runs,
+    steps_bind,
     territories,
     training_bytes,
 )
@@ -128,12 +129,17 @@ class BlockPlan:
     buffers: dict[str, list[Found]] = field(init=False, default_factory=dict)
     small: list[Found] = field(init=False)
 
+    @property
+    def few(self) -> bool:
+        """Whether blocks are larger, and stepped as one, since their steps bind the host."""
+        return self.inventory.trained and steps_bind(self.hbm, self.inventory.rate)
+
     def __post_init__(self) -> None:
         """Chooses the blocks."""
         known = self.inventory
         model = known.model
         trained = training_bytes(model)
-        largest = largest_block(trained, self.hbm, self.coarse, trained=known.trained)
+        largest = largest_block(trained, self.hbm, self.coarse, few=self.few)
         roots = territories(model, known.blocks, largest, self.coarse)
         modules = dict(model.named_modules())
         self.roots = {**roots, **{name: modules[name] for name in known.homes}}
@@ -188,7 +194,8 @@ class BlockPlan:
         known = self.inventory
         free = {name: module for name, module in self.roots.items() if name not in known.homes}
         sizes = {root: known.packed(members) for root, members in self.params.items()}
-        joined = runs(known.model, free, sizes, self.hbm, trained=known.trained, coarse=self.coarse)
+        trained, few, coarse = known.trained, self.few, self.coarse
+        joined = runs(known.model, free, sizes, self.hbm, trained=trained, few=few, coarse=coarse)
         for blocks in (self.params, self.buffers):
             apart, found = list(blocks.items()), dict[str, list[Found]]()
             for root, members in apart:
@@ -244,7 +251,7 @@ class BlockPlan:
         """Returns the most bytes of a block's weights that are stepped together."""
         known = self.inventory
         sizes = [known.shape(f).nbytes for f in members]
-        limit = unit_limit(self.hbm, known.packed(members), sizes, trained=known.trained)
+        limit = unit_limit(self.hbm, known.packed(members), sizes, few=self.few)
         return max(*sizes, limit)
 
     def homes(self) -> list[Home | None]:

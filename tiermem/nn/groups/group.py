@@ -46,7 +46,7 @@ class Group(Holder):
         freed: Whether its module was taken out of the tiers.
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
-        trained: Whether blocks were chosen for a model of which most weights are trained.
+        few: Whether its gradients are one unit if they can, since steps bind the host.
         left_open: Puts the interceptors of its modules back; None where none were taken out.
         graph_views: How many views graphs that are left to torch have of it; -1 where unknown.
     """
@@ -67,7 +67,7 @@ class Group(Holder):
         self.pointing = Pointing(block)
         self.writes = Writes(always=writes_hidden)
         self.lender: Lender
-        self.freed = self.stays = self.resident = self.trained = False
+        self.freed = self.stays = self.resident = self.few = False
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.holds = self.thread = 0

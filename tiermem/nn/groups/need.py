@@ -146,7 +146,7 @@ class Program:
             entries = [f for f in known.params if id(f.same_as or f) in own]
             block = known.packed(members)
             sizes = [known.shape(f).nbytes for f in entries]
-            limit = unit_limit(plan.hbm, block, sizes, trained=known.trained)
+            limit = unit_limit(plan.hbm, block, sizes, few=plan.few)
             here: list[_Unit] = []
             trained = [f for f in entries if f.tensor.requires_grad]
             for run in split([known.shape(f).nbytes for f in trained], limit):

@@ -32,9 +32,11 @@ _AT_ONCE = 21
 """In so many pieces HBM is divided, between the finest and the coarsest: a block is not more than
 gradients of one unit may be (:mod:`tiermem.core.need`)."""
 _FINEST_TRAINED, _TRAINED_AT_ONCE = 40 << 20, 10
-"""Blocks that are trained need not be finer than that, nor than this part of HBM, which holds two
-of them with gradients and the states of Adam: a step of one takes the link 2.4 ms at 57 GB/s, and
-the host as long, however small it is."""
+"""Where steps bind the host, blocks need not be finer than that, nor than this part of HBM, which
+holds two of them with gradients and the states of Adam."""
+_STEP, _MOVED = 2e-3, 4
+"""Seconds of the host for the step of a block inside backward (1.5 to 3 ms on H100 machines), and
+how often a block's bytes move one way for it: gradient, weights and two states."""
 _RUN = 20 << 20
 """Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
 _PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
@@ -47,7 +49,7 @@ _LEFT = 4
 than they would be chosen then."""
 
 
-def largest_block(model_nbytes: int, hbm: int, coarse: int = 0, *, trained: bool = False) -> int:
+def largest_block(model_nbytes: int, hbm: int, coarse: int = 0, *, few: bool = False) -> int:
     """Returns the bytes above which the automatic choice divides a block if it can.
 
     Where the model streams, what is in use and what is on its way take room from what could
@@ -60,16 +62,27 @@ def largest_block(model_nbytes: int, hbm: int, coarse: int = 0, *, trained: bool
         model_nbytes: Bytes of all parameters, and of what training adds to them.
         hbm: Device budget in bytes.
         coarse: Bytes up to which blocks are not divided in any case.
-        trained: Whether most of the weights will be trained.
+        few: Whether the blocks are stepped, and :func:`steps_bind`.
     """
     if model_nbytes <= hbm:
         return max(1, hbm // 4)
-    fine = max(_FINEST, trained * _trained_together(hbm))
+    fine = max(_FINEST, few * _fine_enough(hbm))
     return max(1, coarse, min(hbm // 4, max(fine, min(hbm // _AT_ONCE, _COARSEST))))
 
 
-def _trained_together(hbm: int) -> int:
-    """Returns the bytes of weights that are trained up to which a block need not be finer."""
+def steps_bind(hbm: int, rate: float) -> bool:
+    """Whether steps of blocks as fine as budgets allow take the host longer than the link.
+
+    Args:
+        hbm: Device budget in bytes.
+        rate: Bytes a second of the link.
+    """
+    fine = max(_FINEST, hbm // _AT_ONCE)
+    return hbm // _TRAINED_AT_ONCE > _FINEST and _MOVED * fine < _STEP * rate
+
+
+def _fine_enough(hbm: int) -> int:
+    """Returns the bytes up to which a block need not be finer where steps bind the host."""
     return min(hbm // _TRAINED_AT_ONCE, _FINEST_TRAINED)
 
 
@@ -149,6 +162,7 @@ def runs(
     hbm: int,
     *,
     trained: bool = False,
+    few: bool = False,
     coarse: int = 0,
 ) -> dict[str, str]:
     """Chooses layers that share a block with those called just before and after them.
@@ -164,6 +178,7 @@ def runs(
         sizes: Bytes of the block of each that has one.
         hbm: Device budget in bytes.
         trained: Whether most of the weights will be trained.
+        few: Whether they are, and :func:`steps_bind`.
         coarse: Bytes up to which blocks are shared in any case.
 
     Returns:
@@ -171,7 +186,7 @@ def runs(
     """
     divided = {above for name in sizes for above in names_above(name)}
     found: dict[str, str] = {}
-    room = max(hbm // _AT_ONCE, trained * _trained_together(hbm))
+    room = max(hbm // _AT_ONCE, few * _fine_enough(hbm))
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
     if trained and training_bytes(model) <= hbm:  # nothing moves as long as that is so
         of_layers = of_parts = max(_RUN_TRAINED, room // _LEFT)

@@ -127,7 +127,7 @@ class ModuleRuntime:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
         hbm = self.manager.parts.table.hbm.capacity
-        return unit_limit(hbm, group.block.nbytes, sizes, trained=group.trained)
+        return unit_limit(hbm, group.block.nbytes, sizes, few=group.few)
 
     # -- forward ---------------------------------------------------------
 

@@ -167,7 +167,7 @@ class WrappedModel:
         roots = [*plan.params, *plan.buffers]
         for root, block, members, in_files in zip(roots, blocks, members_of, stored, strict=True):
             group = Group(self.runtime.manager, block, writes_hidden=block.role is Role.BUFFER)
-            group.resident, group.trained = is_resident(root), known.trained
+            group.resident, group.few = is_resident(root), plan.few
             self._fill_group(group, members, known.params)
             self.groups.append(group)
             if in_files is None:
