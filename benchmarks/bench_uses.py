@@ -296,15 +296,12 @@ def smaller(by: int, vectors: int = 1) -> Iterator[None]:
     places: list[tuple[Any, str]] = [
         *(
             (partition, name)
-            for name in (
-                *("_FINEST", "_FINEST_TRAINED", "_COARSEST"),
-                *("_RUN", "_RUN_TRAINED", "_PARTS", "_SMALL"),
-            )
+            for name in ("_FINEST", "_COARSEST", "_RUN", "_RUN_TRAINED", "_PARTS", "_SMALL")
         ),
         (resident, "_LITTLE"),
         (hostbound, "_FASTEST"),
         (need, "_LEAST_UNIT"),
-        (need, "_LEAST_BLOCK"),
+        (need, "_LARGE_ENOUGH"),
     ]
     kept = [getattr(module, name) for module, name in places]
     try:

@@ -2183,15 +2183,15 @@ MUTATIONS = (
     Mutation(
         "small budgets: gradients of a trained block are divided",
         "tiermem/core/need.py",
-        "    if few and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):",
+        "    if few and whole <= whole_block(hbm):",
         "    if False:",
         ("tests/unit/test_nn_partition.py",),
     ),
     Mutation(
         "small budgets: large units of a trained block are not divided",
         "tiermem/core/need.py",
-        "whole <= min(_LEAST_BLOCK, hbm // _BLOCKS)",
-        "whole <= hbm // _BLOCKS",
+        "return min(hbm // _AT_ONCE, _LARGE_ENOUGH)",
+        "return hbm // _AT_ONCE",
         ("tests/unit/test_nn_partition.py",),
     ),
     *(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -726,14 +727,22 @@ def test_a_graph_of_a_gradient() -> None:
         pair.check()
 
 
-def test_gradients_in_another_dtype_stay_in_the_tiers() -> None:
+@contextmanager
+def in_bfloat16(**dtypes: torch.dtype) -> Iterator[tuple[tiermem.TierManager, Model, Any]]:
+    """A model in bfloat16 that fits, and its optimizer."""
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16)
     with tiermem.TierManager("cpu", hbm="16MiB", dram="32MiB") as tier:
         tier.wrap(model)
-        optimizer = tier.optimizer(
-            model, torch.optim.AdamW, lr=0.01, grad_dtype=torch.float32, overlap=False
+        yield (
+            tier,
+            model,
+            tier.optimizer(model, torch.optim.AdamW, lr=0.01, overlap=False, **dtypes),
         )
+
+
+def test_gradients_in_another_dtype_stay_in_the_tiers() -> None:
+    with in_bfloat16(grad_dtype=torch.float32) as (_, model, optimizer):
         for _ in range(5):
             optimizer.zero_grad()
             model(X.bfloat16()).float().square().mean().backward()
@@ -761,13 +770,7 @@ def test_masters_are_not_looked_at_for_what_a_graph_saves(monkeypatch: pytest.Mo
     looks: list[bool] = []
     inner = ForeignWrites.look
     monkeypatch.setattr(ForeignWrites, "look", lambda self: looks.append(inner(self)) or looks[-1])
-    torch.manual_seed(0)
-    model = Model().to(torch.bfloat16)
-    with tiermem.TierManager("cpu", hbm="16MiB", dram="32MiB") as tier:
-        tier.wrap(model)
-        optimizer = tier.optimizer(
-            model, torch.optim.AdamW, lr=0.01, master_dtype=torch.float32, overlap=False
-        )
+    with in_bfloat16(master_dtype=torch.float32) as (tier, model, optimizer):
         for _ in range(6):
             looks.clear()
             optimizer.zero_grad()
@@ -783,13 +786,7 @@ def test_masters_follow_what_is_written_through_a_kept_view(first: int) -> None:
     """Beside views that the graph has; it is gone, as the graph is, when the step begins."""
     weights = []
     for over in (False, True):
-        torch.manual_seed(0)
-        model = Model().to(torch.bfloat16)
-        with tiermem.TierManager("cpu", hbm="16MiB", dram="32MiB") as tier:
-            tier.wrap(model)
-            optimizer = tier.optimizer(
-                model, torch.optim.AdamW, lr=0.01, master_dtype=torch.float32, overlap=False
-            )
+        with in_bfloat16(master_dtype=torch.float32) as (tier, model, optimizer):
             (one,) = tier._runtime.models.values()
             one.bypass.over = over
             for number in range(6):

@@ -15,9 +15,9 @@ from tiermem.core.block import ALIGNMENT, align_up
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
-_LEAST_BLOCK, _BLOCKS = 40 << 20, 10
-"""Bytes, and part of HBM, up to which the gradients of a block are one unit where steps bind the
-host: that of a small unit takes it as long as that of a large one."""
+_LARGE_ENOUGH, _AT_ONCE = 40 << 20, 10
+"""Where steps bind the host, blocks need not be finer than that, nor than this part of HBM, which
+holds two of them with gradients and the states of Adam."""
 _LITTLE_MORE = 8
 """A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
 host as one of the matrix beside it."""
@@ -25,6 +25,17 @@ _STEPPED = 10
 """Times the bytes of a parameter: its gradient, a float32 master and three states, of bfloat16."""
 _ROUNDS = 256
 _FINE = 256  # so many parts of a budget are told apart, as long as they are pages
+
+
+def whole_block(hbm: int) -> int:
+    """Returns the bytes up to which a block is stepped as one where steps bind the host.
+
+    That of a small unit takes it as long as that of a large one.
+
+    Args:
+        hbm: Budget in bytes.
+    """
+    return min(hbm // _AT_ONCE, _LARGE_ENOUGH)
 
 
 def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:
@@ -42,7 +53,7 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:
         few: Whether units are to be few, since their steps bind the host.
     """
     free, whole = max(0, hbm - block), sum(sizes)
-    if few and whole <= min(_LEAST_BLOCK, hbm // _BLOCKS):
+    if few and whole <= whole_block(hbm):
         return whole
     limit = max(free // 20, min(_LEAST_UNIT, free // 8))
     largest = max(sizes, default=0)

@@ -133,7 +133,7 @@ class HostPart:
 
     def _has_share(self) -> bool:
         """Whether the host makes some of the steps by now."""
-        return self.movable is None or self.movable.trial is None or self.movable.trial.on_host
+        return self.movable is None or self.movable.has_share
 
     def begin(self, current: Round) -> list[StepUnit]:
         """Begins the steps that the host makes; returns the units that are left to the device."""

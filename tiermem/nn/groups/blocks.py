@@ -138,8 +138,7 @@ class BlockPlan:
         """Chooses the blocks."""
         known = self.inventory
         model = known.model
-        trained = training_bytes(model)
-        largest = largest_block(trained, self.hbm, self.coarse, few=self.few)
+        largest = largest_block(training_bytes(model), self.hbm, self.coarse, few=self.few)
         roots = territories(model, known.blocks, largest, self.coarse)
         modules = dict(model.named_modules())
         self.roots = {**roots, **{name: modules[name] for name in known.homes}}

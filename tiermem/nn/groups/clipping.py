@@ -146,14 +146,21 @@ def _unscale(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> 
     places, others = _places(tensors)
     for tensor in others:
         dispatch(UNSCALE, ([tensor], found_inf, inv_scale), {})
-    for grads in {id(grads): grads for grads, _, _ in places}.values():
-        _undo_scale(grads, [place for place in places if place[0] is grads], found_inf, inv_scale)
+    for grads, mine in _by_store(places):
+        _undo_scale(grads, mine, found_inf, inv_scale)
     return None
+
+
+def _by_store(places: Sequence[Place]) -> list[tuple[GradStore, list[Place]]]:
+    """Returns each manager's gradients with their places."""
+    stores = {id(grads): grads for grads, _, _ in places}.values()
+    return [(grads, [place for place in places if place[0] is grads]) for grads in stores]
 
 
 def _undo_scale(
     grads: GradStore, places: Sequence[Place], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
+    """Undoes the scale of one manager's gradients, or leaves that for later."""
     # the host makes no step of what awaits a scale
     may_wait = not any(has_share() for has_share in grads.host_shares)
     known, others = _found(grads, places, found_inf, inv_scale, known=may_wait)
@@ -167,8 +174,7 @@ def _undo_scale(
 def _look(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Any:
     """Implements for stand-ins a GradScaler's look for infinities, which changes nothing."""
     places, others = _places(tensors)
-    for grads in {id(grads): grads for grads, _, _ in places}.values():
-        mine = [place for place in places if place[0] is grads]
+    for grads, mine in _by_store(places):
         _, unknown = _found(grads, mine, found_inf, inv_scale)
         others += [
             e.param.grad for *_, entries in unknown for e in entries if e.param.grad is not None

@@ -33,8 +33,8 @@ class GradNorms:
         self._device = device
         self._measures: dict[int, Measure] = {}
         self._optimizers: list[Norms] = []  # those that are open
-        self._known: dict[int, tuple[Measure, torch.Tensor]] = {}
-        self._behind: set[int] = set()  # ids of entries whose norms are those without the scale
+        # by the id of an entry; last whether the norm is the one without the scale
+        self._known: dict[int, tuple[Measure, torch.Tensor, bool]] = {}
         self._changed_first = False
         self.scale = FormerScale()
 
@@ -70,7 +70,6 @@ class GradNorms:
         """Ends what is measured of the gradients of a parameter."""
         self._measures.pop(id(entry), None)
         self._known.pop(id(entry), None)
-        self._behind.discard(id(entry))
 
     def invalidate(self, entries: Iterable[Entry]) -> None:
         """Forgets what was measured of gradients that may be written now."""
@@ -86,9 +85,9 @@ class GradNorms:
         if found is None or found[0] is not measure or unit is None:
             self._changed_first = False
             return None
-        behind = id(entry) in self._behind
+        _, norm, behind = found
         if self.scale.is_awaited(unit) if behind else not unit.awaits:
-            return found[1] if entry.has_grad else None
+            return norm if entry.has_grad else None
         if not behind:
             self._changed_first = False
         elif not unit.awaits:  # it is asked for with the scale
@@ -124,13 +123,11 @@ class GradNorms:
         for entry, gradient in zip(entries, gradients, strict=True):
             measure = self._measures.get(id(entry))
             if measure is not None:
-                self._known[id(entry)] = measure, measure(gradient)
-                (self._behind.add if behind else self._behind.discard)(id(entry))
+                self._known[id(entry)] = measure, measure(gradient), behind
 
     def take_whole(self, entry: Entry, gradient: torch.Tensor, dtype: torch.dtype) -> None:
         """Measures a gradient that is kept in runs, in the dtype that it is kept in."""
         measure = self._measures.get(id(entry))
         if measure is not None:
             with quiet(self._device), unrecorded():
-                self._known[id(entry)] = measure, measure(gradient.detach().to(dtype))
-                self._behind.discard(id(entry))
+                self._known[id(entry)] = measure, measure(gradient.detach().to(dtype)), False

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from torch import nn
 
 from tiermem.config import Home
+from tiermem.core.need import whole_block
 from tiermem.errors import ConfigError
 from tiermem.nn.compat.fastpaths import uses_inside
 from tiermem.nn.compat.outside import outside
@@ -31,9 +32,6 @@ of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
 _AT_ONCE = 21
 """In so many pieces HBM is divided, between the finest and the coarsest: a block is not more than
 gradients of one unit may be (:mod:`tiermem.core.need`)."""
-_FINEST_TRAINED, _TRAINED_AT_ONCE = 40 << 20, 10
-"""Where steps bind the host, blocks need not be finer than that, nor than this part of HBM, which
-holds two of them with gradients and the states of Adam."""
 _STEP, _MOVED = 2e-3, 4
 """Seconds of the host for the step of a block inside backward (1.5 to 3 ms on H100 machines), and
 how often a block's bytes move one way for it: gradient, weights and two states."""
@@ -66,7 +64,7 @@ def largest_block(model_nbytes: int, hbm: int, coarse: int = 0, *, few: bool = F
     """
     if model_nbytes <= hbm:
         return max(1, hbm // 4)
-    fine = max(_FINEST, few * _fine_enough(hbm))
+    fine = max(_FINEST, few * whole_block(hbm))
     return max(1, coarse, min(hbm // 4, max(fine, min(hbm // _AT_ONCE, _COARSEST))))
 
 
@@ -78,12 +76,7 @@ def steps_bind(hbm: int, rate: float) -> bool:
         rate: Bytes a second of the link.
     """
     fine = max(_FINEST, hbm // _AT_ONCE)
-    return hbm // _TRAINED_AT_ONCE > _FINEST and _MOVED * fine < _STEP * rate
-
-
-def _fine_enough(hbm: int) -> int:
-    """Returns the bytes up to which a block need not be finer where steps bind the host."""
-    return min(hbm // _TRAINED_AT_ONCE, _FINEST_TRAINED)
+    return whole_block(hbm) > _FINEST and _MOVED * fine < _STEP * rate
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -186,7 +179,7 @@ def runs(
     """
     divided = {above for name in sizes for above in names_above(name)}
     found: dict[str, str] = {}
-    room = max(hbm // _AT_ONCE, few * _fine_enough(hbm))
+    room = max(hbm // _AT_ONCE, few * whole_block(hbm))
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
     if trained and training_bytes(model) <= hbm:  # nothing moves as long as that is so
         of_layers = of_parts = max(_RUN_TRAINED, room // _LEFT)

@@ -307,7 +307,12 @@ class Movable:
         """Whether a unit is the host's, wherever its last step was made."""
         if id(unit) not in self._sides:
             return unit.host is not None  # by the user's choice
-        return self._wants_host() and (self.trial is None or self.trial.on_host)
+        return self._wants_host() and self.has_share
+
+    @property
+    def has_share(self) -> bool:
+        """Whether the host has its share by now, where there are copies that it would spare."""
+        return self.trial is None or self.trial.on_host
 
     def _wants_host(self) -> bool:
         """Whether copies are made that the host's share would spare."""

@@ -120,13 +120,15 @@ def spread(elements: Sequence[int], rates: Rates) -> list[bool]:
     total = sum(elements) * pace
     slack = total * _SLACK
 
-    def in_time(count: int, begin: float, now: float) -> bool:
-        over = begin + count * rates.host * _LATE
+    def end(count: int, begin: float) -> float:
+        return begin + count * rates.host * _LATE
+
+    def in_time(over: float, now: float) -> bool:
         return over + slack <= total + (total - now) * _FORWARD
 
     arrived = list(accumulate(count * pace for count in elements))
     early = [
-        count > little and in_time(count, now, now)
+        count > little and in_time(end(count, now), now)
         for count, now in zip(elements, arrived, strict=True)
     ]
     able = sum(n for n, is_early in zip(elements, early, strict=True) if is_early)
@@ -135,11 +137,11 @@ def spread(elements: Sequence[int], rates: Rates) -> list[bool]:
     chosen = []
     for count, now, is_early in zip(elements, arrived, early, strict=True):
         credit += count * density if is_early else 0.0
-        begin = max(now, free)
+        over = end(count, max(now, free))
         wanted = is_early and density > 0 and credit >= count / 2
-        chosen.append(wanted and in_time(count, begin, now))
+        chosen.append(wanted and in_time(over, now))
         if chosen[-1]:
-            credit, free = credit - count, begin + count * rates.host * _LATE
+            credit, free = credit - count, over
     return chosen
 
 
