@@ -1,0 +1,92 @@
+"""Runs programs drawn at random, plain and with tiermem, and compares all that they see.
+
+``python tests/sweep_programs.py --seconds 600 --seed 1`` on the CPU, where a host's memory stands
+in for HBM; ``--device cuda`` on a GPU, with larger layers, so that copies are late. ``--jobs 8``
+runs as many processes side by side. A program that differs is told of by its seed::
+
+    python tests/sweep_programs.py --only 123456 --show
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from support_programs import drawn, tried  # noqa: E402
+
+WIDTH = {"cuda": 768, "cpu": 32}
+
+
+def main() -> int:
+    """Runs the sweep; returns 1 where something differed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each, at most")
+    parser.add_argument("--only", type=int, nargs="*", help="seeds of programs")
+    parser.add_argument("--show", action="store_true", help="print what is run")
+    args = parser.parse_args()
+    if args.jobs > 1:
+        return beside_each_other(args)
+    device = torch.device(args.device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.type == "cuda":
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    else:
+        torch.set_num_threads(1)
+    rng = random.Random(args.seed)
+    until = time.monotonic() + args.seconds
+    counts: Counter[str] = Counter()
+    seeds = iter(args.only) if args.only else iter(lambda: rng.getrandbits(40), None)
+    for seed in seeds:
+        if time.monotonic() > until:
+            break
+        drawing = drawn(seed, WIDTH[device.type])
+        if args.show:
+            print(drawing, flush=True)
+        began = time.monotonic()
+        faulthandler.dump_traceback_later(args.limit, exit=True)
+        try:
+            found = tried(drawing, device)
+        except Exception:
+            found = f"differs: {traceback.format_exc()[-3000:]}"
+        faulthandler.cancel_dump_traceback_later()
+        taken = time.monotonic() - began
+        if taken > args.limit / 4:
+            print(f"{seed}: {taken:.1f} s", flush=True)
+        counts[found.split(" at ")[0].split(":")[0]] += 1
+        if found != "same":
+            print(f"{seed}: {found}", flush=True)
+    print(dict(counts), flush=True)
+    return int(any(kind.startswith(("differs", "not")) for kind in counts))
+
+
+def beside_each_other(args: argparse.Namespace) -> int:
+    """Runs several sweeps, each with a seed of its own; returns 1 where one went wrong."""
+    children = []
+    for number in range(args.jobs):
+        pid = os.fork()
+        if pid == 0:
+            own = [*sys.argv, "--jobs", "1", "--seed", str(args.seed * 1000 + number)]
+            os.execv(sys.executable, [sys.executable, *own])
+        children.append(pid)
+    return max(os.waitpid(pid, 0)[1] >> 8 for pid in children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
