@@ -21,8 +21,8 @@ holds two of them with gradients and the states of Adam."""
 _LITTLE_MORE = 8
 """A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
 host as one of the matrix beside it."""
-_STEPPED = 10
-"""Times the bytes of a parameter: its gradient, a float32 master and three states, of bfloat16."""
+STEPPED = 10
+"""Times the bytes of a bfloat16 parameter: gradient, master and three states in float32."""
 _ROUNDS = 256
 _FINE = 256  # so many parts of a budget are told apart, as long as they are pages
 
@@ -57,7 +57,7 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:
         return whole
     limit = max(free // 20, min(_LEAST_UNIT, free // 8))
     largest = max(sizes, default=0)
-    if _STEPPED * largest > free:
+    if STEPPED * largest > free:
         return limit
     limit = max(largest, limit)
     return whole if whole <= limit + limit // _LITTLE_MORE else limit

@@ -11,9 +11,9 @@ from torch import nn
 
 from tiermem.core.block import align_up
 from tiermem.core.layout import TensorShape, packed_nbytes
-from tiermem.core.need import Home, unit_limit
+from tiermem.core.need import STEPPED, Home, unit_limit
 from tiermem.nn.compat.shapes import shape_of
-from tiermem.nn.groups.hostbound import SHARES, STEPPED, Streamed, host_seconds, rate_up
+from tiermem.nn.groups.hostbound import SHARES, Streamed, host_seconds, rate_up
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.partition import (
     Predicate,

@@ -35,8 +35,6 @@ _USE = 80e-6
 _SLOTS = 2  # one in use and one on its way
 _FAR_LARGER = 2  # as many blocks stay rather than set the size of slots: an embedding and a head
 _MOST_WRAPPERS = 16  # of a function that is decorated, one in another
-STEPPED = 10
-"""Times the bytes of a bfloat16 parameter: gradient, master and three states in float32."""
 
 
 def rate_up(known: Callable[[str, int], float | None] | None = None, *, files: bool) -> float:
