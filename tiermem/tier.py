@@ -36,6 +36,7 @@ from tiermem.nn.wrap.materialize import Target, materialize
 from tiermem.nn.wrap.origins import Origins
 from tiermem.nn.wrap.repair import repair
 from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
+from tiermem.optim.host.sides import prepare_share
 from tiermem.optim.hostpart import Where
 from tiermem.optim.rules.groups import Params
 from tiermem.optim.tiered import TieredOptimizer
@@ -197,6 +198,8 @@ class TierManager:
         self._wraps += 1
         try:
             self._runtime.fill_ahead(wrapped.scopes[""], wrapped.modules.held())
+            if model.training and self._manager.parts.device.type == "cuda":
+                prepare_share(self._runtime)
         except BaseException:
             give_back(wrapped, self._manager.parts.device if on_device else None)
             self._forget(id(model))

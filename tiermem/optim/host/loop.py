@@ -1,37 +1,23 @@
 """The compiled loop behind steps on the host that have the device's bits (``exact.c``).
 
-It is compiled with the machine's C compiler when it is first needed, and kept in the user's cache
-folder. Nothing needs it: where it cannot be had, :func:`library` says why, and steps are made
-elsewhere. The loop has threads of its own, and releases the GIL.
+It is compiled with the machine's C compiler (:mod:`tiermem.optim.host.build`). Nothing needs it:
+where it cannot be had, :func:`library` says why, and steps are made elsewhere. The loop has threads
+of its own, and releases the GIL.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 
-_SOURCE = Path(__file__).with_name("exact.c")
-_FLAGS = (
-    "-O3",
-    "-ffp-contract=off",  # what is fused is written as fma
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-shared",
-    "-fPIC",
-    "-fvisibility=hidden",
-)
-_SECONDS = 120.0
+from tiermem.optim.host.build import NoLoop, built
+
 _INTS = (
     *("method", "bf16", "grad_bf16", "maximize", "decay", "amsgrad", "momentum", "nesterov"),
     *("nan16", "unused"),
@@ -59,15 +45,11 @@ class Row(ctypes.Structure):
     )
 
 
-class NoLoop(Exception):
-    """The loop cannot be had on this machine; the message says why."""
-
-
 @cache
 def library() -> ctypes.CDLL | str:
     """Returns the loop, or why it cannot be had; compiles it if need be, which takes seconds."""
     try:
-        found = ctypes.CDLL(str(_built()))
+        found = ctypes.CDLL(str(built()))
     except (NoLoop, OSError) as error:
         return f"the loop for steps on the host cannot be had: {error}"
     if not found.tiermem_runs_here():
@@ -81,51 +63,6 @@ def library() -> ctypes.CDLL | str:
     found.tiermem_power.restype = ctypes.c_float
     found.tiermem_power.argtypes = [ctypes.c_float, ctypes.c_float, ctypes.c_int]
     return found
-
-
-def _built() -> Path:
-    """Returns the compiled file.
-
-    Raises:
-        NoLoop: If there is no compiler, or it fails.
-        OSError: If no folder can be written.
-    """
-    source = _SOURCE.read_bytes()
-    compiler = os.environ.get("CC") or "cc"
-    command = shutil.which(compiler.split()[0])
-    kind = f"{platform.machine()} {compiler} {_FLAGS}".encode()
-    name = f"exact-{hashlib.sha256(source + kind).hexdigest()[:24]}.so"
-    folder = cache_folder()
-    target = folder / name
-    if target.exists():
-        return target
-    if command is None:
-        raise NoLoop(f"it is compiled when first needed, and there is no C compiler ({compiler!r})")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, made = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    try:
-        done = subprocess.run(
-            [command, *compiler.split()[1:], *_FLAGS, "-o", made, str(_SOURCE), "-lpthread", "-lm"],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            raise NoLoop(f"{compiler!r} fails: {done.stderr.strip()[-400:]}")
-        os.replace(made, target)  # at once: another process may be at it too
-    except subprocess.TimeoutExpired as error:
-        raise NoLoop(f"{compiler!r} took more than {_SECONDS:.0f} s") from error
-    finally:
-        Path(made).unlink(missing_ok=True)
-    return target
-
-
-def cache_folder() -> Path:
-    """Returns where the compiled loop is kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tiermem"
 
 
 class _Teams:

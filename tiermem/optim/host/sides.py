@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from tiermem.core.block import Tier, align_up
 from tiermem.nn.groups.partition import TRAINED
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.host.build import prepare
 from tiermem.optim.host.devicebits import DeviceBits
 from tiermem.optim.host.exact import Proven
 from tiermem.optim.host.fused import with_fused
@@ -130,8 +131,7 @@ def choose_exact_sides(
     ]
     if not low or sum(_sizes(low)) < _LEAST:
         return f"less than {_LEAST} elements are at home in DRAM", None
-    added = sum(p.numel() * (TRAINED - p.element_size()) for u in units for p, _ in u.members)
-    if table.nbytes + added <= table.hbm.capacity:
+    if _all_fit(runtime, [p for unit in units for p, _ in unit.members]):
         return "HBM has room for everything", None
     able = [mine for mine in low if all(bits.for_step(unit, settings) is not None for unit in mine)]
     if not able or sum(_sizes(able)) < _LEAST:
@@ -156,6 +156,22 @@ def choose_exact_sides(
     if mine:
         _have_host_step(runtime, mine, on_host, settings, earlier, bits)
     return "" if mine else _NO_SHARE, rates
+
+
+def prepare_share(runtime: ModuleRuntime) -> None:
+    """Begins to compile the host's loop, if an optimizer over what is wrapped would have it."""
+    table = runtime.manager.parts.table
+    trained = [(g, e.param) for g in runtime.groups for e in g.entries if e.param.requires_grad]
+    low = sum(p.numel() for group, p in trained if table[group.block.id].home is Tier.DRAM)
+    if low >= _LEAST and not _all_fit(runtime, [param for _, param in trained]):
+        prepare()
+
+
+def _all_fit(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> bool:
+    """Whether HBM has room for all blocks, and for what training adds to these parameters."""
+    table = runtime.manager.parts.table
+    added = sum(param.numel() * (TRAINED - param.element_size()) for param in params)
+    return table.nbytes + added <= table.hbm.capacity
 
 
 def _reason(bits: DeviceBits, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> str:

@@ -1,0 +1,180 @@
+"""Compiles the loop behind steps on the host, in a process of its own, before anybody waits for it.
+
+The file is kept in the user's cache folder, so this is done once on a machine. It takes seconds:
+:func:`prepare` begins it as a model is wrapped that is likely to be trained, :func:`built` waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("exact.c")
+_FLAGS = (
+    "-O3",
+    "-ffp-contract=off",  # what is fused is written as fma
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+)
+_SECONDS = 120.0
+
+
+class NoLoop(Exception):
+    """The loop cannot be had on this machine; the message says why."""
+
+
+class _Compiling:
+    """A compiler at work.
+
+    Attributes:
+        pid: Of the process that has begun it.
+    """
+
+    def __init__(self, command: list[str], made: Path, target: Path) -> None:
+        """Begins.
+
+        Args:
+            command: The compiler with its options.
+            made: What it writes.
+            target: Where that goes in the end.
+        """
+        self.pid = os.getpid()
+        self._name, self._made, self._target = " ".join(command[:1]), made, target
+        # in a session of its own: Ctrl-C is not meant for it
+        self._process = subprocess.Popen(
+            [*command, "-o", str(made), str(_SOURCE), "-lpthread", "-lm"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self) -> Path:
+        """Waits for it; returns the file. Cut short, it may be called again.
+
+        Raises:
+            NoLoop: If it fails.
+            OSError: If the file cannot be put in its place.
+        """
+        try:
+            _, said = self._process.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            self.discard()
+            raise NoLoop(f"{self._name!r} took more than {_SECONDS:.0f} s") from error
+        try:
+            if self._process.returncode:
+                raise NoLoop(f"{self._name!r} fails: {said.strip()[-400:]}")
+            os.replace(self._made, self._target)  # at once: another process may be at it too
+        finally:
+            self._made.unlink(missing_ok=True)
+        return self._target
+
+    def discard(self) -> None:
+        """Ends it; nothing of it is left behind."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+        self._made.unlink(missing_ok=True)
+
+
+_lock = threading.RLock()
+_under_way: _Compiling | None = None
+
+
+def prepare() -> None:
+    """Begins to compile where that is still to be done; returns at once, whatever comes of it."""
+    global _under_way
+    with _lock:
+        if _of_this_process(_under_way) is None:
+            try:
+                _under_way = _begin()
+            except (NoLoop, OSError):
+                pass  # who asks for the loop is told
+
+
+def built() -> Path:
+    """Returns the compiled file; compiles it if need be.
+
+    Raises:
+        NoLoop: If there is no compiler, or it fails.
+        OSError: If no folder can be written.
+    """
+    global _under_way
+    with _lock:
+        compiling = _of_this_process(_under_way)
+        if compiling is None or _target().exists():
+            compiling = _begin()
+        if compiling is None:
+            return _target()
+        _under_way = compiling
+        try:
+            return compiling.end()
+        except (NoLoop, OSError):
+            _under_way = None
+            raise
+
+
+def cache_folder() -> Path:
+    """Returns where the compiled loop is kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tiermem"
+
+
+def _compiler() -> list[str]:
+    return (os.environ.get("CC") or "cc").split()
+
+
+def _target() -> Path:
+    kind = f"{platform.machine()} {' '.join(_compiler())} {_FLAGS}".encode()
+    name = f"exact-{hashlib.sha256(_SOURCE.read_bytes() + kind).hexdigest()[:24]}.so"
+    return cache_folder() / name
+
+
+def _begin() -> _Compiling | None:
+    """Begins to compile; returns None where the file is there."""
+    target, (name, *options) = _target(), _compiler()
+    if target.exists():
+        return None
+    command = shutil.which(name)
+    if command is None:
+        raise NoLoop(f"it is compiled when first needed, and there is no C compiler ({name!r})")
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        return _Compiling([command, *options, *_FLAGS], Path(made), target)
+    except BaseException:
+        Path(made).unlink(missing_ok=True)
+        raise
+
+
+def _of_this_process(compiling: _Compiling | None) -> _Compiling | None:
+    """Returns what this process has begun; a forked child cannot wait for its parent's."""
+    return compiling if compiling is not None and compiling.pid == os.getpid() else None
+
+
+def _forget_lock() -> None:
+    """Makes the lock anew in a forked child, in which the thread that has it does not run."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
+@atexit.register
+def _leave_nothing() -> None:
+    compiling = _of_this_process(_under_way)
+    if compiling is not None:
+        compiling.discard()
