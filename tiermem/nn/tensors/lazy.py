@@ -88,6 +88,9 @@ class LazyTensor(StandIn, torch.Tensor):
         with unrecorded():  # what inference mode makes does not count its changes
             return _Copy(self, self._load())
 
+    def _written(self) -> None:
+        flush(self)
+
     def _in_a_pass(self) -> Any:
         flush(self)
         return self._load()
