@@ -154,7 +154,11 @@ def _pass(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def writes(func: Callable[..., Any]) -> bool:
-    """Whether an operation works in place by its name; not all of them are counted."""
+    """Whether an operation works in place by its name or schema; not all of them are counted."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.is_mutable
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
