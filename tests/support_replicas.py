@@ -102,6 +102,46 @@ def run(case: str) -> None:
         assert_same(dict(plain.state_dict()), dict(model.state_dict()), f"{case}: unwrapped")
 
 
+def exchange(model: Net, optimizer: Any) -> list[torch.Tensor]:
+    """Takes three steps whose gradients, weights and state the loop itself exchanges."""
+    found = []
+    for step in range(3):
+        seed(100 * step + dist.get_rank())
+        loss = model(torch.randn(8, WIDTH)).square().mean()
+        loss.backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        works = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]
+        for work in works:
+            work.wait()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+        for param in model.parameters():
+            dist.broadcast(optimizer.state[param]["exp_avg"], 1)
+            with torch.no_grad():
+                dist.all_reduce(param, op=dist.ReduceOp.MAX)
+    return found
+
+
+def run_by_hand() -> None:
+    """Runs a loop that calls collectives itself; fails where anything differs."""
+    adam = torch.optim.AdamW
+    seed(1)
+    plain = Net()
+    expected = exchange(plain, adam(plain.parameters(), lr=0.01))
+    for hbm in (LEAST, "256KiB"):
+        with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier:
+            seed(1)
+            model = tier.wrap(Net())
+            found = exchange(model, tier.optimizer(model, adam, lr=0.01))
+            assert_same(expected, found, f"by hand, {hbm}: losses and gradients")
+            assert_same(
+                dict(plain.state_dict()), dict(model.state_dict()), f"by hand, {hbm}: state"
+            )
+
+
 def main() -> None:
     """Runs every case as one of several processes."""
     rank, processes, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -109,6 +149,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=processes)
     for case in CASES:
         run(case)
+    run_by_hand()
     print("equal", len(CASES), flush=True)
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the other process

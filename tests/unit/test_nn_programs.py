@@ -333,6 +333,59 @@ def written_through_numpy(m: Any, x: torch.Tensor) -> Any:
     return [m(x), m.state_dict()]
 
 
+def after_backward(m: Any, x: torch.Tensor, write: Callable[[torch.Tensor], object]) -> Any:
+    """What is in gradients once each was written, and in weights once they were used."""
+    m(x).sum().backward()
+    for p in m.parameters():
+        write(p.grad)
+    written = gradients(m)
+    torch.optim.SGD(m.parameters(), lr=0.1).step()
+    return [written, m.state_dict()]
+
+
+@program
+def gradients_through_dlpack(m: Any, x: torch.Tensor) -> Any:
+    return after_backward(m, x, lambda g: torch.from_dlpack(g).mul_(2))
+
+
+@program
+def gradients_through_a_storage(m: Any, x: torch.Tensor) -> Any:
+    def write(gradient: torch.Tensor) -> None:
+        storage = gradient.untyped_storage()
+        storage[0] = 1
+        gradient.norm()
+        storage[1] = 2
+
+    return after_backward(m, x, write)
+
+
+@program
+def gradients_at_their_address(m: Any, x: torch.Tensor) -> Any:
+    return after_backward(m, x, lambda g: ctypes.memset(g.data_ptr(), 0, g.itemsize))
+
+
+def scaled(written: torch.Tensor, by: float) -> None:
+    written.numpy()[...] *= by  # as a kernel of one's own, past torch
+
+
+FUSED = torch.library.Library("tiermem_tests", "FRAGMENT")
+FUSED.define("scaled(Tensor(a!) written, float by) -> ()")
+FUSED.impl("scaled", scaled, "CPU")
+
+
+@program
+def gradients_by_an_operation_that_says_so(m: Any, x: torch.Tensor) -> Any:
+    return after_backward(m, x, lambda g: torch.ops.tiermem_tests.scaled(g, 2.0))
+
+
+@program
+def weights_by_an_operation_that_says_so(m: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        for p in m.parameters():
+            torch.ops.tiermem_tests.scaled.default(p, 2.0)
+    return [m(x), m.state_dict()]
+
+
 @program
 def counted(m: Any, x: torch.Tensor) -> Any:
     with FlopCounterMode(display=False) as counter:

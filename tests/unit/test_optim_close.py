@@ -190,3 +190,21 @@ def test_a_step_to_come_keeps_it_open() -> None:
         ours.step()
         ours.close()
         assert same(plain, model)
+
+
+def test_a_step_after_unwrap_is_refused_before_it_begins() -> None:
+    plain, model = net(), net()
+    with tiermem.TierManager("cpu", hbm="96KiB", dram="1MiB") as tier:
+        theirs = torch.optim.AdamW(plain.parameters())
+        ours = tier.optimizer(tier.wrap(model), torch.optim.AdamW)
+        train([(plain, theirs), (model, ours)])
+        tier.unwrap(model)
+        model(torch.randn(4, WIDTH)).sum().backward()
+        with pytest.raises(StepError, match="make a new optimizer over it"):
+            ours.step()
+        state = ours.state_dict()
+        model.zero_grad()
+        again = tier.optimizer(tier.wrap(model), torch.optim.AdamW)
+        again.load_state_dict(state)
+        train([(plain, theirs), (model, again)])
+        assert same(plain, model)

@@ -161,6 +161,9 @@ class StepTiming:
         if ahead is not None and ahead.provisional.whole:
             ticket = ahead.provisional.ticket
         units = [unit for unit in units if unit.made is not ticket]
+        for unit in units:
+            if unit.group is not None and unit.group.freed:
+                unit.refuse_freed()  # before a step is begun that could never be finished
         error = None if inside is None else inside.failure
         self.rounds.append(Round(ticket, units, groups, scaling, loss, error))
 

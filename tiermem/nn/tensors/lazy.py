@@ -88,6 +88,9 @@ class LazyTensor(StandIn, torch.Tensor):
         with unrecorded():  # what inference mode makes does not count its changes
             return _Copy(self, self._load())
 
+    def _written(self) -> None:
+        flush(self)
+
     def _in_a_pass(self) -> Any:
         flush(self)
         return self._load()
@@ -143,7 +146,8 @@ class _Copy(Opened):
         """Writes a change back; keeps the copy while something else looks into it."""
         if self.tensor._version != self.version or writes(func):
             self.lazy._store(self.tensor.detach())
-        self.lazy._kept = self.tensor if _seen(self.tensor) else None
+        by_address = func is torch.Tensor.data_ptr  # nothing tells for how long
+        self.lazy._kept = self.tensor if by_address or _seen(self.tensor) else None
 
 
 def _seen(tensor: torch.Tensor) -> bool:
@@ -151,7 +155,7 @@ def _seen(tensor: torch.Tensor) -> bool:
         inner = insides(tensor)
         if len(inner) != 1 or inner[0][1] is not tensor:
             return any(_seen(plain) for _, plain in inner)
-    return is_shared(tensor)
+    return is_shared(tensor) or is_elsewhere(tensor)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
@@ -159,7 +163,9 @@ def is_shared(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()  # counts as well, as long as it is here
-    return use_count(storage._cdata) > _OWN_REFERENCES
+    if use_count(storage._cdata) > _OWN_REFERENCES:
+        return True
+    return sys.getrefcount(storage) > _ALONE_AS_STORAGE  # ``tensor.untyped_storage()``
 
 
 def flush(tensor: torch.Tensor | None) -> None:
@@ -251,6 +257,16 @@ def _counted(thing: object, *, besides: int = 0) -> int:
 
 
 _ALONE = _alone()
+
+
+def _alone_as_storage() -> int:
+    tensor = torch.zeros(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+_ALONE_AS_STORAGE = _alone_as_storage()
+"""The same of the storage of a tensor that is here, of which torch may have a reference as well."""
 
 
 def _alone_in_grad() -> int:

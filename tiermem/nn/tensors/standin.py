@@ -8,10 +8,13 @@ tiers (:mod:`tiermem.nn.tensors.lazy`). Every torch operation on one comes to
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed
 
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.runtime.placement.no_room import MANY
@@ -78,6 +81,11 @@ def _metadata() -> set[Any]:
 _METADATA = _metadata()
 _PASSES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _LISTS = ("_foreach_", "_amp_foreach_")
+_C10D = sys.modules.get("torch.distributed.distributed_c10d")  # not every build of torch has it
+_COLLECTIVES = {
+    found for found in getattr(_C10D, "__dict__", {}).values() if type(found) is FunctionType
+}
+"""Exchanges between processes. They write, some of them later, and torch counts none of it."""
 
 
 class Opened:
@@ -120,6 +128,9 @@ class StandIn:
     def _open(self) -> Opened:
         raise NotImplementedError
 
+    def _written(self) -> None:
+        """Takes in what was written through ``detach()``; nothing looks at that any more."""
+
     def _cut_short(self) -> None:
         """Notes that an exception came up between lines that use the tensor for an operation."""
 
@@ -143,13 +154,19 @@ def _pass(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def writes(func: Callable[..., Any]) -> bool:
-    """Whether an operation works in place by its name; not all of them are counted."""
+    """Whether an operation works in place by its name or schema; not all of them are counted."""
+    if isinstance(func, torch._ops.OpOverload):
+        return func._schema.is_mutable
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return any(getattr(func, name)._schema.is_mutable for name in func.overloads())
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
 def dispatch(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Runs an operation some of whose arguments are stand-ins."""
+    if func in _COLLECTIVES:
+        return _exchange(func, args, kwargs)
     if args and isinstance(args[0], StandIn):
         cut_short = args[0]._cut_short
         try:
@@ -208,6 +225,25 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for value, use in opened.values():
         if use.tensor is result:
             return value  # an operation in place returns the tensor it was called on
+    return result
+
+
+def _exchange(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a collective on what ``detach()`` gives: such a tensor is followed while it is used."""
+    given: list[StandIn] = []
+
+    def detached(value: Any) -> Any:
+        if isinstance(value, StandIn):
+            given.append(value)
+            return dispatch(torch.Tensor.detach, (value,), {})
+        if type(value) in (list, tuple):
+            return type(value)(detached(item) for item in value)
+        return value
+
+    result = func(*detached(args), **{key: detached(value) for key, value in kwargs.items()})
+    if result is None:  # else it may go on: a later use takes in what was written
+        for value in given:
+            value._written()
     return result
 
 
