@@ -173,6 +173,12 @@ def test_paths_that_lead_to_nothing(tmp_path: Path) -> None:
         CheckpointFiles.open(tmp_path / "pipe.safetensors")
 
 
+def test_a_folder_of_pickled_weights_is_told_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin .*save_pretrained"):
+        CheckpointFiles.open(tmp_path)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"

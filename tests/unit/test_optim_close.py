@@ -208,3 +208,11 @@ def test_a_step_after_unwrap_is_refused_before_it_begins() -> None:
         again.load_state_dict(state)
         train([(plain, theirs), (model, again)])
         assert same(plain, model)
+
+
+def test_no_room_in_dram_names_what_gives_some_back() -> None:
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="64KiB") as tier:
+        tier.wrap(nn.Linear(64, 64))
+        with pytest.raises(tiermem.CapacityError, match=r"unwrap\(model\), optimizer\.close\(\)"):
+            for _ in range(8):
+                tier.wrap(nn.Linear(64, 64))

@@ -411,6 +411,8 @@ class Homes:
             pieces = " in pieces that are each too small"
             least = self.dram.capacity + align_up(request.nbytes)
         hint = "" if self.swap is not None else ", or give nvme=folder for what does not fit"
+        if self.dram.used > mine:
+            hint += ", or free what is not used any more (tier.unwrap(model), optimizer.close())"
         return CapacityError(
             f"block {request.name!r} ({format_size(request.nbytes)}) does not fit in tier dram: "
             f"{format_size(self.dram.capacity - self.dram.used)} of "

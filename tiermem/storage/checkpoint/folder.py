@@ -39,6 +39,9 @@ WEIGHT_FILES = (
 Of one file and an index side by side transformers takes the file, diffusers the index.
 """
 
+PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin")
+"""What a folder has that was saved without safetensors."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
@@ -272,9 +275,16 @@ def _weight_file(path: Path) -> Path:
     for name in WEIGHT_FILES:
         if os.path.lexists(path / name):
             return path / name
+    pickled = next((name for name in PICKLED_FILES if os.path.lexists(path / name)), None)
     raise CheckpointError(
         f"{path}: this folder has no {WEIGHT_FILES[0]} and no {WEIGHT_FILES[1]}; name a folder "
         "with one of them, or a safetensors file"
+        + (
+            f". {pickled} can only be read as a whole: load the model from it and save it again, "
+            "with transformers by from_pretrained(folder).save_pretrained(another)"
+            if pickled
+            else ""
+        )
     )
 
 
