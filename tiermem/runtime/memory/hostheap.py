@@ -47,13 +47,10 @@ def _set_by_user() -> bool:
 def anonymous_nbytes() -> int:
     """Returns about how many bytes of anonymous memory this process has; 0 where unknown."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # closed wherever Ctrl-C comes
+            fields = file.read(256).split()
     except OSError:
         return 0
-    try:
-        fields = os.read(file, 256).split()
-    finally:
-        os.close(file)
     return (int(fields[1]) - int(fields[2])) * _PAGE
 
 
