@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import tiermem
 
 LENGTH = 6
+LEAST_SAVED = "4KiB"
 DRAM = {"cuda": "8GiB", "cpu": "256MiB"}
 Seen = list[torch.Tensor]
 
@@ -123,6 +126,15 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"overlap": "forward"},
     {"where": "device"},
 )
+HOMES: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    {"activations": "dram"},
+    dict.fromkeys(("params", "grads", "optimizer"), "nvme"),
+    {"optimizer": "nvme", "activations": "nvme"},
+    {"params": "nvme"},
+)
 Act = tuple[str, int]
 """Its name, and the number it draws from."""
 
@@ -142,6 +154,7 @@ class Drawing:
         own: tiermem's settings for it.
         share: HBM, of the weights' bytes.
         late: Share of copies that are delayed, on CUDA.
+        homes: The policy: where weights, gradients and state are at home, and saved tensors.
         acts: What is done.
     """
 
@@ -155,6 +168,7 @@ class Drawing:
     own: dict[str, Any]
     share: float
     late: float
+    homes: dict[str, Any]
     acts: list[Act]
 
     def build(self) -> Drawn:
@@ -185,6 +199,7 @@ def drawn(seed: int, width: int) -> Drawing:
         own=rng.choice(SETTINGS),
         share=rng.choice((0.3, 0.5, 0.8, 1.5, 3.0, 6.0)),
         late=rng.choice((0.0, 0.1, 0.4)),
+        homes=rng.choice(HOMES),
         acts=numbers,
     )
 
@@ -216,6 +231,9 @@ class Program:
         steps: A state dict of the optimizer.
         average: An average of the weights.
         scaler: Of gradients.
+        folder: For checkpoints and files.
+        run: What was saved of a plain run.
+        is_saved: Whether a run was saved.
     """
 
     drawing: Drawing
@@ -232,6 +250,9 @@ class Program:
     steps: Any = None
     average: Any = None
     scaler: Any = None
+    folder: Path = Path()
+    run: Any = None
+    is_saved: bool = False
 
     def data(self, batch: int | None = None) -> torch.Tensor:
         """Returns inputs."""
@@ -494,6 +515,32 @@ def load_steps(p: Program) -> None:
 
 
 @act
+def save_run(p: Program) -> None:
+    p.is_saved = True
+    if p.tier is not None:
+        p.tier.save(p.folder / "run", wait=p.rng.random() < 0.5)
+        return
+    gradients = [None if w.grad is None else w.grad.clone() for w in p.weights()]
+    kept = copy.deepcopy([p.model.state_dict(), p.optimizer.state_dict()])
+    p.run = *kept, gradients
+
+
+@act
+def load_run(p: Program) -> None:
+    if not p.is_saved:
+        return
+    p.graphs.clear()
+    if p.tier is not None:
+        p.tier.load(p.folder / "run")
+        return
+    model, optimizer, gradients = p.run
+    p.model.load_state_dict(model)
+    p.optimizer.load_state_dict(copy.deepcopy(optimizer))
+    for weight, gradient in zip(p.weights(), gradients, strict=True):
+        weight.grad = None if gradient is None else gradient.clone()
+
+
+@act
 def gradients_of(p: Program) -> Seen:
     trained = [w for w in p.weights() if w.requires_grad]
     found = torch.autograd.grad(p.loss(p.model(p.data())), trained, allow_unused=True)
@@ -620,7 +667,9 @@ def materialized(p: Program) -> None:
         p.one().mul_(0.99)
 
 
-def run(drawing: Drawing, device: torch.device, tier: tiermem.TierManager | None) -> list[Any]:
+def run(
+    drawing: Drawing, device: torch.device, tier: tiermem.TierManager | None, folder: Path
+) -> list[Any]:
     """Runs a program; returns what it has seen, act by act: tensors, or the error's class."""
     torch.manual_seed(drawing.seed)
     model, settings = drawing.build(), dict(drawing.given)
@@ -630,7 +679,7 @@ def run(drawing: Drawing, device: torch.device, tier: tiermem.TierManager | None
     else:
         tier.wrap(model)
         optimizer = tier.optimizer(model, drawing.cls, **settings, **drawing.own)
-    program = Program(drawing, model, optimizer, device, tier)
+    program = Program(drawing, model, optimizer, device, tier, folder=folder)
     seen: list[Any] = []
     for name, number in [*drawing.acts, ("thaw", 0), ("train", 1), ("look_at_weights", 2)]:
         program.rng = random.Random(number)
@@ -649,22 +698,27 @@ def run(drawing: Drawing, device: torch.device, tier: tiermem.TierManager | None
 
 def tried(drawing: Drawing, device: torch.device) -> str:
     """Runs a program both ways; returns ``"same"``, why it was refused, or what differs."""
-    plain = run(drawing, device, None)
-    nbytes = sum(p.nbytes for p in drawing.build().parameters())
-    share = drawing.share
-    while True:
-        hbm = int(nbytes * share) // 4096 * 4096
-        with tiermem.TierManager(device=device, hbm=hbm, dram=DRAM[device.type]) as tier:
-            late = Late(drawing.seed, drawing.late, device.type)
-            late.copies(tier._manager.parts.copy)
-            try:
-                mine = run(drawing, device, tier)
-            except tiermem.CapacityError as error:  # refused at the start
-                mine = [f"CapacityError: {error}"]
-            tier.close(discard=True)
-        if not str(mine[-1]).startswith("CapacityError"):
-            return compared(drawing, plain, mine)
-        share *= 1.5
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        plain = run(drawing, device, None, folder)
+        nbytes = sum(p.nbytes for p in drawing.build().parameters())
+        budgets: dict[str, Any] = {"dram": DRAM[device.type], "policy": drawing.homes}
+        if "nvme" in drawing.homes.values():
+            budgets["nvme"] = folder
+        share = drawing.share
+        while True:
+            budgets["hbm"] = int(nbytes * share) // 4096 * 4096
+            with tiermem.TierManager(device, activation_min=LEAST_SAVED, **budgets) as tier:
+                late = Late(drawing.seed, drawing.late, device.type)
+                late.copies(tier._manager.parts.copy)
+                try:
+                    mine = run(drawing, device, tier, folder)
+                except tiermem.CapacityError as error:  # refused at the start
+                    mine = [f"CapacityError: {error}"]
+                tier.close(discard=True)
+            if not str(mine[-1]).startswith("CapacityError"):
+                return compared(drawing, plain, mine)
+            share *= 1.5
 
 
 def compared(drawing: Drawing, plain: list[Any], mine: list[Any]) -> str:
