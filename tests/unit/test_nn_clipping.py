@@ -258,8 +258,8 @@ def test_a_change_that_is_cut_short_is_made_once_to_each_gradient() -> None:
 Scaled = tuple[nn.Module, Any, torch.amp.GradScaler]
 
 
-def scaled(pair: Pair) -> tuple[Scaled, Scaled]:
-    """Returns each model of a pair with its optimizer, and a scaler."""
+def with_new_scalers(pair: Pair) -> tuple[Scaled, Scaled]:
+    """Returns each model of a pair with its optimizer, and a scaler that has seen nothing."""
     plain, tiered = (torch.amp.GradScaler("cpu", init_scale=64.0) for _ in "ab")
     return (pair.plain, pair.plain_optimizer, plain), (pair.model, pair.optimizer, tiered)
 
@@ -391,7 +391,7 @@ def test_looking_for_infinities_brings_nothing_up() -> None:
 def test_norms_are_taken_as_gradients_arrive_again_once_nothing_is_scaled() -> None:
     with Pair(build, DRAM) as pair:
         for number in range(6):
-            both = scaled(pair)
+            both = with_new_scalers(pair)
             for model, optimizer, scaler in both:
                 loss = loss_of(model, number)
                 (scaler.scale(loss) if number < 3 else loss).backward()
