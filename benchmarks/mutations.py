@@ -2225,6 +2225,27 @@ MUTATIONS = (
                 "in ((False, True), (True, True)):",
                 "tests/unit/test_optim_classes.py",
             ),
+            (
+                "a class is tried on one dtype of a group",
+                "optim/rules/separable.py",
+                'method) if dtypes[1:] else ""',
+                'method) if () else ""',
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
+                "gradients of a trial over several dtypes are none of them small",
+                "optim/rules/separable.py",
+                "_SMALL = (1.0, 2.0**-24, 2.0**-12)",
+                "_SMALL = (1.0, 1.0, 1.0)",
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
+                "a class is tried on what is frozen",
+                "optim/tried.py",
+                "for p in trained or frozen[:1]]",
+                "for p in params[:1]]",
+                "tests/unit/test_optim_classes.py",
+            ),
         )
     ),
     *(
