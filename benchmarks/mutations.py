@@ -1832,6 +1832,13 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
+        "bypass: modules that ask for classes of weights are left alone",
+        _BYPASS,
+        "            if isinstance(module, ASK):",
+        "            if isinstance(module, ()):",
+        _BYPASSED,
+    ),
+    Mutation(
         "bypass: what is computed again in backward is intercepted",
         _BYPASS,
         "            self.end(for_good=again)\n",
