@@ -1832,6 +1832,13 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
+        "a save beside training reads state that no step has made",
+        _LATER,
+        "plain.block is None or not plain.picks:",
+        "plain.block is None:",
+        ("tests/unit/test_saving_later.py",),
+    ),
+    Mutation(
         "bypass: modules that ask for classes of weights are left alone",
         _BYPASS,
         "            if isinstance(module, ASK):",
