@@ -1874,6 +1874,20 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
+        "a save beside training reads state that no step has made",
+        _LATER,
+        "plain.block is None or not plain.picks:",
+        "plain.block is None:",
+        ("tests/unit/test_saving_later.py",),
+    ),
+    Mutation(
+        "bypass: modules that ask for classes of weights are left alone",
+        _BYPASS,
+        "            if isinstance(module, ASK):",
+        "            if isinstance(module, ()):",
+        _BYPASSED,
+    ),
+    Mutation(
         "bypass: what is computed again in backward is intercepted",
         _BYPASS,
         "            self.end(for_good=again)\n",
@@ -2265,6 +2279,27 @@ MUTATIONS = (
                 "optim/rules/separable.py",
                 "in ((False, True), (True, True), (False, False)):",
                 "in ((False, True), (True, True)):",
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
+                "a class is tried on one dtype of a group",
+                "optim/rules/separable.py",
+                'method) if dtypes[1:] else ""',
+                'method) if () else ""',
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
+                "gradients of a trial over several dtypes are none of them small",
+                "optim/rules/separable.py",
+                "_SMALL = (1.0, 2.0**-24, 2.0**-12)",
+                "_SMALL = (1.0, 1.0, 1.0)",
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
+                "a class is tried on what is frozen",
+                "optim/tried.py",
+                "for p in trained or frozen[:1]]",
+                "for p in params[:1]]",
                 "tests/unit/test_optim_classes.py",
             ),
         )

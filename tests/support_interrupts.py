@@ -573,10 +573,10 @@ _probes: dict[str, StateProbe] = {}
 def tried_once() -> Iterator[None]:
     """Caches the trials of optimizer classes for all runs: they are half of a run's time."""
 
-    def nature(name: str, make: Any, settings: Any, dims: Any, dtype: Any, *rest: Any) -> Any:
-        key = repr((name, settings, dims, dtype))
+    def nature(name: str, make: Any, settings: Any, dims: Any, dtypes: Any, *rest: Any) -> Any:
+        key = repr((name, settings, dims, dtypes))
         if key not in _natures:
-            _natures[key] = check_separable(name, make, settings, dims, dtype, *rest)
+            _natures[key] = check_separable(name, make, settings, dims, dtypes, *rest)
         return _natures[key]
 
     def probe(make: Any, device: torch.device, *, sparse: bool) -> StateProbe:

@@ -232,6 +232,35 @@ def test_a_module_inside_that_is_called_by_itself() -> None:
         assert bypass.active
 
 
+def transformer() -> nn.Module:
+    return nn.Transformer(32, 4, 2, 1, 64, dropout=0.0, batch_first=True)
+
+
+PARTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "encoder": lambda m, x: m.encoder(x, src_key_padding_mask=torch.arange(5).expand(2, 5) > 2),
+    "layer": lambda m, x: m.encoder.layers[0](x),
+    "decoder": lambda m, x: m.decoder(x, x),
+    "attention": lambda m, x: m.decoder.layers[0].multihead_attn(x, x, x, need_weights=False)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_that_asks_for_classes_of_weights_is_called_by_itself(name: str) -> None:
+    """It takes torch's fast path then, as it does in the resident model."""
+    x = torch.randn(2, 5, 32)
+    with wrapped(make=transformer) as (plain, model, _, bypass), torch.no_grad():
+        for one in (plain, model):
+            one.eval()
+        before = intercepted(model)
+        for _ in range(4):
+            assert same_bits(plain(x, x), model(x, x))
+        assert bypass.active
+        assert same_bits(PARTS[name](plain, x), PARTS[name](model, x))
+        assert not bypass.active and intercepted(model) == before
+        assert same_bits(plain(x, x), model(x, x))
+
+
 def test_a_half_that_is_called_by_itself_holds_its_own_blocks() -> None:
     with wrapped() as (plain, model, tier, bypass), torch.no_grad():
         enter(plain, model, bypass)

@@ -303,6 +303,79 @@ def test_random_numbers_over_groups_that_cross_blocks_are_refused() -> None:
 # -- what is not wrapped ---------------------------------------------------------------
 
 
+# -- groups of several dtypes ---------------------------------------------------------------------
+
+
+class Short(nn.Module):
+    """A layer in half precision, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Linear(12, 12, dtype=torch.bfloat16)
+        self.long = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+        return self.long(self.short(x.bfloat16()).float()) * 1e-4
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_default_from_the_first_parameters_dtype_is_refused_over_several(foreach: bool) -> None:
+    """Adafactor's epsilon is that of the dtype of the first parameter with a gradient."""
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="4MiB") as tier:
+        model = tier.wrap(Short())
+        with pytest.raises(tiermem.StepError, match=r"several dtypes \(torch.bfloat16, "):
+            tier.optimizer(model, torch.optim.Adafactor, foreach=foreach)
+        tier.optimizer(model, torch.optim.Adafactor, eps=(1e-30, 1e-3), foreach=foreach).close()
+        tier.optimizer(model, torch.optim.AdamW, foreach=foreach).close()
+        model.short.requires_grad_(False)  # it never has a gradient
+        tier.optimizer(model, torch.optim.Adafactor, foreach=foreach)
+
+
+def test_a_group_for_each_dtype() -> None:
+    def steps(tier: tiermem.TierManager | None) -> nn.Module:
+        seed(11)
+        model = Short() if tier is None else tier.wrap(Short())
+        groups = [{"params": list(part.parameters())} for part in model.children()]
+        optimizer: Any = (
+            torch.optim.Adafactor(groups, lr=0.1)
+            if tier is None
+            else tier.optimizer(groups, torch.optim.Adafactor, lr=0.1)
+        )
+        for _ in range(4):
+            train(model, optimizer)
+        return model
+
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="4MiB") as tier:
+        model = steps(tier)
+    assert_same(dict(steps(None).state_dict()), dict(model.state_dict()), "weights")
+
+
+class Quantized(nn.Module):
+    """A model whose first weights are frozen, of a dtype that no optimizer steps."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = (torch.rand(12, 12) * 8).to(dtype)
+        self.base = nn.Parameter(values, requires_grad=False)
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, skip: int | None = None) -> torch.Tensor:
+        return self.layer(x @ self.base.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_frozen_weights_of_any_dtype(dtype: torch.dtype) -> None:
+    with Pair(partial(Quantized, dtype), DRAM, (torch.optim.AdamW, {"lr": 0.1})) as pair:
+        follow(pair)
+
+
+def test_a_group_with_nothing_but_frozen_weights() -> None:
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="4MiB") as tier:
+        model = tier.wrap(Quantized(torch.int8))
+        groups = [{"params": [model.base]}, {"params": list(model.layer.parameters())}]
+        train(model, tier.optimizer(groups, torch.optim.AdamW))
+
+
 def test_a_model_that_was_never_wrapped_is_refused() -> None:
     with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", policy=POLICY) as tier:
         for given in (Net(), Net().parameters(), [{"params": Net().parameters()}]):

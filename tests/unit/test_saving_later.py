@@ -367,3 +367,34 @@ def test_no_lock_of_a_step_is_let_go_of_in_python(tmp_path, monkeypatch) -> None
                 raise
             assert entry.state is _State.COPIED
         handle.result()
+
+
+class Spare(nn.Module):
+    """Two layers, and one that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.last = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def test_state_in_a_file_that_no_step_has_made_yet_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    budgets: dict[str, Any] = {"hbm": "64KiB", "dram": "1MiB", "policy": "nvme"}
+    with tiermem.TierManager(device="cpu", nvme=str(tmp_path), **budgets) as tier:
+        model = tier.wrap(Spare(), blocks=["first", "spare", "last"])
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3, overlap=False)
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        handle = tier.save(path, wait=False)
+        assert handle is not None
+        handle.result()
+        optimizer.step()
+        tier.load(path)
+        state = optimizer.state_dict()["state"]
+        assert state.keys() == saved.keys()
+        assert len(state) < len(list(model.parameters()))
+        assert all(torch.equal(v, state[n][k]) for n in saved for k, v in saved[n].items())

@@ -130,10 +130,20 @@ class TriedClass:
             self.make,
             settings_of(group),
             sorted({p.dim() for p in group["params"]}),
-            self.stepped_dtype(group["params"][0]),
+            self._stepped_dtypes(group["params"]),
             self._device,
             method,
         )
+
+    def _stepped_dtypes(self, params: Sequence[torch.Tensor]) -> list[torch.dtype]:
+        """Returns the dtypes of what is stepped, in the order of the parameters.
+
+        What is frozen counts where nothing else is there, and may be of any dtype.
+        """
+        trained = [p for p in params if p.requires_grad]
+        frozen = [p for p in params if p.dtype.is_floating_point and p.dtype.itemsize > 1]
+        found = [self.stepped_dtype(p) for p in trained or frozen[:1]]
+        return list(dict.fromkeys(found)) or [torch.float32]
 
     def stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Returns the dtype of what is stepped: of the parameter, or of its master."""

@@ -185,7 +185,7 @@ class SaveHandle:
         with manager.lock, torch.inference_mode(False), torch.no_grad():
             for source in plan.sources:
                 plain = _in_block(source)
-                if plain is None or plain.block is None:
+                if plain is None or plain.block is None or not plain.picks:  # no state: unwritten
                     write_source(self._runtime, source, self._writer)
                     continue
                 entry = self._entries.setdefault(plain.block.id, _Entry(plain.block))

@@ -14,6 +14,9 @@ LOOKS = nn.TransformerEncoder.forward.__code__
 """Asks that of its first layer's weights before it calls that layer; if not, padding is left out of
 all layers."""
 
+ASK = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""All of these modules, whose settings say whether they do: to look at them may use a weight."""
+
 
 def uses_inside(module: nn.Module) -> bool:
     """Whether a module's call uses the weights of modules inside without calling these.

@@ -18,9 +18,10 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tiermem.core.block import align_up
 from tiermem.nn.compat.compiler import compiling
+from tiermem.nn.compat.fastpaths import ASK
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.leftout import left_out, taken_out
-from tiermem.nn.wrap.scope import CallInterceptor, Scope
+from tiermem.nn.wrap.scope import CallInterceptor, LeftInterceptor, Scope
 
 if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
@@ -180,6 +181,8 @@ class Bypass:
             in_vain = self._served <= self._patience
             self._patience = min(_MOST, 2 * self._patience) if in_vain else _FIRST
             for module, call in self._out.items():
+                if isinstance(module.__dict__.get(CallInterceptor.method), LeftInterceptor):
+                    del module.__dict__[CallInterceptor.method]
                 module.__dict__.setdefault(CallInterceptor.method, call)
             for group in self._wrapped.groups:
                 group.left_open, group.graph_views = None, -1
@@ -271,8 +274,10 @@ class Bypass:
         taken_out.add(self)
         for group in self._wrapped.groups:
             group.left_open = self.used_alone
-        for module in found:
+        for module, call in found.items():
             module.__dict__.pop(CallInterceptor.method, None)
+            if isinstance(module, ASK):
+                module.__dict__[CallInterceptor.method] = LeftInterceptor(module, call)
         return True
 
     def _of(self, scope: Scope) -> tuple[Group, ...]:

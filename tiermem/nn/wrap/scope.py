@@ -349,6 +349,30 @@ def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> 
     runtime.backward.comes_to(scope)
 
 
+class LeftInterceptor(Interceptor):
+    """Stands in for an interceptor that is taken out, until the module is called by itself.
+
+    Other modules find out by a use of a weight. One that asks for the class of weights first would
+    go another way for that call.
+    """
+
+    __slots__ = ("_call", "_here")
+
+    method = _CALL
+
+    def __init__(self, module: nn.Module, call: CallInterceptor) -> None:
+        """Stands in for ``call``."""
+        super().__init__(module, call.scope)
+        self._call, self._here = call, self.runtime.here
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        if self._here.inside or torch._C._current_graph_task_id() != -1:
+            return self.inner(*args, **kwargs)
+        self.scope.wrapped.bypass.put_back()
+        return self._call(*args, **kwargs)
+
+
 class AroundInterceptor(CallInterceptor):
     """Makes one pass of a call of a module that has no block itself, but blocks inside.
 

@@ -28,6 +28,7 @@ _REMEDY = (
     "Use an optimizer that updates each parameter from its own gradient and state, or keep these "
     "parameters out of tier.wrap"
 )
+_SMALL = (1.0, 2.0**-24, 2.0**-12)  # below the epsilons of dtypes: of float32, and of short ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +98,9 @@ def give_gradients(
         but: Every other parameter has none, from this one on; None for all have one.
     """
     shapes = [tuple(param.shape) for param in params]
-    values = _values(shapes, params[0].dtype, params[0].device, seed) if params else []
+    values = _values(shapes, torch.float32, torch.device("cpu"), seed)
     for number, (param, value) in enumerate(zip(params, values, strict=True)):
-        dense = value + 0.5
+        dense = value.to(param.device, param.dtype) + 0.5
         missing = but is not None and number % 2 == but
         param.grad = None if missing else dense.to_sparse(1) if sparse and dense.dim() else dense
 
@@ -160,7 +161,7 @@ def check_separable(
     make: Make,
     settings: dict[str, Any],
     dims: Sequence[int],
-    dtype: torch.dtype,
+    dtypes: Sequence[torch.dtype],
     device: torch.device,
     method: Any = None,
 ) -> Nature:
@@ -171,7 +172,7 @@ def check_separable(
         make: Makes an instance.
         settings: Of the parameter group.
         dims: Numbers of dimensions that the real parameters have.
-        dtype: Dtype of the real parameters.
+        dtypes: Dtypes of the real parameters, in their order.
         device: Where to try if it does not run on the CPU.
         method: Does something more to an optimizer between two steps, which is tried as well.
 
@@ -182,6 +183,51 @@ def check_separable(
         StepError: Saying why it cannot be streamed, and what to do.
     """
     shapes = [shape for d in dims for shape in ((4,) * d, (4,) * d, _large(d))] or [(4, 4)] * 2
+    nature = _tried(name, make, settings, shapes, dtypes[0], device, method)
+    odd = _mixed(nature, make, settings, shapes, dtypes, method) if dtypes[1:] else ""
+    if odd:
+        names = ", ".join(str(dtype) for dtype in dtypes)
+        raise StepError(
+            f"{name} cannot be streamed block by block over a group of several dtypes ({names}): "
+            f"{odd}. Give the parameters of each dtype a group of their own, or set what the "
+            "class takes from a dtype (eps, say)"
+        )
+    return nature
+
+
+def _mixed(
+    nature: Nature,
+    make: Make,
+    settings: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    method: Any,
+) -> str:
+    """Returns why parameters of several dtypes cannot be stepped one by one, or "".
+
+    There are classes that take a default from the dtype of the first one (torch's Adafactor).
+    """
+    try:
+        with trial() as draws:
+            draws.seen = nature.draws
+            found = _Trial(
+                make, settings, shapes, dtypes, nature.device, nature.sparse, draws, method
+            )
+            return found.run(private=nature.private, late=False)
+    except Exception:  # it does not run on them: nor will it in the tiers
+        return ""
+
+
+def _tried(
+    name: str,
+    make: Make,
+    settings: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    method: Any,
+) -> Nature:
+    """Returns what a class is for parameters of one dtype; see :func:`check_separable`."""
     problem: Exception | None = None
     for where in dict.fromkeys((torch.device("cpu"), device)):
         for sparse, late in ((False, True), (True, True), (False, False)):
@@ -189,7 +235,9 @@ def check_separable(
             try:
                 for private in (False, True):
                     with trial() as draws:
-                        found = _Trial(make, settings, shapes, dtype, where, sparse, draws, method)
+                        found = _Trial(
+                            make, settings, shapes, [dtype], where, sparse, draws, method
+                        )
                         reason = found.run(private=private, late=late)
                     if not reason:
                         kind = sparse, draws.seen, found.counts, found.counted, private
@@ -224,16 +272,17 @@ class _Trial:
         make: Make,
         settings: dict[str, Any],
         shapes: Sequence[tuple[int, ...]],
-        dtype: torch.dtype,
+        dtypes: Sequence[torch.dtype],
         device: torch.device,
         sparse: bool,
         draws: Draws,
         method: Any,
     ) -> None:
         self._make, self._settings, self._sparse, self._draws = make, settings, sparse, draws
-        self._together = tiny(shapes, dtype, device)
-        self._apart = tiny(shapes, dtype, device)
-        self._counter = Counter(make, len(shapes[0]), dtype, device, sparse=sparse)
+        self._together = [p for dtype in dtypes for p in tiny(shapes, dtype, device)]
+        self._apart = [p for dtype in dtypes for p in tiny(shapes, dtype, device)]
+        self._mixed = len(dtypes) > 1
+        self._counter = Counter(make, len(shapes[0]), dtypes[0], device, sparse=sparse)
         self._method = method
         self._private = False
         self.counts = False
@@ -254,6 +303,8 @@ class _Trial:
             but = {0: 1, 2: 0}.get(step) if late else None
             for params in (self._together, self._apart):
                 give_gradients(params, 100 + step, sparse=self._sparse, but=but)
+                for number, param in enumerate(params if self._mixed else ()):
+                    param.grad = None if param.grad is None else param.grad * _SMALL[number % 3]
             self._draws.seed(step)
             run_unseen(whole)
             self._step_parts(parts, shown, step)
