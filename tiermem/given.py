@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from tiermem.config import parse_budget
+from tiermem.config import parse_budget, parse_size
 from tiermem.errors import ConfigError
 from tiermem.runtime.memory.hostmemory import available_memory, total_memory
 from tiermem.runtime.memory.opening import AT_ONCE
@@ -60,6 +60,21 @@ def folders_of(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
                 "leave nvme out for two tiers only"
             )
     return paths
+
+
+def disk_limit_of(nbytes: Size | None, folders: Sequence[str]) -> int | None:
+    """Returns the most bytes of the NVMe tier; None where nothing limits them.
+
+    Raises:
+        ConfigError: If it is no size, or there is no such tier.
+    """
+    if nbytes is None:
+        return None
+    if not folders:
+        raise ConfigError(
+            f"nvme_bytes={nbytes!r} limits files that nothing asks for: give nvme=folder as well"
+        )
+    return parse_size(nbytes, "nvme_bytes")
 
 
 def depth_of(depth: int | Literal["auto"]) -> int | Literal["auto"]:

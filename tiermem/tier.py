@@ -21,6 +21,7 @@ from tiermem.given import (
     default_dram,
     depth_of,
     device_of,
+    disk_limit_of,
     folders_of,
     hbm_of,
     layers_of,
@@ -108,14 +109,14 @@ class TierManager:
         """
         where = device_of(device)
         room = hbm_of(hbm, where)
-        below = parse_budget(dram, "dram", total_memory)
+        below, folders = parse_budget(dram, "dram", total_memory), folders_of(nvme)
         self._manager = BlockManager(
             Settings(
                 device=str(where),
                 hbm=most_hbm(where) if room is None else room,
                 dram=default_dram() if below is None else below,
-                nvme=folders_of(nvme),
-                nvme_bytes=None if nvme_bytes is None else parse_size(nvme_bytes, "nvme_bytes"),
+                nvme=folders,
+                nvme_bytes=disk_limit_of(nvme_bytes, folders),
                 policy=Policy.of(policy),
                 prefetch_depth=depth_of(prefetch_depth),
                 activation_min=parse_size(activation_min, "activation_min"),

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiermem
 from tiermem.config import Policy, format_size, parse_size
 from tiermem.core.block import Role
 from tiermem.errors import ConfigError, TierError
@@ -83,3 +84,8 @@ def test_bad_policies(value) -> None:
 def test_policy_fields_are_checked_at_once() -> None:
     with pytest.raises(ConfigError, match="grads"):
         Policy(grads="disk")  # type: ignore[arg-type]
+
+
+def test_a_limit_of_files_wants_files() -> None:
+    with pytest.raises(tiermem.ConfigError, match="give nvme=folder"):
+        tiermem.TierManager("cpu", hbm="1MiB", nvme_bytes="1GiB")
