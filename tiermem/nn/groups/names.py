@@ -81,7 +81,10 @@ class HeldDict(dict[str, Any]):
         return copied
 
     def __reduce__(self) -> Any:
-        raise WrapError("the parameters of a wrapped module cannot be pickled; use state_dict()")
+        raise WrapError(
+            "a wrapped module cannot be pickled: save its state_dict() or copy.deepcopy(model), or "
+            "the model after tier.unwrap(model)"
+        )
 
     def _replaced(self, name: str) -> ParameterError:
         return ParameterError(
