@@ -390,6 +390,8 @@ def test_wrapping_what_is_wrapped() -> None:
         shares._parameters["weight"] = model[0][0].weight
         with pytest.raises(tiermem.WrapError, match="another TierManager"):
             two.wrap(shares)
+        with pytest.raises(tiermem.WrapError, match=r"share it as one: .*nn\.ModuleList"):
+            one.wrap(shares)  # unwrap alone leaves one of the two outside
         with pytest.raises(tiermem.WrapError, match="not wrapped here"):
             two.unwrap(model)
         one.unwrap(model)

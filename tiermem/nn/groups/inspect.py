@@ -17,6 +17,8 @@ from tiermem.errors import WrapError
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter to the id of the manager that has it."""
 
+_OR_AS_ONE = "or wrap models that share it as one: tier.wrap(nn.ModuleList([first, second]))"
+
 
 @dataclass(slots=True)
 class Found:
@@ -78,8 +80,7 @@ def check_module(model: object, manager_id: int) -> nn.Module:
                     "process's); make the module anew"
                 )
             raise WrapError(
-                f"{what} is wrapped already; call tier.unwrap(module) first, or wrap models that "
-                "share it as one: tier.wrap(nn.ModuleList([first, second]))"
+                f"{what} is wrapped already; call tier.unwrap(module) first, {_OR_AS_ONE}"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(
@@ -160,7 +161,9 @@ def _check_parameter(found: Found, manager_id: int) -> None:
     owner = owners.get(param)
     if owner is not None:
         whose = "this TierManager" if owner == manager_id else "another TierManager"
-        raise WrapError(f"{what} is in {whose} already; call its tier.unwrap(module) first")
+        raise WrapError(
+            f"{what} is in {whose} already; call its tier.unwrap(module) first, {_OR_AS_ONE}"
+        )
 
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:
