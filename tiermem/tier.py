@@ -497,6 +497,15 @@ class TierManager:
         """Whether the manager can no longer be used from here."""
         return self._manager.gate.closed
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TierManager:
+        """Returns the same: a copy of a module that has a reference to it has one as well."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise WrapError(
+            "a TierManager cannot be pickled; tier.save(path) saves the state of the run"
+        )
+
     def __enter__(self) -> TierManager:
         self._manager.gate.guard()
         return self

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import tiermem
 from tiermem.config import Policy, format_size, parse_size
@@ -89,3 +94,15 @@ def test_policy_fields_are_checked_at_once() -> None:
 def test_a_limit_of_files_wants_files() -> None:
     with pytest.raises(tiermem.ConfigError, match="give nvme=folder"):
         tiermem.TierManager("cpu", hbm="1MiB", nvme_bytes="1GiB")
+
+
+def test_a_module_that_has_the_manager_can_be_copied() -> None:
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        model = nn.Linear(4, 4)
+        model.tier = tier
+        tier.wrap(model)
+        copied = copy.deepcopy(model)
+        assert copied.tier is tier
+        assert torch.equal(copied.weight, model.weight)
+        with pytest.raises(tiermem.WrapError, match=r"tier\.save"):
+            pickle.dumps(tier)
