@@ -688,6 +688,13 @@ _ELSEWHERE = (
         ("tests/unit/test_nn_programs.py",),
     ),
     Mutation(
+        "a signal as the fused kernel is tried is swallowed",
+        "tiermem/optim/host/fused.py",
+        "if OUTSIDE not in error.__dict__:",
+        "if False:",
+        ("tests/unit/test_optim_classes.py",),
+    ),
+    Mutation(
         "a step of weights that have left is begun",
         "tiermem/optim/timing.py",
         "if unit.group is not None and unit.group.freed:",

@@ -521,8 +521,10 @@ def save_run(p: Program) -> None:
         p.tier.save(p.folder / "run", wait=p.rng.random() < 0.5)
         return
     gradients = [None if w.grad is None else w.grad.clone() for w in p.weights()]
+    # torch's load_state_dict casts state to the weights' dtype (NAdam's products), a run's does not
+    states = [copy.deepcopy(p.optimizer.state.get(w)) for w in p.weights()]
     kept = copy.deepcopy([p.model.state_dict(), p.optimizer.state_dict()])
-    p.run = *kept, gradients
+    p.run = *kept, gradients, states
 
 
 @act
@@ -533,11 +535,13 @@ def load_run(p: Program) -> None:
     if p.tier is not None:
         p.tier.load(p.folder / "run")
         return
-    model, optimizer, gradients = p.run
+    model, optimizer, gradients, states = p.run
     p.model.load_state_dict(model)
     p.optimizer.load_state_dict(copy.deepcopy(optimizer))
-    for weight, gradient in zip(p.weights(), gradients, strict=True):
+    for weight, gradient, state in zip(p.weights(), gradients, states, strict=True):
         weight.grad = None if gradient is None else gradient.clone()
+        if state:
+            p.optimizer.state[weight] = copy.deepcopy(state)
 
 
 @act

@@ -14,6 +14,7 @@ from tiermem.core.block import Role, align_up
 from tiermem.core.need import Played
 from tiermem.errors import StepError
 from tiermem.given import Size, default_hbm, device_of, hbm_of
+from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.blocks import Inventory
 from tiermem.nn.groups.hostbound import rate_up
@@ -264,7 +265,7 @@ class _Stepped:
         self._members = [(p, n) for p, n in numbered if eager or p.requires_grad]
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return self._cls(groups, **self._settings)
+        return outside(self._cls, groups, **self._settings)
 
     def _dtype(self, param: torch.Tensor) -> torch.dtype:
         return master_dtype_of(param, self._master_dtype) or param.dtype

@@ -20,6 +20,7 @@ from support_nn import Pair, Tiers, assert_same, seed
 from torch import nn
 
 import tiermem
+from tiermem.optim.host import fused
 
 POLICY = dict.fromkeys(("params", "grads", "master", "optimizer"), "dram")
 DRAM = Tiers("dram", policy=POLICY)
@@ -425,3 +426,16 @@ def test_a_few_parameters_outside_beside_a_wrapped_model(cls: Any) -> None:
                 optimizer.zero_grad()
         assert_same(scale.detach(), other.detach(), "outside")
         assert_same(dict(plain.state_dict()), dict(model.state_dict()), "inside")
+
+
+def test_a_signal_as_the_fused_kernel_is_tried_is_not_taken_for_a_class_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What its handler raises comes through; the host would have stepped with other bits."""
+
+    def alarmed(_: torch.optim.Optimizer) -> None:
+        raise TimeoutError("alarm")
+
+    monkeypatch.setattr(fused, "run_unseen", alarmed)
+    with pytest.raises(TimeoutError, match="alarm"):
+        fused.with_fused(torch.optim.AdamW)

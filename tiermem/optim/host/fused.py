@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.separable import Make, ready
 
@@ -32,6 +33,8 @@ def with_fused(make: Make) -> Make:
         if chosen or "fused" not in settings:
             return make
         run_unseen(ready(fused([{"params": [probe]}])))
-    except Exception:  # no such kernel for these settings: the class decides itself
+    except Exception as error:  # no such kernel for these settings: the class decides itself
+        if OUTSIDE not in error.__dict__:
+            raise  # a signal handler's, at a line of tiermem's
         return make
     return fused

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tiermem.nn.compat.outside import outside
 from tiermem.optim.rules.scaling import Scaling
 
 _AUTOGRAD: Any = torch.autograd
@@ -57,9 +58,9 @@ def run_unseen(optimizer: torch.optim.Optimizer) -> None:
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
     ):
-        optimizer.step()
+        outside(optimizer.step)
         return
-    step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    outside(step.__wrapped__, optimizer)  # type: ignore[attr-defined]
 
 
 def undoes_scale(optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> bool:
