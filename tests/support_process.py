@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -54,3 +56,9 @@ def child(inside: Callable[[], object]) -> int:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def beside_each_other(lines: Iterable[Sequence[str]]) -> int:
+    """Runs scripts of Python, each with its arguments; returns 1 where any failed or died."""
+    running = [subprocess.Popen([sys.executable, *line]) for line in lines]
+    return int(max(process.wait() != 0 for process in running))  # all are waited for

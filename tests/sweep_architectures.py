@@ -35,6 +35,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
 
 import transformers  # noqa: E402
+from support_process import beside_each_other  # noqa: E402
 from support_sweep import Case, of_diffusers, of_torch, of_transformers, try_case  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
@@ -139,17 +140,6 @@ def warm() -> None:
     model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=1)
 
 
-def beside_each_other(args: argparse.Namespace, line: list[str]) -> int:
-    """Runs several sweeps, each with its share of the cases; returns 1 where one went wrong."""
-    children = []
-    for number in range(args.jobs):
-        pid = os.fork()
-        if pid == 0:
-            os.execv(sys.executable, [sys.executable, *line, "--share", f"{number}/{args.jobs}"])
-        children.append(pid)
-    return max(os.waitpid(pid, 0)[1] >> 8 for pid in children)
-
-
 def main() -> int:
     """Runs the sweep; returns 1 where something failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -166,7 +156,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.jobs > 1:
-        return beside_each_other(args, [*sys.argv, "--jobs", "1"])
+        shares = [f"{number}/{args.jobs}" for number in range(args.jobs)]
+        return beside_each_other([*sys.argv, "--jobs", "1", "--share", share] for share in shares)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warm()

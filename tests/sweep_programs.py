@@ -23,6 +23,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from support_process import beside_each_other  # noqa: E402
 from support_programs import drawn, tried  # noqa: E402
 
 WIDTH = {"cuda": 768, "cpu": 32}
@@ -40,7 +41,8 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print what is run")
     args = parser.parse_args()
     if args.jobs > 1:
-        return beside_each_other(args)
+        own = [str(args.seed * 1000 + number) for number in range(args.jobs)]
+        return beside_each_other([*sys.argv, "--jobs", "1", "--seed", seed] for seed in own)
     device = torch.device(args.device)
     torch.use_deterministic_algorithms(True, warn_only=True)
     if device.type == "cuda":
@@ -74,18 +76,6 @@ def main() -> int:
             print(f"{seed}: {found}", flush=True)
     print(dict(counts), flush=True)
     return int(any(kind.startswith(("differs", "not")) for kind in counts))
-
-
-def beside_each_other(args: argparse.Namespace) -> int:
-    """Runs several sweeps, each with a seed of its own; returns 1 where one went wrong."""
-    children = []
-    for number in range(args.jobs):
-        pid = os.fork()
-        if pid == 0:
-            own = [*sys.argv, "--jobs", "1", "--seed", str(args.seed * 1000 + number)]
-            os.execv(sys.executable, [sys.executable, *own])
-        children.append(pid)
-    return max(os.waitpid(pid, 0)[1] >> 8 for pid in children)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import tempfile
 import threading
 from pathlib import Path
 
+from tiermem.runtime.metrics.machine_profile import cache_folder
+
 _SOURCE = Path(__file__).with_name("exact.c")
 _FLAGS = (
     "-O3",
@@ -123,12 +125,6 @@ def built() -> Path:
         except (NoLoop, OSError):
             _under_way = None
             raise
-
-
-def cache_folder() -> Path:
-    """Returns where the compiled loop is kept."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tiermem"
 
 
 def _compiler() -> list[str]:

@@ -115,6 +115,13 @@ def device_name(device: str | torch.device | None = None) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def cache_folder() -> Path:
+    """Returns where the user's cache has a folder of tiermem's, which may not be there yet."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    # A relative path there is to be ignored, says the XDG specification.
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "tiermem"
+
+
 def profile_path(device: str) -> Path:
     """Returns where the profile of a device is kept.
 
@@ -123,11 +130,8 @@ def profile_path(device: str) -> Path:
     """
     if named := os.environ.get(VARIABLE):
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is to be ignored, says the XDG specification.
-    folder = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return folder / "tiermem" / f"profile-{slug}.json"
+    return cache_folder() / f"profile-{slug}.json"
 
 
 def save(profile: MachineProfile, path: str | os.PathLike[str] | None = None) -> Path:
