@@ -940,6 +940,22 @@ _ELSEWHERE = (
         _FILL,
     ),
     Mutation(
+        "what stays lies with the largest block next to the slots",
+        "tiermem/runtime/lookahead/arranged.py",
+        "            gaps[index] = begin, size - nbytes\n"
+        "            found.append(Missing(block, first[block], begin + size - nbytes, nbytes))\n",
+        "            gaps[index] = begin + nbytes, size - nbytes\n"
+        "            found.append(Missing(block, first[block], begin, nbytes))\n",
+        _FILL,
+    ),
+    Mutation(
+        "a block far larger than what has to go makes room for it",
+        "tiermem/core/residents.py",
+        "if over <= sizes[block] <= 2 * over]",
+        "if over <= sizes[block]]",
+        ("tests/property/test_core_forecast.py",),
+    ),
+    Mutation(
         "a wrong guess of the first pass pauses the loop",
         "tiermem/runtime/lookahead/arranged.py",
         "if planner.observed(planner.key):",

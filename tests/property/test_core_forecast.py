@@ -105,6 +105,13 @@ def test_what_stays_changes_as_little_as_it_takes(
         assert found >= set(kept)
 
 
+def test_none_goes_that_is_far_larger_than_what_has_to() -> None:
+    sizes = {0: 280, 1: 10, 2: 45, 3: 25, 4: 10}
+    assert adjust_residents([0, 1, 2, 3], [], [], sizes, 340) == {0, 1, 2}, "20 have to go"
+    assert adjust_residents([0, 1, 4], [], [], sizes, 285) == {0}, "15, which both small ones make"
+    assert adjust_residents([0, 2], [], [], sizes, 60) == {2}, "none but the large one will do"
+
+
 def test_tokens_of_a_call() -> None:
     ids, mask = torch.zeros(2, 7, dtype=torch.long), torch.ones(2, 1, 9, 9)
     assert tokens((ids,), {"attention_mask": mask}) == 14

@@ -70,7 +70,7 @@ def adjust_residents(
     stay = [block for block in kept if block in sizes]
     over = sum(sizes[block] for block in stay) - room
     while over > 0:
-        goes = next((block for block in stay if sizes[block] >= over), stay[0])
+        goes = _who_goes(stay, sizes, over)
         stay.remove(goes)
         over -= sizes[goes]
     for block in there:
@@ -80,6 +80,17 @@ def adjust_residents(
     known = set(stay)
     others = [block for block in order if block in sizes and block not in known]
     return frozenset(known) | choose_residents(others, sizes, -over)
+
+
+def _who_goes(stay: Sequence[int], sizes: Mapping[int, int], over: int) -> int:
+    """Returns the first block that makes enough room, or the first that makes some of it.
+
+    One more than twice as large as what has to go is neither: it would take other blocks' coming
+    to fill what it leaves. Where all are, the smallest goes.
+    """
+    enough = [block for block in stay if over <= sizes[block] <= 2 * over]
+    some = enough or [block for block in stay if sizes[block] < over]
+    return some[0] if some else min(stay, key=lambda block: sizes[block])
 
 
 def keep_largest(

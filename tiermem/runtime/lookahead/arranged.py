@@ -445,15 +445,15 @@ class Arranger:
                 first.setdefault(block, position)
         gaps = [(g.offset, g.nbytes) for g in table.hbm.gaps_in(border, table.hbm.capacity)]
         found = []
-        for block in sorted(first, key=lambda block: -table[block].block.nbytes):
+        for block in sorted(first, key=lambda b: (-table[b].block.nbytes, -first[b])):
             nbytes = table[block].block.nbytes
             large = [(size, index) for index, (_, size) in enumerate(gaps) if size >= nbytes]
             if not large:
                 return None
             size, index = min(large)
-            offset = gaps[index][0]
-            gaps[index] = offset + nbytes, size - nbytes
-            found.append(Missing(block, first[block], offset, nbytes))
+            begin = gaps[index][0]
+            gaps[index] = begin, size - nbytes
+            found.append(Missing(block, first[block], begin + size - nbytes, nbytes))
         return sorted(found, key=lambda missing: missing.first)
 
     def _steps_of(self, loop: _Loop, rounds: Rounds) -> list[list[Step]]:
