@@ -949,6 +949,13 @@ _ELSEWHERE = (
         _FILL,
     ),
     Mutation(
+        "a plan comes into force for what measuring takes the host",
+        "tiermem/runtime/lookahead/plan_maker.py",
+        "            saved = min(saved, took - loop.seconds(plan) / passes)\n",
+        "",
+        _FILL,
+    ),
+    Mutation(
         "a block far larger than what has to go makes room for it",
         "tiermem/core/residents.py",
         "if over <= sizes[block] <= 2 * over]",

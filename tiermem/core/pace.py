@@ -245,6 +245,14 @@ class Estimates:
             return None
         return known.compute.value
 
+    def longest(self, key: Hashable) -> float | None:
+        """Returns the seconds of the longest of the last passes that were not measured.
+
+        None before any. On the host's clock, to the begin of the next one.
+        """
+        known = self._passes.get(key)
+        return known.whole.most or None if known is not None else None
+
     def transfer(self, link: str, block: int, nbytes: int) -> float:
         """Returns the seconds a block takes to arrive: as measured, else by the link's speed."""
         recent = self._fills.get((link, block))
