@@ -24,6 +24,8 @@ from tiermem.runtime.memory.slots import use_count
 
 _SCHEDULED = {"lr", "weight_decay", "momentum", "betas"}
 """Settings that schedulers write, and that torch's classes raise for no value of in range."""
+_SWITCHES = {"weight_decay", "momentum"}
+"""Those of them with which classes take another way where they are zero."""
 _MOST_PAUSE = 64
 _REFERENCES = 2  # to a storage: the tensor's, and the object that asks
 
@@ -235,7 +237,7 @@ def _in_range(key: str, value: Any) -> Any:
     if type(value) not in (int, float):
         return _as_is(value)
     good = math.isfinite(value) and value >= 0 and (value < 1 or key != "betas")
-    return float if good else _as_is(value)
+    return (float, value == 0 and key in _SWITCHES) if good else _as_is(value)
 
 
 def _as_is(value: Any) -> Any:

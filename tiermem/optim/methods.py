@@ -46,6 +46,12 @@ class Counts:
         if not nature.counted:
             self._uncounted.add(number)
 
+    def forget(self, number: int) -> None:
+        """Forgets a group, which is taken out again."""
+        self._counters.pop(number, None)
+        self._private.discard(number)
+        self._uncounted.discard(number)
+
     def prepare(self, units: Sequence[StepUnit]) -> None:
         """Marks units whose class writes settings in place, so that they step with copies.
 

@@ -53,8 +53,9 @@ def load_state(
     _check_masters(units, masters)
     if begin is not None:
         begin()
-    for group, other in zip(groups, state_dict["param_groups"], strict=True):
-        settings = deepcopy(settings_of(other))  # a tensor learning rate is written in place
+    # a tensor learning rate is written in place, and may be that of several groups
+    loaded = deepcopy([settings_of(group) for group in state_dict["param_groups"]])
+    for group, settings in zip(groups, loaded, strict=True):
         for key in settings_of(group).keys() - settings.keys() - defaults:
             del group[key]  # a scheduler's, of after the save: the next one would begin from it
         group.update(settings)

@@ -149,6 +149,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._norms.forget(self._units)  # a class may write gradients
         self._units.members.check(self._units)
         self._intake.take_wanted(self.param_groups)
+        self._tried.note_settings(self._units, self.param_groups)
         self._take_in_edits()
         self._timing.begin_round(self.param_groups, scaling, loss)
         return True
@@ -344,6 +345,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             if not self._intake.has_any_of(count):
                 del self.param_groups[count:]
                 self._tried.forget(count)
+                self._units.members.list_anew()
             raise
 
     @entrance

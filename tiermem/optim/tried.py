@@ -11,9 +11,11 @@ from tiermem.nn.compat.outside import outside
 from tiermem.optim.classes import refuse_draws
 from tiermem.optim.methods import Counts
 from tiermem.optim.rules.groups import with_defaults
-from tiermem.optim.rules.probe import StateProbe
+from tiermem.optim.rules.probe import StateProbe, zeros_of
 from tiermem.optim.rules.separable import Nature, check_separable, settings_of
 from tiermem.optim.units.master import master_dtype_of
+from tiermem.optim.units.plan import note_spoils
+from tiermem.optim.units.unit import StepUnit
 
 
 class TriedClass:
@@ -60,6 +62,7 @@ class TriedClass:
         self._settings = settings
         self._device = device
         self._reorders = reorders
+        self._zeros: list[tuple[tuple[str, bool], ...]] = []
         self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
 
     @property
@@ -113,6 +116,19 @@ class TriedClass:
     def forget(self, number: int) -> None:
         """Forgets what was found of a group, which is taken out again."""
         self._natures.pop(number, None)
+        self.counts.forget(number)
+
+    def note_settings(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
+        """Notes before a step which settings are zero: what steps write depends on that.
+
+        Args:
+            units: All of the optimizer.
+            groups: All parameter groups.
+        """
+        zeros = [zeros_of(settings_of(group)) for group in groups]
+        if zeros != self._zeros:
+            note_spoils(units, groups, self.probe)
+            self._zeros = zeros
 
     def try_on(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
         """Tries the class, or a method of it, with the settings of a group.

@@ -252,9 +252,13 @@ class _Loader:
             optimizer.replaced(factor, saved["backwards"])
 
     def _settle_groups(self, found: Sequence[Contents], values: dict[str, Any]) -> None:
-        """Puts settings in place; tensors among them go where those were."""
+        """Puts settings in place; tensors among them go where those were.
+
+        One tensor that is a setting of several groups stays one, where it was saved with one value.
+        """
         each = zip(self._optimizers, found, values["optimizers"], strict=True)
         for optimizer, contents, (_, *settings) in each:
+            shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             for group, mine in zip(contents.groups, settings, strict=True):
                 known = {"params", *mine, *optimizer.defaults}
                 for key in [key for key in group if key not in known]:
@@ -263,6 +267,8 @@ class _Loader:
                     there = group.get(key)
                     if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
                         value = value.to(there.device)
+                        _, same = shared.setdefault(id(there), (there, value))
+                        value = same if torch.equal(same, value) else value
                     group[key] = value
 
     # -- optimizers ------------------------------------------------------

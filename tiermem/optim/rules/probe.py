@@ -47,6 +47,12 @@ class StateTensor:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
 
+def zeros_of(settings: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
+    """Returns which settings are zero: classes keep other state and write other tensors then."""
+    numbers = (int, float)
+    return tuple((key, not value) for key, value in settings.items() if type(value) in numbers)
+
+
 class StateProbe:
     """Learns the state that a class keeps for a parameter of a given shape.
 
@@ -77,7 +83,7 @@ class StateProbe:
             StepError: If a tensor of it is of a class that cannot be unwrapped, or it cannot be
                 tried at all.
         """
-        key = (tuple(param.shape), stride, param.dtype, group)
+        key = (tuple(param.shape), stride, param.dtype, group, zeros_of(settings))
         if key not in self._known:
             self._known[key] = self._learn(param, stride, settings)
         return self._known[key]
@@ -92,7 +98,7 @@ class StateProbe:
             group: Number of its parameter group.
             settings: Of that group.
         """
-        key = (param.dim(), param.dtype, group)
+        key = (param.dim(), param.dtype, group, zeros_of(settings))
         if key not in self._spoils:
             self._spoils[key] = any(
                 self._try_spoil(param, settings, large) for large in (False, True)

@@ -251,6 +251,8 @@ class Attempt:
         if not (clean and at_home) or record.home is Tier.HBM:
             undo.keep(tensors)
             return
+        transfers = self._manager.parts.transfers
+        transfers.copy.use(transfers.home_ready.get(block.id))  # else it takes what is written next
         restore = partial(self._manager.restore, block)
         if len(tensors) == len(block.tensors):
             undo.steps.append(partial(restore, 0, block.nbytes))

@@ -47,11 +47,18 @@ def is_nested() -> bool:
 
 
 def marks_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns values that differ once settings are changed, without a wait for the device."""
+    """Returns values that differ once settings are changed, at any depth.
+
+    Without a wait for the device.
+    """
     return [{key: _mark_of(value) for key, value in settings_of(g).items()} for g in groups]
 
 
 def _mark_of(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return id(value), value._version, value.tolist() if value.device.type == "cpu" else None
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version, value.tolist() if value.device.type == "cpu" else None
+    if type(value) in (list, tuple):
+        return type(value), [_mark_of(inner) for inner in value]
+    if type(value) is dict:
+        return {key: _mark_of(inner) for key, inner in value.items()}
+    return value

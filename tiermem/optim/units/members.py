@@ -27,8 +27,9 @@ class Membership:
         """Watches parameter groups, whose list is the optimizer's own; none has a unit yet."""
         self._groups = groups
         self._taken: dict[int, int] = {}
-        self._listed = self._units_checked = -1
+        self._units_checked = -1
         self._checked: list[list[torch.Tensor]] = []
+        self._listed: list[list[torch.Tensor]] = []
         self._idle: list[Member] = []
 
     def taken(self, members: Sequence[Member]) -> None:
@@ -42,7 +43,7 @@ class Membership:
         Args:
             frozen: Frozen ones, too: of a class that makes the state of all when it is made.
         """
-        self._list()
+        self.list_anew()
         if frozen:
             return list(self._idle)
         with torch._C.DisableTorchFunctionSubclass():
@@ -55,7 +56,7 @@ class Membership:
 
     def of_state(self, state_dict: dict[str, Any]) -> list[Member]:
         """Returns those without a unit that a state dict of the same groups has state for."""
-        self._list()
+        self.list_anew()
         idle = {id(param) for param, _ in self._idle}
         has = {*state_dict.get("state", ()), *state_dict.get("master", ())}
         found: list[Member] = []
@@ -65,6 +66,14 @@ class Membership:
                 if id(param) in idle and name in has:
                     found.append((param, number))
         return found
+
+    def list_anew(self) -> None:
+        """Lists the parameters without a unit, where groups have others by now."""
+        lists = [list(group["params"]) for group in self._groups]
+        if not _are_same(lists, self._listed):
+            members = [(param, n) for n, params in enumerate(lists) for param in params]
+            self._idle = [member for member in members if id(member[0]) not in self._taken]
+            self._listed = lists
 
     def check(self, units: Sequence[StepUnit]) -> None:
         """Checks that no parameter was taken out of its group, or moved, by hand.
@@ -88,7 +97,7 @@ class Membership:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears gradients of parameters without a unit, or sets them to zero."""
-        self._list()
+        self.list_anew()
         with torch._C.DisableTorchFunctionSubclass():
             found = [param for param, _ in self._idle if param.grad is not None]
         for param in found:
@@ -96,14 +105,6 @@ class Membership:
                 param.grad = None
             elif param.grad is not None:
                 param.grad = param.grad.detach_().zero_()
-
-    def _list(self) -> None:
-        """Lists the parameters without a unit anew, where groups have grown."""
-        count = sum(len(group["params"]) for group in self._groups)
-        if count != self._listed:
-            members = [(p, n) for n, group in enumerate(self._groups) for p in group["params"]]
-            self._idle = [member for member in members if id(member[0]) not in self._taken]
-            self._listed = count
 
 
 def _are_same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> bool:

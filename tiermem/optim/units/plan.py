@@ -116,11 +116,21 @@ def _prepare(
     if master_dtype is not None:
         for unit in units:
             _give_masters(unit, master_dtype)
+    note_spoils(units, groups, probe)
+
+
+def note_spoils(
+    units: Iterable[StepUnit], groups: Sequence[dict[str, Any]], probe: StateProbe
+) -> None:
+    """Sets whether steps write gradients, with the settings that groups have by now."""
     for unit in units:
-        unit.handed.spoils = any(
+        spoils = any(
             probe.spoils(unit.own(param), number, settings_of(groups[number]))
             for param, number in unit.members
         )
+        unit.handed.spoils = spoils
+        for part in unit.parts if isinstance(unit, PartedUnit) else ():
+            part.unit.handed.spoils = spoils
 
 
 def kept_of(

@@ -83,14 +83,17 @@ class Shadows:
         Args:
             blocks: They are leased, and have their shadows.
         """
-        manager = self._manager
+        manager, transfers = self._manager, self._manager.parts.transfers
         records = [
             manager.parts.table[block.id] for block in blocks if block.id not in self._turned
         ]
         for record in records:
             if record.at_home is not State.VALID:
-                manager.parts.transfers.copy_home(record)
+                transfers.copy_home(record)
         for record in records:
+            # the copy to the former home may have been submitted long ago and not been made yet:
+            # it would take the bytes that are written from now on
+            transfers.copy.use(transfers.home_ready.get(record.block.id))
             if record.home_extent is not None:
                 manager.parts.table.exchange_home(record.block.id, self._spare, self._turned)
 

@@ -29,6 +29,8 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
             return False
         here = slot.bytes
         if record.home is Tier.DRAM:
+            transfers = manager.parts.transfers
+            transfers.copy.wait(transfers.home_ready.get(block.id))
             home = manager.parts.homes.arena.bytes_of(extent)
         else:
             home = torch.empty(block.nbytes, dtype=torch.uint8)
