@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -413,3 +414,63 @@ def test_state_that_is_made_anew_after_steps_in_place_is_kept() -> None:
                 optimizer.step()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop])
+def test_training_goes_on_after_a_group_for_which_there_is_no_room(
+    cls: type[torch.optim.Optimizer],
+) -> None:
+    seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    others = [nn.Linear(64, 64) for _ in range(9)]
+    with tiermem.TierManager("cpu", hbm="200KiB", dram="500KiB") as tier:
+        tier.wrap(model)
+        for other in others:
+            tier.wrap(other)
+        optimizer = tier.optimizer(model, cls, lr=0.1)
+        with pytest.raises(tiermem.CapacityError):
+            for other in others:
+                optimizer.add_param_group({"params": list(other.parameters())})
+        for _ in range(2):
+            model(torch.randn(4, 64)).square().mean().backward()
+        before = model[0].weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(model[0].weight.detach(), before)
+
+
+def test_a_frozen_parameter_that_is_exchanged_by_hand_for_another() -> None:
+    def freeze(model: nn.Module) -> None:
+        model[0].requires_grad_(False)  # type: ignore[index]
+
+    def params(model: nn.Module) -> list[nn.Parameter]:
+        return [*model[0].parameters(), *model[1].parameters()]  # type: ignore[index]
+
+    def exchange(model: nn.Module, optimizer: Any) -> None:
+        optimizer.param_groups[0]["params"][0] = model[2][0].weight  # type: ignore[index]
+
+    with Both(freeze, params) as both:
+        both.train(0, clip=False)
+        both.do(exchange)
+        for number in (1, 2):
+            both.train(number, clip=False)
+        both.check()
+
+
+@pytest.mark.parametrize("how", ["state dict", "checkpoint"])
+def test_a_tensor_that_groups_have_in_common_is_one_after_a_load(how: str, tmp_path: Path) -> None:
+    seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    rate = torch.tensor(1e-2)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        optimizer = tier.optimizer(groups, torch.optim.AdamW, lr=rate, foreach=False)
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+        if how == "state dict":
+            optimizer.load_state_dict(optimizer.state_dict())
+        else:
+            tier.save(tmp_path / "checkpoint")
+            tier.load(tmp_path / "checkpoint")
+        first, second = (group["lr"] for group in optimizer.param_groups)
+        assert first is second and first is not rate
