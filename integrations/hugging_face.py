@@ -74,7 +74,6 @@ class TrainerTiers(TierManager):
             }
             for decays in (True, False)
         ]
-        groups = [group for group in groups if group["params"]]
         made = self.optimizer(groups, cls, **{**own, **settings})  # type: ignore[arg-type, unused-ignore]
         return made, None
 

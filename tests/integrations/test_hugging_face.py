@@ -358,6 +358,26 @@ def test_adapters_after_wrap(tmp_path: Path) -> None:
         assert same(plain.model.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("tiered", [(False, True), (True, False)])
+def test_runs_with_adapters_go_on_with_tiers_and_without(
+    tiered: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """All adapters decay: the trainer has a second group without parameters, and so has ours."""
+    for steps, tiers in zip((2, 4), tiered, strict=True):
+        args = arguments(tmp_path, max_steps=steps, save_steps=2, save_strategy="steps")
+        model = with_adapters(llama())
+        resume = steps == 4
+        if not tiers:
+            trainer = trainer_of(model, args)
+            trainer.train(resume_from_checkpoint=resume)
+        else:
+            with TrainerTiers(**BUDGETS) as tier:
+                trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+                trainer.train(resume_from_checkpoint=resume)
+                sizes = [len(group["params"]) for group in trainer.optimizer.param_groups]
+                assert len(sizes) == 2 and not sizes[1]
+
+
 def test_adapters_before_wrap_merge_and_save(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     plain = with_adapters(llama())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,22 @@ def test_python_dash_m() -> None:
         [sys.executable, "-m", "tiermem", "--version"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0 and done.stdout.startswith("tiermem ")
+
+
+@pytest.mark.parametrize("seed", ["x", "1.5", str(1 << 64), str(-(1 << 63) - 1)])
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_a_seed_that_torch_does_not_take(command: str, seed: str, capsys: Any) -> None:
+    line = [command, "--seed", seed]
+    if command == "generate":
+        line += ["folder", "--prompt", "a"]
+    assert cli.main(line) == 2
+    assert "64 bits" in capsys.readouterr().err
+
+
+def test_interrupted_before_a_command_runs(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupt)
+    assert cli.main(["doctor"]) == cli.INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err

@@ -227,3 +227,40 @@ def test_what_was_fetched_and_never_used_is_let_go_in_order(
         engine.synchronize()
         assert not engine.harm
         check_empty(tier)
+
+
+class _Layouts(nn.Module):
+    """Saves sparse tensors, or nested ones, between its layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        seed(0)
+        self.kind = kind
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("adjacent", torch.eye(16).to_sparse())
+
+    def forward(self, x: Any) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sparse.mm(self.adjacent, layer(x)) if self.kind == "sparse" else layer(x)
+        return x if self.kind == "sparse" else torch.nested.to_padded_tensor(x, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+@pytest.mark.parametrize("activations", HOMES)
+def test_sparse_and_nested_tensors_stay(kind: str, activations: str, tmp_path: Path) -> None:
+    """Neither has bytes of a storage that could be copied, nor sizes, some of them."""
+    model, plain = _Layouts(kind), _Layouts(kind)
+    x: Any = torch.randn(16, 16)
+    if kind == "nested":
+        x = torch.nested.as_nested_tensor([torch.randn(3, 16), torch.randn(9, 16)])
+    with tiermem.TierManager(
+        "cpu", hbm="64KiB", dram="8MiB", nvme=tmp_path,
+        policy=tiermem.Policy(activations=activations), activation_min=0,
+    ) as tier:  # fmt: skip
+        tier.wrap(model)
+        for net in (plain, model):
+            net(x).square().mean().backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert mine.grad is not None and other.grad is not None
+            assert torch.equal(mine.grad, other.grad)

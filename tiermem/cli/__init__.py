@@ -21,6 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 if what was checked does not hold, 2 for bad
         options or a machine that cannot do what was asked, 130 after Ctrl-C.
     """
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:  # as torch is imported, too
+        print("\ntiermem: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    """Runs the command line; Ctrl-C before a command runs is raised."""
     from tiermem import TierError, __version__
     from tiermem.cli.options import Parser, with_options
 

@@ -12,8 +12,8 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from tiermem.cli.options import pick_device, read_budget
-from tiermem.cli.plan import add_speed_arguments
+from tiermem.cli.options import parse_seed, pick_device, read_budget
+from tiermem.cli.plan import add_speed_arguments, read_speeds
 from tiermem.config import format_size
 from tiermem.errors import CapacityError, ConfigError
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="draw tokens, with logits divided by T (default: 0, always the likeliest)",
     )
-    text.add_argument("--seed", type=int, default=0, help="of the draws")
+    text.add_argument("--seed", type=parse_seed, default=0, help="of the draws")
     tiers = parser.add_argument_group("tiers")
     tiers.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     tiers.add_argument(
@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress(console) as progress:
         progress.say(f"looking at {arguments.folder}")
         sampling = read_sampling(arguments)
+        read_speeds(arguments)  # refuses them now, not once the text is there
         from tiermem.cli.folders import open_folder
 
         folder = open_folder(arguments.folder)

@@ -28,6 +28,21 @@ def with_options(message: str) -> str:
     return _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')} ", message)
 
 
+def parse_seed(text: str) -> int:
+    """Parses the seed of random numbers, as ``torch.manual_seed`` takes it.
+
+    Raises:
+        ArgumentTypeError: If it is no whole number of 64 bits.
+    """
+    try:
+        seed = int(text)
+    except ValueError:
+        seed = 1 << 64
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 64 bits")
+    return seed
+
+
 def parse_count(text: str | float, name: str = "count") -> float:
     """Reads a positive number such as ``7e9``, ``7B``, ``350M`` or ``16k``.
 

@@ -25,6 +25,7 @@ from tiermem.cli.options import (
     add_activation_arguments,
     parse_bytes,
     parse_depth,
+    parse_seed,
     pick_device,
     policy_of,
 )
@@ -104,7 +105,7 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         metavar="NORM",
         help="most that the norm of all gradients may be; 0 for any (default: 1.0)",
     )
-    model.add_argument("--seed", type=int, default=0)
+    model.add_argument("--seed", type=parse_seed, default=0)
     model.add_argument("--dtype", choices=_DTYPES, default="float32")
     model.add_argument("--master", choices=_DTYPES, help="dtype of master weights (default: none)")
     model.add_argument("--checkpointing", action="store_true", help="recompute each layer")

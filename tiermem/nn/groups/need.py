@@ -472,12 +472,14 @@ def beside_optimizer(error: CapacityError) -> CapacityError:
         if isinstance(owner, torch.optim.Optimizer):
             found.append(owner)
         frame = frame.f_back
-    if not found or hasattr(found[-1], "clip_grad_norm_"):  # that one is a TieredOptimizer
+    if not found or any(hasattr(one, "clip_grad_norm_") for one in found):  # a TieredOptimizer
         return error
-    name = type(found[-1]).__name__
+    cls = type(found[0])  # not what an integration has put around it
+    module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
+    name = f"{module}.{cls.__name__}"
     return CapacityError(
-        f"{error.what}, while a plain torch.optim.{name} asks for many parameters at once",
-        f"make it with tier.optimizer(model, torch.optim.{name}, ...), which steps block by block",
+        f"{error.what}, while a plain {name} asks for many parameters at once",
+        f"make it with tier.optimizer(model, {name}, ...), which steps block by block",
     )
 
 

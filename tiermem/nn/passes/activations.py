@@ -216,7 +216,9 @@ class Activations:
             What stands for it; None where it stays.
         """
         store = self.store
-        if store is None or tensor.nbytes < self._minimum:
+        if store is None or tensor.layout is not torch.strided or tensor.is_nested:
+            return None  # some of those have no number of bytes
+        if tensor.nbytes < self._minimum:
             return None
         if torch._C._current_graph_task_id() != -1:
             return None  # recomputed: backward needs it a moment later
@@ -254,11 +256,10 @@ class Activations:
         return where.layers[-1] if where.layers else where.next_layer
 
     def _can_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an ordinary one, on the device, and no leaf of autograd's."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return False
+        """Whether a strided tensor is an ordinary one, on the device, and no leaf of autograd's."""
         if (
-            tensor.device != self._manager.parts.device
+            type(tensor) is not torch.Tensor
+            or tensor.device != self._manager.parts.device
             or tensor.is_quantized
             or tensor._is_zerotensor()
         ):

@@ -65,7 +65,9 @@ def _is_input(name: str) -> bool:
 
 
 def _count(value: torch.Tensor) -> int:
-    """Returns about how many tokens a tensor has."""
+    """Returns about how many tokens a tensor has; 0 where it has no sizes."""
+    if value.is_nested and value.layout is torch.strided:
+        return 0
     shape = value.shape
     if not all(isinstance(size, int) for size in shape):
         return 0
