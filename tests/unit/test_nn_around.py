@@ -233,3 +233,15 @@ def test_data_parallel_over_several_devices_is_refused(
     with pytest.raises(tiermem.WrapError, match=r"2 devices.*device_ids=\[0\]"):
         nn.DataParallel(model, device_ids=[0, 1])
     model(torch.ones(2, replicas.WIDTH)).sum().backward()
+
+
+def test_what_fsdp_has_sharded_is_refused_by_name() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.__class__ = type("FSDPSequential", (FSDPModule, nn.Sequential), {})  # as fully_shard does
+    with (
+        tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier,
+        pytest.raises(tiermem.WrapError, match="sharded by torch's FSDP"),
+    ):
+        tier.wrap(model)

@@ -56,6 +56,10 @@ def find(model: nn.Module, which: str) -> list[Found]:
     return list(found.values())
 
 
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+"""Classes of modules that FSDP has made; not imported, as they take long."""
+
+
 def runtime_of(module: nn.Module) -> Any:
     """Returns the runtime of the manager that a module is wrapped in, None where it is in none."""
     return getattr(module.__dict__.get("load_state_dict"), "runtime", None)
@@ -91,6 +95,12 @@ def check_module(model: object, manager_id: int) -> nn.Module:
             kind = type(module).__name__
             raise WrapError(
                 f"{what} replicates its module; wrap that first: {kind}(tier.wrap(model))"
+            )
+        if any(cls.__name__ in _SHARDED for cls in type(module).__mro__):
+            raise WrapError(
+                f"{what} is sharded by torch's FSDP, which moves and replaces weights itself, so "
+                "that a model has either FSDP or tiers; with several processes use "
+                "DistributedDataParallel(tier.wrap(model))"
             )
         _check_hooks(module, what)
     for found in find(model, "_parameters"):
