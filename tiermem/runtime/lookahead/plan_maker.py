@@ -48,8 +48,8 @@ _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
 that stays, since weights that do are not counted."""
-_TIMES = (0, 1)
-"""Which of what :meth:`PlanMaker.made_of` returns changes with what passes took."""
+_TIMES = 1
+"""Which of what :meth:`PlanMaker.made_of` returns changes with what was measured."""
 _OF_A_RING = (2, 5)
 """What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
 READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
@@ -141,12 +141,12 @@ class PlanMaker:
 
     @staticmethod
     def only_times_differ(plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
-        """Whether nothing but what passes took has changed since a plan was made, if that has."""
+        """Whether nothing but measured times has changed since a plan was made, if these have."""
         then = plan.made_of
         return then != made_of and all(
             old == new
             for at, (old, new) in enumerate(zip(then, made_of, strict=True))
-            if at not in _TIMES
+            if at != _TIMES
         )
 
     def make(
@@ -366,7 +366,7 @@ class PlanMaker:
         saved = (loop.seconds(now) - loop.seconds(plan)) / passes
         if not loop.lays_out_as(now, plan):
             saved = max(saved, _DECIDED * loop.seconds(plan) / passes)
-        if len(loop.begins) == 1 and saved < _MUCH * loop.seconds(now) / passes:
+        if _only_waits_less(loop, now, plan) and saved < _MUCH * loop.seconds(now) / passes:
             # measuring takes the host time, which looks like compute: what passes take without
             # shows whether there is as much to save
             estimates, name = self._parts.pass_timer.estimates, timed(key, self._load)
@@ -434,6 +434,14 @@ class PlanMaker:
         else:
             self._through_dram = True
         return self._through_dram
+
+
+def _only_waits_less(loop: Loop, now: Plan, plan: Plan) -> bool:
+    """Whether what a plan saves is waiting alone: it moves no less, in rounds of one pass."""
+    before, after = loop.by_laps(now), loop.by_laps(plan)
+    if len(loop.begins) > 1 or before is None or after is None:
+        return False
+    return after.moved >= before.moved
 
 
 def _goes_round(schedule: Schedule) -> bool:
