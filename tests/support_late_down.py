@@ -47,14 +47,12 @@ class LateDownEngine(HostCopyEngine):
     def __init__(self) -> None:
         self.queue: deque[Down] = deque()
         self.lock = threading.RLock()
-        self.most = 0
 
     def down(self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Any) -> Down:
         self.use(after)
         copy = Down(self, target, source, extent)
         with self.lock:
             self.queue.append(copy)
-            self.most = max(self.most, len(self.queue))
         return copy
 
     def up(

@@ -251,7 +251,7 @@ class Estimates:
         None before any. On the host's clock, to the begin of the next one.
         """
         known = self._passes.get(key)
-        return known.whole.most or None if known is not None else None
+        return None if known is None else known.whole.most or None
 
     def transfer(self, link: str, block: int, nbytes: int) -> float:
         """Returns the seconds a block takes to arrive: as measured, else by the link's speed."""
