@@ -232,6 +232,7 @@ class BlockManager:
                 if self.parts.homes.keeper is not None:
                     self.parts.homes.keeper.before_write(record)
                 self.parts.transfers.ahead.drop(block.id)
+                self.parts.transfers.packed.drop(block)
                 self.parts.copy.wait(self.parts.transfers.home_ready.pop(block.id, None))
                 self.parts.evictor.forget(record, gone=True)
                 if record.home_extent is not None:
@@ -406,6 +407,7 @@ class BlockManager:
             self.replay.end()
             self.parts.planner.begin(key, guess, like=like, again=again)
             outlook, number = self.prefetcher.plan(load)
+            self.parts.transfers.packed.begin(load, link_binds=outlook.link_binds)
             self.parts.evictor.rearrange(self.parts.planner.schedule)
             if not self.replay.begin(outlook, number):
                 self.prefetcher.run()

@@ -11,7 +11,12 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+
+import numpy as np
+
+from tiermem.core.packing import GROWS, PACKED_TILE, TILE, pack_tile, unpack_tile
 
 
 class _Mark:
@@ -142,6 +147,35 @@ class SimulatedDevice:
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte to ``value``."""
         self.submit(stream, lambda: ctypes.memset(target, value, nbytes))
+
+    def can_pack(self) -> bool:
+        """There are kernels: the reference's."""
+        return True
+
+    def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> None:
+        """Submits the packing of tiles, one by one; others may run in between."""
+
+        def run(tile: int) -> None:
+            words = np.frombuffer(ctypes.string_at(source + tile * TILE, TILE), dtype="<u2")
+            packed = pack_tile(words)
+            if packed is None:
+                ctypes.memset(spoiled, 1, 1)
+            else:
+                ctypes.memmove(target + tile * PACKED_TILE, packed.tobytes(), PACKED_TILE)
+
+        for tile in range(tiles):
+            self.submit(stream, partial(run, tile))
+
+    def unpack(self, stream: int, target: int, tiles: int) -> None:
+        """Submits the unpacking of tiles in place, one by one; others may run in between."""
+
+        def run(tile: int) -> None:
+            source = target + tiles * GROWS + tile * PACKED_TILE
+            packed = np.frombuffer(ctypes.string_at(source, PACKED_TILE), dtype=np.uint8)
+            ctypes.memmove(target + tile * TILE, unpack_tile(packed).tobytes(), TILE)
+
+        for tile in range(tiles):
+            self.submit(stream, partial(run, tile))
 
     def synchronize(self) -> None:
         """Runs everything."""

@@ -8,12 +8,14 @@ CUDA is in :mod:`tiermem.transfer.streams`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from tiermem.core.block import Extent
+from tiermem.core.packing import Packed, Part
+from tiermem.errors import InvariantError
 from tiermem.transfer.driver import Signal
 
 POISON = 0xFF
@@ -36,8 +38,58 @@ def host_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
 
+class Packer(Protocol):
+    """Packs blocks that lie in host memory."""
+
+    def pack(self, source: torch.Tensor, target: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Begins to pack a block; what has come of it is there once all copies are over.
+
+        Args:
+            source: The block's bytes in host memory.
+            target: Host memory for the packed form.
+            parts: In which it is packed.
+        """
+        ...
+
+
 class CopyEngine(Protocol):
     """Moves bytes between device memory and host memory."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether it can make packed copies of blocks, and bring them up."""
+        ...
+
+    def packing(self, room: torch.Tensor, extent: Extent) -> Packer:
+        """Returns what packs blocks.
+
+        Args:
+            room: Device bytes that it works with; earlier readers are waited for.
+            extent: Where they are.
+        """
+        ...
+
+    def up_packed(self, target: torch.Tensor, packed: Packed, extent: Extent) -> Event | None:
+        """Does what :meth:`up` does with a block that is packed.
+
+        Args:
+            target: Device bytes.
+            packed: What comes there.
+            extent: Where ``target`` is.
+        """
+        ...
+
+    def up_packed_behind(
+        self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
+    ) -> Event | None:
+        """Does what :meth:`up_behind` does with a block, or a part of one, that is packed.
+
+        Args:
+            target: Device bytes.
+            packed: What comes there.
+            after: :meth:`guards` of when the last reader of ``target`` had been submitted.
+        """
+        ...
 
     def up(
         self,
@@ -159,6 +211,25 @@ class HostCopyEngine:
 
     capturing: Callable[[], bool] = bool
     stream: Callable[[], int] = int
+    packs = False
+
+    def packing(self, room: torch.Tensor, extent: Extent) -> Packer:
+        """Packs nothing.
+
+        Raises:
+            InvariantError: Always: the host's copies take as long as unpacking would.
+        """
+        raise InvariantError("host copies are not packed")
+
+    def up_packed(self, target: torch.Tensor, packed: Packed, extent: Extent) -> Event | None:
+        """Raises what :meth:`packing` does."""
+        raise InvariantError("host copies are not packed")
+
+    def up_packed_behind(
+        self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
+    ) -> Event | None:
+        """Raises what :meth:`packing` does."""
+        raise InvariantError("host copies are not packed")
 
     def up(
         self,

@@ -19,12 +19,15 @@ from typing import Any, Protocol
 
 import torch
 
-from tiermem.errors import ConfigError, TierError
+from tiermem.errors import ConfigError, InvariantError, TierError
+from tiermem.transfer.kernels import PackingKernels, load_kernels
 
 _NO_TIMING = 2
 _NON_BLOCKING = 1
 _NOT_READY = 600
 _DEVICE_POINTER = 3
+_FIRST = -1000
+"""A priority before all others: the driver takes the nearest that there is."""
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
@@ -143,6 +146,32 @@ class StreamCalls(Protocol):
         """Submits setting every byte of device memory to ``value``."""
         ...
 
+    def can_pack(self) -> bool:
+        """Whether there are kernels for :meth:`pack` and :meth:`unpack`."""
+        ...
+
+    def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> None:
+        """Submits the packing of tiles.
+
+        Args:
+            stream: The stream.
+            target: Device address for the packed form.
+            source: Device address of the words.
+            tiles: How many.
+            spoiled: Device address of four bytes that become 1 where a tile cannot be packed.
+        """
+        ...
+
+    def unpack(self, stream: int, target: int, tiles: int) -> None:
+        """Submits the unpacking of tiles in place.
+
+        Args:
+            stream: The stream; always the same.
+            target: Device address for the words; the packed tiles end where they will.
+            tiles: How many, one or more.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Makes the host wait for everything on the device."""
         ...
@@ -195,6 +224,8 @@ class DriverCalls:
         self._events: list[int] = []
         self._marks: dict[int, int] = {}
         self._local = _Thread()
+        self._kernels: PackingKernels | None = None
+        self._asked = False
         try:
             # short calls keep the GIL: releasing and taking it again costs more,
             # and lets another thread in for its whole turn
@@ -318,17 +349,41 @@ class DriverCalls:
         if code:
             self._check(f"cuMemsetD8Async of {nbytes} bytes", code)
 
-    def new_stream(self) -> int:
+    def can_pack(self) -> bool:
+        """Whether there are kernels for :meth:`pack` and :meth:`unpack`; compiles them once."""
+        if not self._asked:
+            self._asked = True
+            self._kernels = load_kernels(self._lib, torch.device("cuda", self.index))
+        return self._kernels is not None
+
+    def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> None:
+        """Submits the packing of tiles."""
+        code = self._launching().pack(stream, target, source, tiles, spoiled)
+        if code:
+            self._check("cuLaunchKernel of tiermem_pack", code)
+
+    def unpack(self, stream: int, target: int, tiles: int) -> None:
+        """Submits the unpacking of tiles in place."""
+        code = self._launching().unpack(stream, target, tiles)
+        if code:
+            self._check("cuLaunchKernel of tiermem_unpack", code)
+
+    def new_stream(self, *, first: bool = False) -> int:
         """Makes a stream that waits for no other.
 
         torch hands its own out of a pool that it makes whole at the first one: 32 streams for
         each of the device's priorities, and each takes of the device's memory.
+
+        Args:
+            first: Whether its kernels begin before those of other streams.
         """
-        stream = ctypes.c_void_p()
+        stream, priority = ctypes.c_void_p(), _FIRST if first else 0
         self._push()  # a stream belongs to the context that it is made in
         try:
-            code = self._lib.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING)
-            self._check("cuStreamCreate", code)
+            code = self._lib.cuStreamCreateWithPriority(
+                ctypes.byref(stream), _NON_BLOCKING, priority
+            )
+            self._check("cuStreamCreateWithPriority", code)
         finally:
             self._leave()
         return stream.value or 0
@@ -383,6 +438,14 @@ class DriverCalls:
         self._push()
         return True
 
+    def _launching(self) -> PackingKernels:
+        """Returns the kernels, the calling thread having a context."""
+        if not self._local.bound:
+            self._bind()
+        if self._kernels is None:
+            raise InvariantError("there are no kernels that pack; ask can_pack first")
+        return self._kernels
+
     def _push(self) -> None:
         self._check("cuCtxPushCurrent", self._lib.cuCtxPushCurrent_v2(self._context))
 
@@ -432,7 +495,7 @@ class DriverCalls:
             "cuCtxSetCurrent": [pointer],
             "cuCtxPushCurrent_v2": [pointer],
             "cuCtxPopCurrent_v2": [out],
-            "cuStreamCreate": [out, ctypes.c_uint],
+            "cuStreamCreateWithPriority": [out, ctypes.c_uint, ctypes.c_int],
             "cuEventCreate": [out, ctypes.c_uint],
             "cuEventRecord": [pointer, pointer],
             "cuEventQuery": [pointer],

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from tiermem.core.block import Extent
+from tiermem.core.packing import GROWS, Packed
+from tiermem.errors import InvariantError
 from tiermem.storage.arena import DeviceBytes
 from tiermem.transfer.copy import POISON, Event
 from tiermem.transfer.driver import DriverCalls, StreamCalls
+from tiermem.transfer.packing import PIECE, Packing
 
-_SPARE_STREAMS: dict[int, list[int]] = {}
-"""Streams of engines that are gone, by device."""
+_SPARE_STREAMS: dict[int, list[tuple[int, int, int, int]]] = {}
+"""Streams of engines that are gone, by device: up, down, files, and for kernels that unpack."""
 
 _FENCES = 16
 
@@ -82,6 +85,9 @@ class StreamCopyEngine:
     for: behind others that were asked for since they would wait for these too.
     Later users of the place of one that has landed wait for its event.
 
+    What comes up packed is unpacked in its place on one more stream, behind its copy: the next
+    copy does not wait for that.
+
     Attributes:
         calls: The device.
         capturing: Whether the current compute stream is recorded into a CUDA graph.
@@ -89,19 +95,25 @@ class StreamCopyEngine:
         hold_up: Makes a compute stream that is known wait for an event.
     """
 
-    def __init__(self, calls: StreamCalls, up: int, down: int, files: int) -> None:
-        """Uses three streams of a device.
+    def __init__(
+        self, calls: StreamCalls, up: int, down: int, files: int, unpack: int | None = None
+    ) -> None:
+        """Uses streams of a device.
 
         Args:
             calls: The device.
             up: Handle of the stream for copies up.
             down: The same for copies down.
             files: The same for copies up of what comes from files.
+            unpack: The same for kernels that unpack; None where nothing is packed.
         """
         self.calls = calls
         self._up = up
         self._down = down
         self._files = files
+        self._unpack = unpack
+        self._unpacked = Fences()
+        self._unpacked_behind = Fences()  # by address
         self._compute: dict[int, None] = {}
         self._rising = Fences()
         self._landed = Fences()
@@ -125,6 +137,8 @@ class StreamCopyEngine:
             waits = (*waits, before)
         if self._landed.fences and (landed := self._landed.last(extent)) is not None:
             waits = (*waits, landed)
+        if self._unpacked.fences and (unpacked := self._unpacked.last(extent)) is not None:
+            waits = (*waits, unpacked)
         self._compute[calls.current()] = None
         if again is not None and not self._rising.renew(extent.offset, again):
             again = None  # a file mover may look at it
@@ -139,6 +153,76 @@ class StreamCopyEngine:
     ) -> Event | None:
         """Submits a copy up beside those that wait for compute; see :class:`CopyEngine`."""
         return self.copy_up(target, source, after)
+
+    @property
+    def packs(self) -> bool:
+        """Whether packed copies can be made here; see :class:`CopyEngine`."""
+        return self._unpack is not None and self.calls.can_pack()
+
+    def packing(self, room: torch.Tensor, extent: Extent, piece: int = PIECE) -> Packing:
+        """Returns what packs blocks; see :class:`CopyEngine`."""
+        streams = self._up, self._kernels(), self._down
+        for stream in streams:
+            self._follow_compute(stream)
+            for event in self._copies(extent):
+                self.calls.wait(stream, event)
+        return Packing(self.calls, streams, room, piece)
+
+    def up_packed(self, target: torch.Tensor, packed: Packed, extent: Extent) -> Event | None:
+        """Submits copies of packed bytes up, and their unpacking; see :class:`CopyEngine`."""
+        waits = tuple(
+            event
+            for fences in (self._falling, self._landed, self._unpacked)
+            if fences.fences and (event := fences.last(extent)) is not None
+        )
+        self._compute[self.calls.current()] = None
+        event, unpacked = self._up_packed(self._up, self._compute, waits, target, packed)
+        self._rising.add(extent, event)
+        self._unpacked.add(extent, unpacked)
+        return unpacked
+
+    def up_packed_behind(
+        self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
+    ) -> Event | None:
+        """The same beside those that wait for compute; see :class:`CopyEngine`."""
+        place = Extent(target.data_ptr(), target.numel())
+        before = self._unpacked_behind.last(place)
+        waits = (*after, before) if before is not None else (*after,)
+        _, unpacked = self._up_packed(self._files, (), waits, target, packed)
+        self._unpacked_behind.add(place, unpacked)
+        return unpacked
+
+    def _up_packed(
+        self,
+        copies: int,
+        others: Iterable[int],
+        waits: Iterable[Event],
+        target: torch.Tensor,
+        packed: Packed,
+    ) -> tuple[Event, Event]:
+        """Submits copies and kernels; returns the events of the last copy and of the last kernel.
+
+        Args:
+            copies: The stream for the copies.
+            others: Streams whose work so far is waited for.
+            waits: Events that are, too.
+            target: Device bytes for all parts.
+            packed: What comes.
+        """
+        calls, unpack = self.calls, self._kernels()
+        to, event = target.data_ptr() - packed.parts[0].begin, None
+        for part in packed.parts:
+            at, tiles, source = to + part.begin, part.tiles, packed.address + part.offset
+            event = calls.copy_behind(
+                copies, others, at + tiles * GROWS, source, part.moved, None, waits
+            )
+            others, waits = (), ()
+            calls.wait(unpack, event)
+            if tiles:
+                calls.unpack(unpack, at, tiles)
+        if event is None:
+            raise InvariantError("a packed block has no parts")
+        return event, calls.record(unpack)
 
     def down(
         self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Event | None
@@ -201,7 +285,10 @@ class StreamCopyEngine:
 
     def risen(self) -> Event | None:
         """Returns an event of when every copy up from DRAM so far has been made."""
-        return self.calls.record(self._up)
+        if self._unpack is None or not self._unpacked.fences:
+            return self.calls.record(self._up)
+        self.calls.follow(self._unpack, self._up)
+        return self.calls.record(self._unpack)
 
     def mark(self) -> Event | None:
         """Returns an event of when what the current compute stream has so far is over."""
@@ -225,6 +312,11 @@ class StreamCopyEngine:
         """
         for event in after:
             self.calls.wait(self._files, event)
+        behind = self._unpacked_behind
+        if behind.fences:
+            before = behind.last(Extent(target.data_ptr(), target.numel()))
+            if before is not None:
+                self.calls.wait(self._files, before)
         self.calls.copy(self._files, target.data_ptr(), source.data_ptr(), target.numel())
         return self.calls.record(self._files)
 
@@ -235,10 +327,16 @@ class StreamCopyEngine:
 
     def _copies(self, extent: Extent) -> Iterator[Event]:
         """Yields the last copies from and to ``extent``, one of each stream."""
-        for fences in (self._rising, self._landed, self._falling):
+        for fences in (self._rising, self._landed, self._falling, self._unpacked):
             event = fences.last(extent) if fences.fences else None
             if event is not None:
                 yield event
+
+    def _kernels(self) -> int:
+        """Returns the stream for kernels."""
+        if self._unpack is None:
+            raise InvariantError("nothing is packed here")
+        return self._unpack
 
     def _follow_compute(self, copies: int) -> None:
         """Makes a copy stream wait for the compute submitted so far."""
@@ -261,15 +359,16 @@ class CudaCopyEngine(StreamCopyEngine):
         self.device = device
         calls = DriverCalls(device)
         spare = _SPARE_STREAMS.setdefault(calls.index, [])
-        while len(spare) < 3:
-            spare.append(calls.new_stream())
-        up, down, files = spare.pop(), spare.pop(), spare.pop()
+        if not spare:
+            up, down, files = (calls.new_stream() for _ in range(3))
+            spare.append((up, down, files, calls.new_stream(first=True)))
+        up, down, files, unpack = streams = spare.pop()
         self.up_stream: torch.cuda.Stream = torch.cuda.ExternalStream(up, calls.index)
         self.down_stream: torch.cuda.Stream = torch.cuda.ExternalStream(down, calls.index)
-        super().__init__(calls, up, down, files)
+        super().__init__(calls, up, down, files, unpack)
         self._reaches = calls.reaches
         # streams are not destroyed: there may still be events of theirs
-        weakref.finalize(self, spare.extend, (up, down, files))
+        weakref.finalize(self, spare.append, streams)
 
     def seen(self, source: torch.Tensor) -> torch.Tensor | None:
         """Returns host bytes as kernels see them, at the same address.

@@ -31,6 +31,7 @@ from tiermem.nn.passes.scopes import PassScope
 from tiermem.nn.passes.unwritten import Unwritten
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.expert_store import ExpertStore
+from tiermem.runtime.services.packer import Packer, Wanted
 
 
 class Here(threading.local):
@@ -86,6 +87,7 @@ class ModuleRuntime:
             settings.activation_ahead,
         )
         self.experts: ExpertStore = ExpertStore(manager)
+        self.packer = Packer(manager)
         self.saved = SavedHooks(self)
         self.names = PassNames()
         self.backward = BackwardPass(self)
@@ -108,6 +110,24 @@ class ModuleRuntime:
         self.groups.remove(gone)
         self.away.forget(gone)
         self.backward.forget(gone)
+
+    def pack_ahead(self, groups: Iterable[Group], *, written: bool) -> None:
+        """Makes packed copies of a model's weights as it is wrapped, but for what will be written.
+
+        Args:
+            groups: Of the model.
+            written: Whether its parameters are taken to be trained that require gradients.
+        """
+        wanted = []
+        for group in groups:
+            with torch._C.DisableTorchFunctionSubclass():
+                trained = written and any(e.param.requires_grad for e in group.entries)
+            if not trained:
+                stack = self.experts.stacks.get(group.block.id)
+                wanted.append(Wanted(group.block, () if stack is None else stack.with_rows()))
+        with self.manager.lock:
+            self.manager.parts.limit.begin()
+            self.packer.pack(wanted)
 
     def fill_ahead(self, scope: PassScope, held: Collection[int]) -> None:
         """Begins to bring up what the first pass of a model begins with, as it is wrapped.

@@ -66,6 +66,7 @@ def repair(runtime: ModuleRuntime) -> None:
         _drop_lost(runtime)
         runtime.saved.rows.copies.clear()
         runtime.experts.repair()
+        runtime.packer.repair()
         repair_homes(manager.parts)
         manager.gate.torn = manager.gate.unsure = False
     _take_back(runtime)

@@ -72,14 +72,15 @@ class _Swapped:
         sources: Bytes of homes in DRAM, by offset.
         ready: Events of copies up, by block.
         home_ready: Events of copies to homes, by block.
+        packed: Packed copies that the pass under way uses, by block.
         transfers: Makes the copies that are not made in line.
         count: Counts a row of the timeline.
         enter: Enters it.
     """
 
     __slots__ = (
-        "at", "by_address", "count", "current", "enter", "home_ready", "kept", "ready", "slots",
-        "sources", "table", "transfers",
+        "at", "by_address", "count", "current", "enter", "home_ready", "kept", "packed", "ready",
+        "slots", "sources", "table", "transfers",
     )  # fmt: skip
 
     def __init__(self, parts: Parts) -> None:
@@ -88,7 +89,7 @@ class _Swapped:
         self.table, self.at = parts.table, parts.table.by_offset
         self.slots, self.current = parts.slots, parts.slots.current
         self.kept, self.by_address = parts.slots.kept, parts.slots.by_address
-        self.sources = parts.homes.bytes
+        self.sources, self.packed = parts.homes.bytes, parts.transfers.packed.used
         self.ready, self.home_ready = parts.transfers.ready, parts.transfers.home_ready
         self.count, self.enter = parts.counters.count_swap, parts.timeline.enter
 
@@ -332,7 +333,7 @@ class Replay:
         ):
             return self._swap_otherwise(run, swap)
         block, home = comes.block, comes.home_extent
-        plain = comes.home is _DRAM and not self._pass_timer.sampling
+        plain = comes.home is _DRAM and not self._pass_timer.sampling and came not in swapped.packed
         source = swapped.sources.get(home.offset) if plain and home is not None else None
         if source is None and (source := swapped.transfers.in_dram(comes)) is None:
             return self._stop()

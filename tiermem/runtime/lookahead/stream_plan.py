@@ -23,6 +23,8 @@ class StreamPlan:
         turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
         foreseen: Whether it was made with something known of such passes, so that it does for one
             more where that has changed.
+        link_binds: Whether copies up from DRAM take longer than the compute, by so much that it is
+            worth while to unpack what comes up packed.
     """
 
     made_of: tuple[int, ...]
@@ -33,6 +35,7 @@ class StreamPlan:
     through_dram: bool
     turn: int = 0
     foreseen: bool = False
+    link_binds: bool = False
     _timetable: Timetable | None = None
 
     @property
@@ -59,4 +62,4 @@ class StreamPlan:
         """
         self.made_of, self.compute = other.made_of, other.compute
         self.due, self._timetable = other.due, other._timetable
-        self.foreseen = other.foreseen
+        self.foreseen, self.link_binds = other.foreseen, other.link_binds

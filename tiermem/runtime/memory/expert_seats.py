@@ -83,6 +83,12 @@ class Stack:
         """Returns a tensor's piece for an expert."""
         return Piece(self.number, tensor, expert if tensor in self.rows else WHOLE)
 
+    def with_rows(self) -> list[tuple[int, int]]:
+        """Returns first byte and bytes of each tensor that has rows, in order."""
+        return sorted(
+            (spec.offset, spec.nbytes) for spec in map(self.block.tensors.__getitem__, self.rows)
+        )
+
     def begin_of(self, piece: Piece) -> int:
         """Returns where a piece begins in the block, in bytes."""
         spec = self.block.tensors[piece.tensor]

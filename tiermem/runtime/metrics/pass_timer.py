@@ -32,6 +32,7 @@ class _Fill:
     """A copy up between two stamps; its holders are its pass and the use it is for."""
 
     block: Block
+    nbytes: int
     begin: Stamp
     end: Stamp
     holders: int = 2
@@ -218,19 +219,29 @@ class PassTimer:
             self._close()
         return found
 
-    def rising(self, extent: Extent, after: Event | None) -> None:
-        """Stamps the begin of a copy to HBM, which is about to be submitted."""
+    def rising(self, extent: Extent | None, after: Event | None) -> None:
+        """Stamps the begin of a copy to HBM, which is about to be submitted.
+
+        Args:
+            extent: What it waits for the readers of; None where it waits for none.
+            after: What it waits for besides.
+        """
         self._free(self._begin)
         self._begin = self._clock.stamp_copies(extent, after)
 
-    def risen(self, block: Block) -> None:
-        """Stamps the end of a copy to HBM, which has been submitted."""
+    def risen(self, block: Block, nbytes: int) -> None:
+        """Stamps the end of a copy to HBM, which has been submitted.
+
+        Args:
+            block: What is copied.
+            nbytes: How many bytes that are on the link.
+        """
         begin, self._begin = self._begin, None
         end = self._clock.stamp_copies(None, None)
         if self._open is None or begin is None or end is None:
             self._free(begin, end)
             return
-        fill = _Fill(block, begin, end)
+        fill = _Fill(block, nbytes, begin, end)
         self._open.fills.append(fill)
         stale = self._fills.get(block.id)
         if stale is not None:
@@ -385,7 +396,7 @@ class PassTimer:
                 seconds = max(1e-9, self._seconds(fill.begin, fill.end))
                 fills.append(("dram->hbm", fill.block.id, seconds))
                 nbytes, before = sample.flows.get("dram->hbm", (0, 0.0))
-                sample.flows["dram->hbm"] = (nbytes + fill.block.nbytes, before + seconds)
+                sample.flows["dram->hbm"] = (nbytes + fill.nbytes, before + seconds)
             self._let_go(fill)
         sample.fills = []
         compute = {block: total / count for block, (total, count) in sample.compute.items()}

@@ -149,6 +149,7 @@ class ExpertStore:
         if not self.open:
             self.room.make(stacks, self._worth)
         self.tensors.begin()
+        parts.transfers.packed.by_rows = self.open
         experts = max(s.experts for s in stacks) if self.way.all_chosen else 0
         for bank in self.room.banks.values():
             bank.who.expect(experts)

@@ -19,7 +19,7 @@ from tiermem.core.experts import moved_whole, whole_tensors
 from tiermem.core.residency import State
 from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, small_pieces, stamp_of
 from tiermem.runtime.parts import Parts
-from tiermem.runtime.services.piece_copies import copy_up
+from tiermem.runtime.services.piece_copies import copy_up, packed_part
 from tiermem.transfer.copy import Event
 
 _AT_ONCE = 64 << 20
@@ -267,7 +267,11 @@ class WholeTensors:
         assert home is not None
         begin = stack.begin_of(stack.piece(tensor.index, run.first - tensor.begin))
         run.what, events = None, list[Event | None]()  # should a copy not begin
-        for offset in range(0, run.extent.nbytes, _AT_ONCE):
+        packed = packed_part(parts, stack, begin, run.extent.nbytes)
+        if packed is not None:
+            target = parts.slots.arena.bytes_of(run.extent)
+            events.append(copy_up(parts, target, packed, stack, run.released))
+        for offset in range(0, run.extent.nbytes if packed is None else 0, _AT_ONCE):
             nbytes = min(_AT_ONCE, run.extent.nbytes - offset)
             source = parts.homes.part_of(home, begin + offset, nbytes)
             target = parts.slots.arena.bytes_of(Extent(run.extent.offset + offset, nbytes))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from tiermem.core.block import Extent, Tier, align_up
+from tiermem.core.packing import Packed
 from tiermem.core.residency import Record
 from tiermem.errors import StorageError
 from tiermem.runtime.memory.expert_seats import Piece, Seat, Stack
@@ -19,7 +20,7 @@ from tiermem.transfer.copy import Event
 def copy_up(
     parts: Parts,
     target: torch.Tensor,
-    source: torch.Tensor,
+    source: torch.Tensor | Packed,
     stack: Stack,
     released: tuple[Event, ...],
 ) -> Event | None:
@@ -28,22 +29,42 @@ def copy_up(
     Args:
         parts: Of the manager.
         target: Bytes in HBM.
-        source: Bytes of the home.
+        source: Bytes of the home, or its packed form.
         stack: Whose home it is.
         released: Events behind the last readers of ``target``.
 
     Returns:
         Its event.
     """
-    started, nbytes = time.perf_counter_ns(), source.numel()
-    written = parts.transfers.home_ready.get(stack.block.id)
-    behind = released if written is None else (*released, written)
-    event = parts.copy.up_behind(target, source, behind)
+    started = time.perf_counter_ns()
+    if isinstance(source, Packed):
+        nbytes = source.moved
+        event = parts.copy.up_packed_behind(target, source, released)
+    else:
+        nbytes = source.numel()
+        written = parts.transfers.home_ready.get(stack.block.id)
+        behind = released if written is None else (*released, written)
+        event = parts.copy.up_behind(target, source, behind)
     ended = time.perf_counter_ns()
     parts.counters.moved("dram->hbm", nbytes, ended - started)
     parts.counters.copy_ns += ended - started
     parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, nbytes))
     return event
+
+
+def packed_part(parts: Parts, stack: Stack, begin: int, nbytes: int) -> Packed | None:
+    """Returns the packed form of a part of a stack; None where the pass under way uses none.
+
+    Args:
+        parts: Of the manager.
+        stack: The stack.
+        begin: First byte of the part.
+        nbytes: How many.
+    """
+    if not parts.transfers.packed.used:
+        return None
+    whole = parts.transfers.packed.of(parts.table[stack.block.id])
+    return None if whole is None else whole.within(begin, nbytes)
 
 
 class PieceCopies:
@@ -74,7 +95,11 @@ class PieceCopies:
         begin, nbytes = stack.begin_of(piece), stack.nbytes(piece.tensor)
         seat.event = None
         if record.home is Tier.DRAM and record.home_extent is not None:
-            self._up(seat, parts.homes.part_of(record.home_extent, begin, nbytes), stack)
+            packed = packed_part(parts, stack, begin, nbytes)
+            if packed is not None:
+                seat.event = copy_up(parts, seat.bytes, packed, stack, seat.released)
+            else:
+                self._up(seat, parts.homes.part_of(record.home_extent, begin, nbytes), stack)
         elif parts.homes.read_only(record.home_extent):
             place = self._place(stack, piece, record, begin, nbytes)
             seat.transfer = parts.transfers.need_mover().read(

@@ -25,6 +25,7 @@ from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.runtime.transfers.departures import Departures
 from tiermem.runtime.transfers.early_reads import ReadAhead
+from tiermem.runtime.transfers.packed_copies import PackedCopies
 from tiermem.runtime.transfers.transfer_log import TransferLog
 from tiermem.transfer.copy import CopyEngine, Event
 from tiermem.transfer.file.mover import FileMover, FileTransfer
@@ -52,6 +53,7 @@ class Transfers:
         log: Where what was done is entered.
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
+        packed: Packed copies of homes in DRAM.
         poisons: Whether the bytes of what has left HBM are overwritten.
     """
 
@@ -79,6 +81,7 @@ class Transfers:
         self.log = log
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
+        self.packed = PackedCopies(table, homes, copy)
         self._patient = False
         self.poisons = poison
 
@@ -155,17 +158,24 @@ class Transfers:
         """
         block, started = record.block, time.perf_counter_ns()
         after, timer = self.home_ready.get(block.id), self.log.pass_timer
-        sampling = timer.sampling
+        sampling, nbytes = timer.sampling, block.nbytes
+        packed = None if staged or not self.packed.used else self.packed.of(record)
+        if packed is not None:
+            nbytes = packed.moved
+            if sampling:  # it waits for a place, not for that of the block
+                timer.rising(None, None)
+            event = self.copy.up_packed(slot.bytes, packed, slot.extent)
+        else:
+            if sampling:
+                timer.rising(slot.extent, after)
+            event = self.copy.up(slot.bytes, source, slot.extent, after, again)
         if sampling:
-            timer.rising(slot.extent, after)
-        event = self.copy.up(slot.bytes, source, slot.extent, after, again)
-        if sampling:
-            timer.risen(block)
+            timer.risen(block, nbytes)
         if event is not None:
             self.ready[block.id] = event
         if staged:
             self.ahead.copied(block.id, event)
-        self._copied("dram->hbm", block, started)
+        self._copied("dram->hbm", block, started, nbytes)
         record.in_hbm = State.VALID
 
     def _reading(
@@ -416,9 +426,16 @@ class Transfers:
 
     # -- inside ----------------------------------------------------------
 
-    def _copied(self, link: str, block: Block, started: int) -> None:
-        """Enters a copy between HBM and DRAM that has just been submitted."""
-        ended, nbytes = time.perf_counter_ns(), block.nbytes
+    def _copied(self, link: str, block: Block, started: int, nbytes: int | None = None) -> None:
+        """Enters a copy between HBM and DRAM that has just been submitted.
+
+        Args:
+            link: Over which link.
+            block: What was copied.
+            started: When, by the host's clock in nanoseconds.
+            nbytes: How many bytes that are; by default all of the block.
+        """
+        ended, nbytes = time.perf_counter_ns(), block.nbytes if nbytes is None else nbytes
         counters, elapsed = self.log.counters, ended - started
         moved = counters.moved_by.setdefault(link, [0, 0, 0])  # Counters.moved, in line
         moved[0] += nbytes

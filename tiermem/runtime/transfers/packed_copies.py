@@ -1,0 +1,133 @@
+"""Packed copies of homes in DRAM, from which blocks come up in three quarters of the time.
+
+A packed copy is made beside a home, which stays as it is; see :mod:`tiermem.core.packing`. It is
+used as long as the home has the bytes that it was made of. So everything that reads or writes homes
+goes on as if there were none, and DRAM that homes need is taken from packed copies first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.packing import Packed
+from tiermem.core.residency import Record, ResidencyTable
+from tiermem.runtime.memory.homes import Homes
+from tiermem.transfer.copy import CopyEngine
+
+_MOST_BY_ROWS = 1 << 14
+"""Tokens up to which copies of experts take longer than their compute, in any mixture."""
+
+
+def stamp_of(record: Record) -> tuple[Any, ...]:
+    """Returns what tells which bytes the home of a block has."""
+    return record.writes, record.home_writes, record.home, record.home_extent
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCopy:
+    """The packed copy of a block's home.
+
+    Attributes:
+        packed: What a device copies and unpacks.
+        extent: Where it is in DRAM.
+        stamp: Which bytes it was made of.
+    """
+
+    packed: Packed
+    extent: Extent
+    stamp: tuple[Any, ...]
+
+
+class PackedCopies:
+    """The packed copies there are; under the manager's lock.
+
+    Attributes:
+        used: Those that the pass under way uses, by the id of their blocks.
+        by_rows: Whether parts of blocks come up by themselves: experts, of which more bytes move
+            than of what a schedule has.
+    """
+
+    def __init__(self, table: ResidencyTable, homes: Homes, copy: CopyEngine) -> None:
+        """Starts with none."""
+        self._table = table
+        self._homes = homes
+        self._copy = copy
+        self._copies: dict[int, PackedCopy] = {}
+        self._stale: list[Extent] = []  # copies from there may be under way
+        self.used: dict[int, PackedCopy] = {}
+        self.by_rows = False
+        homes.owners.append(self._owned)
+        homes.reclaimers.append(self.release)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def __contains__(self, block: Block) -> bool:
+        return block.id in self._copies
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of DRAM that they take."""
+        return sum(extent.nbytes for _, extent in self._owned())
+
+    def add(self, block: Block, copy: PackedCopy) -> None:
+        """Enters the packed copy of a block that has none, to be used from the next pass on."""
+        self._copies[block.id] = copy
+
+    def begin(self, load: int, *, link_binds: bool) -> None:
+        """Notes that a pass begins, and decides whether it uses packed copies.
+
+        Args:
+            load: Its tokens, rounded; 0 where they are not known.
+            link_binds: Whether copies of what its schedule has are what it waits for.
+        """
+        if self._stale:
+            self._free(self._stale)
+        use = link_binds or (self.by_rows and load <= _MOST_BY_ROWS)
+        wanted = self._copies if use else {}
+        if self.used.keys() != wanted.keys():
+            self.used.clear()
+            self.used.update(wanted)
+
+    def of(self, record: Record) -> Packed | None:
+        """Returns the packed copy of a block in the pass under way; None without one."""
+        copy = self.used.get(record.block.id)
+        if copy is None:
+            return None
+        if copy.stamp != stamp_of(record):
+            self.drop(record.block)
+            return None
+        return copy.packed
+
+    def drop(self, block: Block) -> None:
+        """Gives up the packed copy of a block, if it has one."""
+        self.used.pop(block.id, None)
+        copy = self._copies.pop(block.id, None)
+        if copy is not None:
+            self._stale.append(copy.extent)
+
+    def release(self) -> bool:
+        """Gives all of them up, for DRAM that homes need; returns whether there were any."""
+        extents = [extent for _, extent in self._owned()]
+        self.used.clear()
+        self._copies.clear()
+        self._stale = extents
+        if extents:
+            self._free(self._stale)
+        return bool(extents)
+
+    def _free(self, extents: list[Extent]) -> None:
+        """Gives DRAM back, once nothing is copied from there any more."""
+        self._copy.synchronize()
+        while extents:
+            self._homes.release(Tier.DRAM, extents[-1])
+            extents.pop()
+
+    def _owned(self) -> Iterator[tuple[Tier, Extent]]:
+        for copy in self._copies.values():
+            yield Tier.DRAM, copy.extent
+        for extent in self._stale:
+            yield Tier.DRAM, extent
