@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support_packed import pack, small_tiles
 
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
@@ -24,7 +25,7 @@ from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.streams import StreamCopyEngine
 
-UP, DOWN, FILES = 101, 102, 103
+UP, DOWN, FILES, UNPACK = 101, 102, 103, 104
 PAGE, EXPERTS, STACKS = 4096, 5, 3
 
 
@@ -33,13 +34,13 @@ def begun(device: SimulatedDevice, pages: int) -> tuple[BlockManager, ExpertStor
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "tiermem.runtime.assembly.HostCopyEngine",
-            lambda: StreamCopyEngine(device, UP, DOWN, FILES),
+            lambda: StreamCopyEngine(device, UP, DOWN, FILES, UNPACK),
         )
         manager = BlockManager(
             Settings(
                 device="cpu",
                 hbm=pages * PAGE,
-                dram=64 * PAGE,
+                dram=96 * PAGE,
                 nvme=(),
                 nvme_bytes=None,
                 policy=Policy(params="dram"),
@@ -58,11 +59,31 @@ def begun(device: SimulatedDevice, pages: int) -> tuple[BlockManager, ExpertStor
     return manager, store
 
 
-@given(st.integers(0, 1 << 30), st.integers(0, 8), st.integers(0, 8), st.booleans())
-def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -> None:
+def pack_stacks(manager: BlockManager, store: ExpertStore) -> None:
+    """Packs all stacks, and uses that in every pass."""
+    for stack in store.stacks.values():
+        assert pack(manager, [stack.block], stack.with_rows()) == 1
+    packed = manager.parts.transfers.packed
+    packed.begin(0, link_binds=True)
+    assert len(packed.used) == STACKS
+
+
+@given(st.integers(0, 1 << 30), st.integers(0, 8), st.integers(0, 8), st.booleans(), st.booleans())
+def test_no_expert_is_read_too_soon(
+    seed: int, more: int, lag: int, two: bool, packed: bool
+) -> None:
     random = Random(seed)
     device = SimulatedDevice(random)
+    with small_tiles():
+        no_expert_is_read_too_soon(random, device, more, lag, two, packed)
+
+
+def no_expert_is_read_too_soon(
+    random: Random, device: SimulatedDevice, more: int, lag: int, two: bool, packed: bool
+) -> None:
     manager, store = begun(device, 8 + more)
+    if packed:
+        pack_stacks(manager, store)
     wrong: list[str] = []
     stacks = [store.stacks[block_id] for block_id in sorted(store.stacks)]
 
@@ -110,12 +131,23 @@ def test_no_expert_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -
     manager.close()
 
 
-@given(st.integers(0, 1 << 30), st.integers(0, 14), st.integers(0, 8), st.booleans())
-def test_no_whole_tensor_is_read_too_soon(seed: int, more: int, lag: int, two: bool) -> None:
+@given(st.integers(0, 1 << 30), st.integers(0, 14), st.integers(0, 8), st.booleans(), st.booleans())
+def test_no_whole_tensor_is_read_too_soon(
+    seed: int, more: int, lag: int, two: bool, packed: bool
+) -> None:
     """In turn or not, and with passes in between that go another way."""
     random = Random(seed)
     device = SimulatedDevice(random)
+    with small_tiles():
+        no_whole_tensor_is_read_too_soon(random, device, more, lag, two, packed)
+
+
+def no_whole_tensor_is_read_too_soon(
+    random: Random, device: SimulatedDevice, more: int, lag: int, two: bool, packed: bool
+) -> None:
     manager, store = begun(device, 2 * EXPERTS + 1 + more)
+    if packed:
+        pack_stacks(manager, store)
     wrong: list[str] = []
     stacks = [store.stacks[block_id] for block_id in sorted(store.stacks)]
 

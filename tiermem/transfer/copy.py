@@ -60,12 +60,13 @@ class CopyEngine(Protocol):
         """Whether it can make packed copies of blocks, and bring them up."""
         ...
 
-    def packing(self, room: torch.Tensor, extent: Extent) -> Packer:
+    def packing(self, room: torch.Tensor, extent: Extent, piece: int) -> Packer:
         """Returns what packs blocks.
 
         Args:
             room: Device bytes that it works with; earlier readers are waited for.
             extent: Where they are.
+            piece: Tiles that are packed at once.
         """
         ...
 
@@ -213,7 +214,7 @@ class HostCopyEngine:
     stream: Callable[[], int] = int
     packs = False
 
-    def packing(self, room: torch.Tensor, extent: Extent) -> Packer:
+    def packing(self, room: torch.Tensor, extent: Extent, piece: int) -> Packer:
         """Packs nothing.
 
         Raises:

@@ -50,7 +50,7 @@ class Packing:
         calls: StreamCalls,
         streams: tuple[int, int, int],
         room: torch.Tensor,
-        piece: int = PIECE,
+        piece: int,
     ) -> None:
         """Begins nothing.
 

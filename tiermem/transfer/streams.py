@@ -13,7 +13,7 @@ from tiermem.errors import InvariantError
 from tiermem.storage.arena import DeviceBytes
 from tiermem.transfer.copy import POISON, Event
 from tiermem.transfer.driver import DriverCalls, StreamCalls
-from tiermem.transfer.packing import PIECE, Packing
+from tiermem.transfer.packing import Packing
 
 _SPARE_STREAMS: dict[int, list[tuple[int, int, int, int]]] = {}
 """Streams of engines that are gone, by device: up, down, files, and for kernels that unpack."""
@@ -159,7 +159,7 @@ class StreamCopyEngine:
         """Whether packed copies can be made here; see :class:`CopyEngine`."""
         return self._unpack is not None and self.calls.can_pack()
 
-    def packing(self, room: torch.Tensor, extent: Extent, piece: int = PIECE) -> Packing:
+    def packing(self, room: torch.Tensor, extent: Extent, piece: int) -> Packing:
         """Returns what packs blocks; see :class:`CopyEngine`."""
         streams = self._up, self._kernels(), self._down
         for stream in streams:

@@ -19,7 +19,7 @@ from tiermem.errors import CapacityError, InvariantError
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.transfers.packed_copies import PackedCopy, stamp_of
 from tiermem.transfer.copy import Packer as CopyPacker
-from tiermem.transfer.packing import home_nbytes, is_spoiled, room_nbytes
+from tiermem.transfer.packing import PIECE, home_nbytes, is_spoiled, room_nbytes
 
 _NAME = "packing room"
 _OF_SPARE = 2
@@ -55,12 +55,14 @@ class _Begun(NamedTuple):
 class Packer:
     """Makes packed copies; under the manager's lock."""
 
-    def __init__(self, manager: BlockManager) -> None:
+    def __init__(self, manager: BlockManager, piece: int = PIECE) -> None:
         """Makes none yet.
 
         Args:
             manager: Of the blocks.
+            piece: Tiles that are packed at once.
         """
+        self._piece = piece
         self._manager = manager
         self._parts = manager.parts
 
@@ -88,7 +90,7 @@ class Packer:
         with self._room() as room:
             if room is None:
                 return 0
-            packing = parts.copy.packing(*room)
+            packing = parts.copy.packing(*room, self._piece)
             try:
                 for want in todo:
                     record, pieces = (
@@ -124,7 +126,7 @@ class Packer:
     def _room(self) -> Iterator[tuple[torch.Tensor, Extent] | None]:
         """Yields device bytes to work with, inside ``with``; None without space."""
         parts, least = self._parts, self._parts.limit.least
-        shape = TensorShape(_NAME, (room_nbytes(),), (1,), torch.uint8, 1)
+        shape = TensorShape(_NAME, (room_nbytes(self._piece),), (1,), torch.uint8, 1)
         try:
             [block] = self._manager.add_blocks([(_NAME, Role.BUFFER, [shape])], home="hbm")
         except CapacityError:

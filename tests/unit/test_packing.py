@@ -1,0 +1,399 @@
+"""Packed copies: the format, who makes them, and when they are used and given up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support_packed import WORDS as FEW
+from support_packed import always_used, pack, small_tiles
+from support_streams import DOWN, FILES, UNPACK, UP
+
+import tiermem.runtime.services.packer as packer_module
+from tiermem.config import Policy, Settings
+from tiermem.core.block import Block, Extent, Role, Tier
+from tiermem.core.layout import TensorShape
+from tiermem.core.packing import (
+    ESCAPES,
+    GROWS,
+    PACKED_TILE,
+    TILE,
+    WORDS,
+    Packed,
+    pack_tile,
+    packed_nbytes,
+    parts_of,
+    unpack_tile,
+)
+from tiermem.errors import InvariantError
+from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.services.packer import Packer, Wanted
+from tiermem.testing.io import ScriptedEngine
+from tiermem.testing.streams import SimulatedDevice
+from tiermem.transfer.copy import HostCopyEngine
+from tiermem.transfer.streams import StreamCopyEngine
+
+# -- the format ---------------------------------------------------------------------------------
+
+
+def normal(scale: float, seed: int = 0) -> torch.Tensor:
+    """Returns a tile of bfloat16 words as weights are: int16, ``[8192]``."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(WORDS, generator=generator) * scale).bfloat16().view(torch.int16)
+
+
+def words_of(tensor: torch.Tensor) -> np.ndarray:
+    """Returns int16 words as numpy has them."""
+    return tensor.numpy().view(np.uint16)
+
+
+@given(
+    st.floats(1e-30, 1e30),
+    st.integers(0, 1 << 20),
+    st.lists(
+        st.tuples(st.integers(0, WORDS - 1), st.integers(-(1 << 15), (1 << 15) - 1)), max_size=20
+    ),
+)
+def test_a_tile_comes_back_bit_for_bit(
+    scale: float, seed: int, others: list[tuple[int, int]]
+) -> None:
+    tile = normal(scale, seed)
+    for at, word in others:
+        tile[at] = word
+    words = words_of(tile)
+    packed = pack_tile(words)
+    if packed is None:  # by chance some more of a normal distribution are escapes
+        assert len(others) > ESCAPES // 2
+        return
+    assert packed.shape == (PACKED_TILE,)
+    assert (unpack_tile(packed) == words).all()
+
+
+@pytest.mark.parametrize("base", range(-15, 256, 15))
+def test_every_word_comes_back_from_within_its_window(base: int) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16)
+    exponents = (every.astype(int) >> 7) & 0xFF
+    inside = every[((exponents > base) & (exponents <= base + 15)) | (exponents == 0)]
+    words = np.resize(inside, WORDS)
+    packed = pack_tile(words)
+    assert packed is not None and (unpack_tile(packed) == words).all()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_tile_has_room_for_so_many_escapes_and_no_more(more: int) -> None:
+    words = words_of(torch.full((WORDS,), 1.0).bfloat16().view(torch.int16)).copy()
+    words[: ESCAPES + more] = 0x0080  # the least that is normal
+    packed = pack_tile(words)
+    if more:
+        assert packed is None
+    else:
+        assert packed is not None and (unpack_tile(packed) == words).all()
+
+
+def test_zeros_and_subnormals_are_no_escapes() -> None:
+    words = words_of(normal(0.02)).copy()
+    words[::2] = 0
+    words[1:200:2] = 0x8003
+    packed = pack_tile(words)
+    assert packed is not None and (unpack_tile(packed) == words).all()
+
+
+def test_words_of_any_kind_are_not_packed() -> None:
+    assert pack_tile(np.random.default_rng(0).integers(0, 1 << 16, WORDS, dtype=np.uint16)) is None
+
+
+@given(st.integers(1, 400))
+def test_a_tile_covers_no_packed_one_behind_it(tiles: int) -> None:
+    """So each can be written once those before it have been read, as kernels do."""
+    before = tiles * GROWS
+    for tile in range(tiles):
+        last = (tile + 1) * TILE - 1
+        assert last < before or (last - before) // PACKED_TILE <= tile
+
+
+@given(st.integers(1, 1 << 22), st.lists(st.tuples(st.integers(0, 99), st.integers(1, 99))))
+def test_parts_cover_a_block(nbytes: int, gaps: list[tuple[int, int]]) -> None:
+    rows, at = [], 0
+    for gap, size in gaps:
+        if at + 512 * (gap + size) <= nbytes:
+            rows.append((at + 512 * gap, 512 * size))
+            at += 512 * (gap + size)
+    parts = parts_of(nbytes, rows)
+    ends = [0] + [part.begin + part.nbytes for part in parts]
+    assert [part.begin for part in parts] == ends[:-1] and ends[-1] == nbytes
+    offsets = [0]
+    for part in parts:
+        assert part.offset == offsets[-1]
+        offsets.append(part.offset + part.nbytes // TILE * PACKED_TILE + part.nbytes % TILE)
+    assert packed_nbytes(parts) == offsets[-1]
+    assert set(rows) <= {(part.begin, part.nbytes) for part in parts}
+
+
+def test_rows_are_parts_of_what_is_packed_where_they_begin_with_a_tile() -> None:
+    begin, row, count = 512, 3 * TILE, 5
+    parts = parts_of(begin + count * row + 100, [(begin, count * row)])
+    packed = Packed(1 << 20, parts, packed_nbytes(parts))
+    third = packed.within(begin + 2 * row, 2 * row)
+    assert third is not None
+    [part] = third.parts
+    assert (part.begin, part.nbytes, part.tiles) == (begin + 2 * row, 2 * row, 6)
+    assert part.offset == parts[1].offset + 6 * PACKED_TILE
+    assert third.moved == part.moved == 6 * PACKED_TILE
+    assert packed.within(begin + 1, row) is None  # within a tile
+    assert packed.within(begin + row, row + 1) is None
+    assert packed.within(begin + 4 * row, 2 * row) is None  # over the end
+    assert packed.within(0, begin + row) is None  # of two parts
+    last = packed.within(begin + count * row, 100)
+    assert last is not None and last.moved == 100
+    assert packed.within(1 << 40, 1) is None
+
+
+# -- the engine ---------------------------------------------------------------------------------
+
+
+def test_host_copies_are_not_packed() -> None:
+    engine, some = HostCopyEngine(), torch.zeros(4, dtype=torch.uint8)
+    packed = Packed(0, parts_of(4), 4)
+    assert not engine.packs
+    with pytest.raises(InvariantError, match="not packed"):
+        engine.packing(some, Extent(0, 4), 1)
+    with pytest.raises(InvariantError, match="not packed"):
+        engine.up_packed(some, packed, Extent(0, 4))
+    with pytest.raises(InvariantError, match="not packed"):
+        engine.up_packed_behind(some, packed, ())
+
+
+def test_an_engine_without_a_stream_for_kernels_packs_nothing() -> None:
+    engine = StreamCopyEngine(SimulatedDevice(Random(0)), UP, DOWN, FILES)
+    assert not engine.packs
+    with pytest.raises(InvariantError, match="nothing is packed here"):
+        engine.packing(torch.zeros(4, dtype=torch.uint8), Extent(0, 4), 1)
+
+
+# -- who makes them -----------------------------------------------------------------------------
+
+COUNT = 4
+NBYTES = 8 * 2 * FEW
+HALVES = TensorShape("w", (NBYTES // 2,), (1,), torch.bfloat16, 2)
+FLOATS = TensorShape("w", (NBYTES // 4,), (1,), torch.float32, 4)
+
+
+class Bench:
+    """A manager over simulated streams, with blocks that HBM has no room for together."""
+
+    def __init__(self, shape: TensorShape = HALVES, *, hbm: int = 3, dram: int = 4 * COUNT) -> None:
+        self.device = SimulatedDevice(Random(0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "tiermem.runtime.assembly.HostCopyEngine",
+                lambda: StreamCopyEngine(self.device, UP, DOWN, FILES, UNPACK),
+            )
+            self.manager = BlockManager(
+                Settings(
+                    device="cpu",
+                    hbm=hbm * NBYTES + (1 << 17),
+                    dram=dram * NBYTES,
+                    nvme=(),
+                    nvme_bytes=None,
+                    policy=Policy(params="dram"),
+                    prefetch_depth=0,
+                ),
+                ScriptedEngine,
+            )
+        self.packed = self.manager.parts.transfers.packed
+        self.shape = shape
+        self.blocks = self.add(40)
+        generator = torch.Generator().manual_seed(0)
+        self.values = []
+        for block in self.blocks:
+            value = (torch.randn(shape.shape, generator=generator) * 0.02).to(shape.dtype)
+            self.values.append(value)
+            self.manager.write_home(block, [value])
+        self.packer = Packer(self.manager, 2)
+
+    def add(self, count: int) -> list[Block]:
+        """Adds blocks."""
+        return self.manager.add_blocks([(f"b{i}", Role.PARAM, [self.shape]) for i in range(count)])
+
+    def pack(self, rows: Sequence[tuple[int, int]] = ()) -> int:
+        """Packs all blocks."""
+        return self.packer.pack([Wanted(block, rows) for block in self.blocks])
+
+    def used_dram(self) -> int:
+        """Bytes of DRAM in use."""
+        return self.manager.parts.homes.dram.used
+
+    def write(self, number: int, value: torch.Tensor) -> None:
+        """Writes a block in HBM, and what is there home."""
+        block, self.values[number] = self.blocks[number], value
+        with self.manager.lock:
+            view = self.manager.acquire(block).views[0]
+            self.manager.parts.copy.synchronize()
+            view.copy_(value)
+            del view
+            self.manager.release(block, dirty=True)
+            self.manager.parts.transfers.drain(self.manager.parts.table[block.id])
+            self.manager.parts.copy.synchronize()
+
+    def seen(self, number: int) -> torch.Tensor:
+        """Returns what a kernel sees of a block."""
+        with self.manager.lock:
+            view = self.manager.acquire(self.blocks[number]).views[0]
+            self.manager.parts.copy.synchronize()
+            found = view.clone()
+            del view
+            self.manager.release(self.blocks[number])
+        return found
+
+    def up(self) -> int:
+        """Bytes that came up from DRAM."""
+        return self.manager.stats().links["dram->hbm"].nbytes
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small tiles, and small blocks that are packed."""
+    monkeypatch.setattr(packer_module, "_LEAST", NBYTES)
+    with small_tiles():
+        yield
+
+
+makes = pytest.mark.usefixtures("small")
+
+
+@makes
+def test_blocks_come_up_packed_with_their_bits() -> None:
+    bench = Bench(dram=140)
+    before = bench.used_dram()
+    assert bench.pack() == len(bench.blocks) == len(bench.packed)
+    assert bench.packed.nbytes == bench.used_dram() - before
+    assert bench.pack() == 0  # all have one
+    always_used(bench.manager)
+    bench.manager.begin_pass("all")
+    for number, value in enumerate(bench.values):
+        assert torch.equal(bench.seen(number), value)
+    assert bench.up() == len(bench.blocks) * 8 * 896  # of 8 * 1,024
+    bench.manager.close()
+
+
+@makes
+def test_passes_that_do_not_wait_for_the_link_use_none() -> None:
+    bench = Bench(dram=140)
+    assert bench.pack()
+    bench.manager.begin_pass("all")
+    assert torch.equal(bench.seen(0), bench.values[0])
+    assert bench.up() == NBYTES
+    bench.manager.close()
+
+
+@makes
+def test_what_is_no_bfloat16_or_all_fits_is_not_packed() -> None:
+    floats = Bench(FLOATS, dram=140)
+    assert floats.pack() == 0 == len(floats.packed)
+    floats.manager.close()
+    fits = Bench(hbm=60, dram=140)
+    assert fits.pack() == 0 == len(fits.packed)
+    fits.manager.close()
+
+
+@makes
+def test_a_block_that_cannot_be_packed_leaves_nothing_behind() -> None:
+    bench = Bench(dram=140)
+    odd = bench.blocks[1]
+    anything = torch.randint(-(1 << 15), 1 << 15, (NBYTES // 2,), dtype=torch.int16)
+    bench.write(1, anything.view(torch.bfloat16))
+    before = bench.used_dram()
+    assert bench.pack() == len(bench.blocks) - 1
+    assert odd not in bench.packed
+    assert bench.packed.nbytes == bench.used_dram() - before
+    bench.manager.close()
+
+
+@makes
+def test_half_of_the_spare_dram_is_left() -> None:
+    bench = Bench(dram=60)  # 40 of them are homes
+    bench.pack()
+    assert 0 < len(bench.packed) < len(bench.blocks)
+    assert bench.packed.nbytes <= 10 * NBYTES
+    bench.manager.close()
+
+
+@makes
+def test_dram_that_homes_need_is_taken_from_packed_copies() -> None:
+    bench = Bench(dram=60)
+    assert bench.pack()
+    more = bench.add(15)
+    assert len(more) == 15 and len(bench.packed) == 0 == bench.packed.nbytes
+    always_used(bench.manager)
+    bench.manager.begin_pass("all")
+    assert torch.equal(bench.seen(3), bench.values[3])
+    bench.manager.close()
+
+
+@makes
+def test_a_copy_of_bytes_that_were_written_since_is_given_up() -> None:
+    bench = Bench(dram=140)
+    before = bench.used_dram()
+    assert bench.pack()
+    always_used(bench.manager)
+    bench.manager.begin_pass("all")
+    bench.write(2, torch.ones_like(bench.values[2]))
+    for number in (*range(5, 40), 2):  # it has left HBM
+        assert torch.equal(bench.seen(number), bench.values[number])
+    assert bench.blocks[2] not in bench.packed
+    bench.manager.remove_blocks([bench.blocks[3]])
+    assert bench.blocks[3] not in bench.packed
+    bench.manager.begin_pass("all")  # gives their DRAM back
+    assert bench.used_dram() - before + NBYTES == bench.packed.nbytes == 38 * NBYTES
+    bench.manager.close()
+
+
+@makes
+def test_an_exception_amid_packing_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(dram=140)
+    before, blocks = bench.used_dram(), len(bench.manager.parts.table)
+    begin, calls = bench.packer._begin, iter(range(40))
+
+    def cut_short(*args: object) -> None:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        begin(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(bench.packer, "_begin", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        bench.pack()
+    assert bench.used_dram() == before and len(bench.manager.parts.table) == blocks
+    assert len(bench.packed) == 0
+    monkeypatch.undo()
+    bench.manager.close()
+
+
+@makes
+def test_homes_are_repaired_with_packed_copies_in_place() -> None:
+    bench = Bench(dram=140)
+    assert bench.pack()
+    bench.manager.repair_blocks()
+    owned = [place for place in bench.manager.parts.homes.owned() if place[0] is Tier.DRAM]
+    assert len(owned) >= len(bench.packed) == len(bench.blocks)
+    always_used(bench.manager)
+    bench.manager.begin_pass("all")
+    assert torch.equal(bench.seen(1), bench.values[1])
+    bench.manager.close()
+
+
+@makes
+def test_rows_of_a_block_are_packed_by_themselves() -> None:
+    bench = Bench(dram=140)
+    rows = [(2 * FEW, 4 * 2 * FEW)]
+    assert pack(bench.manager, bench.blocks[:1], rows) == 1
+    always_used(bench.manager)
+    bench.manager.begin_pass("all")
+    assert torch.equal(bench.seen(0), bench.values[0])
+    whole = bench.packed.of(bench.manager.parts.table[bench.blocks[0].id])
+    assert whole is not None and len(whole.parts) == 3
+    bench.manager.close()
