@@ -51,7 +51,7 @@ int cuEventQuery(p e) { return 0; }
 int cuEventSynchronize(p e) { return 0; }
 int cuEventElapsedTime(float *t, p a, p b) { *t = 0.01f; return 0; }
 int cuEventDestroy_v2(p e) { return 0; }
-int cuStreamCreate(p *s, unsigned f) { *s = (p)(++n); return 0; }
+int cuStreamCreateWithPriority(p *s, unsigned f, int r) { *s = (p)(++n); return 0; }
 int cuStreamWaitEvent(p s, p e, p f) { return 0; }
 int cuMemcpyAsync(p t, p f, p b, p s) { if (!idle) memcpy(t, f, (size_t)b); return 0; }
 int cuMemsetD8Async(p t, unsigned char v, size_t b, p s) { memset(t, v, b); return 0; }

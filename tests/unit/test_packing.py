@@ -354,6 +354,27 @@ def test_a_copy_of_bytes_that_were_written_since_is_given_up() -> None:
 
 
 @makes
+def test_dram_is_given_back_once_nothing_is_copied_from_there() -> None:
+    bench = Bench(dram=140)
+    assert bench.pack()
+    always_used(bench.manager)
+    manager, block = bench.manager, bench.blocks[0]
+    manager.begin_pass("all")
+    with manager.lock:
+        view = manager.acquire(block).views[0]  # the device has not begun yet
+        copy = bench.packed.used[block.id]
+        bench.packed.drop(block)
+        manager.begin_pass("all")
+        assert not manager.parts.homes.holds(Tier.DRAM, copy.extent)
+        manager.parts.homes.arena.bytes_of(copy.extent).zero_()  # whoever has it next
+        manager.parts.copy.synchronize()
+        assert torch.equal(view, bench.values[0])
+        del view
+        manager.release(block)
+    manager.close()
+
+
+@makes
 def test_an_exception_amid_packing_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(dram=140)
     before, blocks = bench.used_dram(), len(bench.manager.parts.table)

@@ -111,13 +111,13 @@ class PackedCopies:
 
     def release(self) -> bool:
         """Gives all of them up, for DRAM that homes need; returns whether there were any."""
-        extents = [extent for _, extent in self._owned()]
+        self._stale = [extent for _, extent in self._owned()]
         self.used.clear()
         self._copies.clear()
-        self._stale = extents
-        if extents:
-            self._free(self._stale)
-        return bool(extents)
+        if not self._stale:
+            return False
+        self._free(self._stale)
+        return True
 
     def _free(self, extents: list[Extent]) -> None:
         """Gives DRAM back, once nothing is copied from there any more."""
