@@ -196,7 +196,9 @@ def test_frozen_layers_come_up_packed_in_training() -> None:
                 loss.backward()
                 steps.step()
                 steps.zero_grad()
-        for mine, theirs in zip(wrapped.state_dict().values(), plain.state_dict().values()):
+        for mine, theirs in zip(
+            wrapped.state_dict().values(), plain.state_dict().values(), strict=True
+        ):
             assert torch.equal(mine.cpu(), theirs.cpu())
 
 
