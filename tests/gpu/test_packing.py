@@ -23,7 +23,7 @@ from tiermem.core.packing import (
     parts_of,
     unpack_tile,
 )
-from tiermem.runtime.lookahead.plan_maker import PlanMaker
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.transfer.packing import PIECE, home_nbytes, is_spoiled, room_nbytes
 from tiermem.transfer.streams import CudaCopyEngine
 
@@ -146,7 +146,7 @@ def model(seed: int = 0) -> nn.Sequential:
 @pytest.fixture
 def link_binds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every pass that only reads counts as one that waits for the link."""
-    monkeypatch.setattr(PlanMaker, "_link_binds", lambda *_: True)
+    monkeypatch.setattr(StreamPlan, "link_binds", lambda *_: True)
     yield
     gc.collect()
 
@@ -186,7 +186,7 @@ def test_frozen_layers_come_up_packed_in_training() -> None:
     with tiermem.TierManager("cuda", hbm="64MiB", dram="1GiB") as tier:
         wrapped = tier.wrap(adapted())
         packed = tier._manager.parts.transfers.packed
-        assert LAYERS - 1 <= len(packed) <= LAYERS
+        assert len(packed) >= LAYERS - 1
         own = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
         trained = [p for p in wrapped.parameters() if p.requires_grad]
         optimizer = tier.optimizer(trained, torch.optim.AdamW, lr=1e-2)

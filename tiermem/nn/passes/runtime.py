@@ -33,6 +33,9 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.packer import Packer, Wanted
 
+_UNTRAINED = 2
+"""Forwards without gradients from which on a model is taken not to be trained."""
+
 
 class Here(threading.local):
     """Where one thread is.
@@ -88,6 +91,8 @@ class ModuleRuntime:
         )
         self.experts: ExpertStore = ExpertStore(manager)
         self.packer = Packer(manager)
+        self._trainable: list[Group] = []  # may be packed if it turns out that nothing is trained
+        self._untrained = 0
         self.saved = SavedHooks(self)
         self.names = PassNames()
         self.backward = BackwardPass(self)
@@ -108,6 +113,7 @@ class ModuleRuntime:
         """Takes groups out."""
         gone = {id(group) for group in groups}
         self.groups.remove(gone)
+        self._trainable = [group for group in self._trainable if id(group) not in gone]
         self.away.forget(gone)
         self.backward.forget(gone)
 
@@ -119,15 +125,32 @@ class ModuleRuntime:
             written: Whether its parameters are taken to be trained that require gradients.
         """
         wanted = []
+        self._untrained = 0
         for group in groups:
             with torch._C.DisableTorchFunctionSubclass():
                 trained = written and any(e.param.requires_grad for e in group.entries)
-            if not trained:
+            if trained:
+                self._trainable.append(group)
+            else:
                 stack = self.experts.stacks.get(group.block.id)
                 wanted.append(Wanted(group.block, () if stack is None else stack.with_rows()))
         with self.manager.lock:
             self.manager.parts.limit.begin()
             self.packer.pack(wanted)
+
+    def _pack_untrained(self, training: bool) -> None:
+        """Makes packed copies of what could be trained, as a second forward comes without grads.
+
+        Args:
+            training: Whether gradients are taken in the forward that begins: then it is trained.
+        """
+        self._untrained += 1
+        groups = self._trainable
+        if training or self.keepers:
+            self._trainable = []
+        elif self._untrained >= _UNTRAINED:
+            self._trainable = []
+            self.pack_ahead(groups, written=False)
 
     def fill_ahead(self, scope: PassScope, held: Collection[int]) -> None:
         """Begins to bring up what the first pass of a model begins with, as it is wrapped.
@@ -176,6 +199,8 @@ class ModuleRuntime:
             self.backward.end()
             self.backward.reduced.begin_forward(scope)
             training = torch.is_grad_enabled()
+            if self._trainable:
+                self._pack_untrained(training)
             for keeper in self.keepers:
                 keeper.before_forward(training)
             load, way = self.names.weigh(args, kwargs), Way.EACH

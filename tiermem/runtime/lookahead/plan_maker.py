@@ -44,8 +44,6 @@ _DECIDED = 0.1
 """Of a round: what is saved at least by a plan with which it is laid out, over one with which it
 is not: the model of those leaves out what they wait for."""
 _MOST_LOADS = 32
-_BINDS = 1.15
-"""Of the compute: what copies take at least where blocks come up packed."""
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
 """Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
@@ -206,29 +204,17 @@ class PlanMaker:
             ahead = plan.reserve - 2 * largest + 1
         key = schedule.passes[0][1] if schedule.passes else None
         foreseen = self._parts.pass_timer.estimates.can_foresee(timed(key, self._load))
-        binds = not turn and self._link_binds(schedule, sizes, room, compute)
-        return StreamPlan(made_of, plan, ahead, due, compute, through, turn, foreseen, binds)
-
-    def _link_binds(
-        self,
-        schedule: Schedule,
-        sizes: dict[int, int],
-        room: int,
-        compute: Sequence[float | None],
-    ) -> bool:
-        """Whether passes wait for copies up from DRAM, by more than unpacking takes of compute.
-
-        Kernels that unpack take the device's memory for a twentieth of the time that the bytes are
-        on the link unpacked, and wait for others: where both take about as long, little is gained.
-        """
+        copies = 0.0 if turn else self._copies(sizes, room)
         known = [seconds for seconds in compute if seconds is not None]
-        if not known or len(known) < len(compute):
-            return False
-        passes = len(schedule.order) / max(1, schedule.first_length)
-        missing = passes * max(0, sum(sizes.values()) - room)
-        return missing / self._times.rate_up() > _BINDS * sum(known) * len(schedule.order) / len(
-            known
+        passes = len(compute) / max(1, schedule.first_length)
+        computes = sum(known) / passes if known and len(known) == len(compute) else None
+        return StreamPlan(
+            made_of, plan, ahead, due, compute, through, turn, foreseen, copies, computes
         )
+
+    def _copies(self, sizes: dict[int, int], room: int) -> float:
+        """Returns the seconds of copies up from DRAM in each pass, as they are unpacked."""
+        return max(0, sum(sizes.values()) - room) / self._times.rate_up()
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
         """Decides what stays where a loop writes, once state has been seen in it.

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from tiermem.core.cost import Timetable
 from tiermem.core.loops import Plan
 
+_BINDS = 1.15
+"""Of the compute: what copies take at least where they are what passes wait for."""
+_AS_LONG = 1.1
+"""Of the copies: what passes take that are as good as nothing else."""
+
 
 @dataclass(slots=True, eq=False)
 class StreamPlan:
@@ -23,8 +28,9 @@ class StreamPlan:
         turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
         foreseen: Whether it was made with something known of such passes, so that it does for one
             more where that has changed.
-        link_binds: Whether copies up from DRAM take longer than the compute, by so much that it is
-            worth while to unpack what comes up packed.
+        copies: Seconds of a pass's copies up from DRAM, of what HBM has no room for; 0 where it
+            writes blocks.
+        computes: Seconds of its compute; None where that is not known.
     """
 
     made_of: tuple[int, ...]
@@ -35,7 +41,8 @@ class StreamPlan:
     through_dram: bool
     turn: int = 0
     foreseen: bool = False
-    link_binds: bool = False
+    copies: float = 0.0
+    computes: float | None = None
     _timetable: Timetable | None = None
 
     @property
@@ -44,6 +51,23 @@ class StreamPlan:
         if self._timetable is None:
             self._timetable = self.due()
         return self._timetable
+
+    def link_binds(self, longest: float | None) -> bool:
+        """Whether passes wait for copies up from DRAM, so that it is worth while to unpack.
+
+        Kernels that unpack take the device's memory for a twentieth of the time that the bytes are
+        on the link unpacked, and wait for others: where both take about as long, little is gained.
+
+        Args:
+            longest: Seconds of the longest of the last such passes; None where none is known.
+        """
+        if self.computes is None or not self.copies:
+            return False
+        if self.copies > _BINDS * self.computes:
+            return True
+        # what is measured of compute has the host's time in it, where that is long
+        as_long = longest is not None and longest < _AS_LONG * self.copies
+        return as_long and self.computes < _BINDS * self.copies
 
     def decides_as(self, other: StreamPlan) -> bool:
         """Whether it decides the same as a newer plan for the same schedule, whose times differ."""
@@ -62,4 +86,4 @@ class StreamPlan:
         """
         self.made_of, self.compute = other.made_of, other.compute
         self.due, self._timetable = other.due, other._timetable
-        self.foreseen, self.link_binds = other.foreseen, other.link_binds
+        self.foreseen, self.copies, self.computes = other.foreseen, other.copies, other.computes
