@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 import numpy as np
@@ -13,11 +13,15 @@ from hypothesis import strategies as st
 from support_packed import WORDS as FEW
 from support_packed import always_used, pack, small_tiles
 from support_streams import DOWN, FILES, UNPACK, UP
+from torch import nn
 
+import tiermem
 import tiermem.runtime.services.packer as packer_module
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Extent, Role, Tier
+from tiermem.core.cost import Timetable
 from tiermem.core.layout import TensorShape
+from tiermem.core.loops import Plan
 from tiermem.core.packing import (
     ESCAPES,
     GROWS,
@@ -31,6 +35,8 @@ from tiermem.core.packing import (
     unpack_tile,
 )
 from tiermem.errors import InvariantError
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.packer import Packer, Wanted
 from tiermem.testing.io import ScriptedEngine
@@ -272,6 +278,7 @@ def test_blocks_come_up_packed_with_their_bits() -> None:
     before = bench.used_dram()
     assert bench.pack() == len(bench.blocks) == len(bench.packed)
     assert bench.packed.nbytes == bench.used_dram() - before
+    assert bench.manager.stats().packed_in_dram == bench.packed.nbytes
     assert bench.pack() == 0  # all have one
     always_used(bench.manager)
     bench.manager.begin_pass("all")
@@ -418,3 +425,117 @@ def test_rows_of_a_block_are_packed_by_themselves() -> None:
     whole = bench.packed.of(bench.manager.parts.table[bench.blocks[0].id])
     assert whole is not None and len(whole.parts) == 3
     bench.manager.close()
+
+
+# -- when they are used -------------------------------------------------------------------------
+
+
+def plan(copies: float, computes: float | None) -> StreamPlan:
+    """Returns a plan of passes that copy and compute for so many seconds."""
+    none = Plan(frozenset(), 0)
+    empty = Timetable((), ())
+    return StreamPlan((), none, 0, lambda: empty, (), False, copies=copies, computes=computes)
+
+
+@pytest.mark.parametrize(
+    ("copies", "computes", "longest", "binds"),
+    [
+        (0.0, None, None, False),  # nothing moves, or what moves is written
+        (0.0, 0.1, 0.1, False),
+        (1.0, None, None, True),  # nothing is known yet
+        (1.2, 1.0, None, True),
+        (1.2, 1.0, 9.0, True),
+        (1.1, 1.0, None, False),
+        (1.0, 1.1, 1.05, True),  # the host's time was taken for compute
+        (1.0, 1.1, 1.2, False),
+        (1.0, 1.2, 1.05, False),  # so long that something must be
+    ],
+)
+def test_passes_wait_for_the_link(
+    copies: float, computes: float | None, longest: float | None, binds: bool
+) -> None:
+    assert plan(copies, computes).link_binds(longest) is binds
+
+
+def test_what_a_plan_says_of_copies_goes_with_its_times() -> None:
+    old, new = plan(1.0, 0.5), plan(1.0, 2.0)
+    assert old.decides_as(new)
+    old.take_times(new)
+    assert (old.copies, old.computes) == (1.0, 2.0)
+
+
+class Asked:
+    """Stands for a packer: notes which blocks it is asked to pack."""
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        self.blocks: list[list[str]] = []
+        runtime.packer = self  # type: ignore[assignment]
+
+    def pack(self, wanted: Iterable[Wanted]) -> int:
+        """Packs nothing."""
+        self.blocks.append([want.block.name for want in wanted])
+        return 0
+
+    def repair(self) -> None:
+        """Has nothing to repair."""
+
+
+def layers() -> nn.Sequential:
+    """Returns three linear layers."""
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+
+
+@pytest.fixture
+def tier() -> Iterator[tiermem.TierManager]:
+    """Tiers in which three layers do not fit in HBM."""
+    with tiermem.TierManager("cpu", hbm="48KiB", dram="64MiB") as tier:
+        yield tier
+
+
+def test_a_model_in_evaluation_is_packed_as_it_is_wrapped(tier: tiermem.TierManager) -> None:
+    asked = Asked(tier._runtime)
+    tier.wrap(layers().eval())
+    [blocks] = asked.blocks
+    assert len(blocks) == 3
+
+
+def test_of_a_model_in_training_what_is_frozen_is(tier: tiermem.TierManager) -> None:
+    asked = Asked(tier._runtime)
+    model = layers()
+    model[1].requires_grad_(False)
+    tier.wrap(model)
+    [[name]] = asked.blocks
+    assert "1" in name
+    model(torch.zeros(64)).sum().backward()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.zeros(64))
+    assert len(asked.blocks) == 1  # it is trained
+
+
+def test_the_rest_is_once_it_turns_out_not_to_be_trained(tier: tiermem.TierManager) -> None:
+    asked = Asked(tier._runtime)
+    model = tier.wrap(layers())
+    with torch.no_grad():
+        model(torch.zeros(64))
+        assert asked.blocks == [[]]
+        model(torch.zeros(64))
+        model(torch.zeros(64))
+    assert [len(blocks) for blocks in asked.blocks] == [0, 3]
+
+
+def test_nor_what_an_optimizer_steps_or_is_gone(tier: tiermem.TierManager) -> None:
+    asked = Asked(tier._runtime)
+    model, other = tier.wrap(layers()), tier.wrap(nn.Linear(8, 8))
+    tier.unwrap(model)
+    with torch.no_grad():
+        for _ in range(3):
+            other(torch.zeros(8))
+    assert [len(blocks) for blocks in asked.blocks] == [0, 0, 1]
+    stepped = tier.wrap(layers())
+    optimizer = tier.optimizer(stepped, torch.optim.SGD, lr=0.1)
+    with torch.no_grad():
+        for _ in range(3):
+            stepped(torch.zeros(64))
+    assert [len(blocks) for blocks in asked.blocks] == [0, 0, 1, 0]
+    optimizer.close()

@@ -504,6 +504,7 @@ class BlockManager:
                 direct=files is not None and files.direct,
                 efficiency=self.parts.pass_timer.efficiency(),
                 ahead=(self.prefetcher.disk.reads_into, self.parts.transfers.ahead.kept),
+                packed=self.parts.transfers.packed.nbytes,
                 kept=self.parts.evictor.regions.kept,
                 mapped=self.parts.slots.arena.mapped,
             )

@@ -62,7 +62,7 @@ class StreamPlan:
             longest: Seconds of the longest of the last such passes; None where none is known.
         """
         if self.computes is None or not self.copies:
-            return False
+            return self.copies > 0.0  # what is not known yet is measured in the first two passes
         if self.copies > _BINDS * self.computes:
             return True
         # what is measured of compute has the host's time in it, where that is long

@@ -21,7 +21,7 @@ class LinkStats:
     """Bytes, blocks and time moved over one link.
 
     Attributes:
-        nbytes: Bytes.
+        nbytes: Bytes that crossed it: of blocks that come up packed, those of the packed form.
         moves: Whole blocks.
         seconds: Time the copies took, summed (host time for copies on streams).
     """
@@ -128,6 +128,8 @@ class Stats:
             ``"dram"``, ahead of room in HBM; ``"none"`` without an NVMe tier.
         kept_in_dram: Bytes of blocks from files of which DRAM keeps copies while the present
             loop goes on, so that they are not read again.
+        packed_in_dram: Bytes of packed copies of weights in DRAM, from which they come up with
+            three quarters of their bytes; homes that need the DRAM take it.
         kept_in_hbm: Bytes of blocks that are in HBM to stay while the present loop streams others.
         hbm_mapped: Bytes of device memory that the HBM tier has taken by now, in whole chunks; its
             budget is what it may take.
@@ -165,6 +167,7 @@ class Stats:
     losses: dict[str, float] = field(default_factory=dict)
     reads_into: str = "none"
     kept_in_dram: int = 0
+    packed_in_dram: int = 0
     kept_in_hbm: int = 0
     hbm_mapped: int = 0
     activations: ActivationStats = field(default_factory=ActivationStats)
@@ -319,6 +322,7 @@ def stats_of(
     direct: bool,
     efficiency: Efficiency | None,
     ahead: tuple[str, int] = ("none", 0),
+    packed: int = 0,
     kept: int = 0,
     mapped: int = 0,
 ) -> Stats:
@@ -333,6 +337,7 @@ def stats_of(
         direct: Whether the files bypass the page cache.
         efficiency: The measured passes beside their bound.
         ahead: Where streamed blocks are read to from files, and bytes of which DRAM keeps copies.
+        packed: Bytes of packed copies in DRAM.
         kept: Bytes of what is in HBM to stay.
         mapped: Bytes that HBM has of the device.
     """
@@ -371,6 +376,7 @@ def stats_of(
         losses={} if efficiency is None else efficiency.losses,
         reads_into=ahead[0],
         kept_in_dram=ahead[1],
+        packed_in_dram=packed,
         kept_in_hbm=kept,
         hbm_mapped=mapped,
     )
