@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from typing import Any
@@ -104,3 +106,19 @@ def test_interrupted_before_a_command_runs(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(cli, "import_module", interrupt)
     assert cli.main(["doctor"]) == cli.INTERRUPTED
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_output_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: Any, code: int) -> None:
+    def fail(arguments: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(plan, "run", fail)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # it is taken away
+    line = ["plan", "--hbm", "1", "--dram", "1"]
+    if code == errno.ENOSPC:
+        assert cli.main(line) == 2
+        assert os.strerror(code) in capsys.readouterr().err
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            cli.main(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,10 @@ def test_without_a_trial(
 def test_a_number_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--threads", "0", "--out", str(tmp_path)]) == 2
     assert "--threads must be at least 1" in capsys.readouterr().err
+
+
+def test_a_number_that_openmp_dies_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--threads", "99999", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "--threads 99999 is more than this machine has any use for" in error
+    assert f"give {8 * (os.cpu_count() or 1)} at most" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -64,3 +65,10 @@ def _main(argv: Sequence[str] | None) -> int:
         # The reader went away (`| head`): say nothing, also not at interpreter exit.
         sys.stdout = None
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # where output goes to a full disk, what is left of it must not be written at exit either
+        print(f"tiermem {arguments.command}: error: {error.strerror}", file=sys.stderr)
+        sys.stdout = None
+        return 2

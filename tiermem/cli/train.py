@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 _DTYPES = (*_SHORT.values(), *_SHORT)
 _OPTION = {"hbm": "hbm", "dram": "dram", "nvme": "nvme_bytes"}
+
+_THREADS_A_CORE = 8
+"""Threads that may be asked for, by core: OpenMP dies of some ten thousand."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,12 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
 
     if arguments.threads is not None and arguments.threads < 1:
         raise ConfigError(f"--threads must be at least 1, not {arguments.threads}")
+    most = _THREADS_A_CORE * (os.cpu_count() or 1)
+    if arguments.threads is not None and arguments.threads > most:
+        raise ConfigError(
+            f"--threads {arguments.threads} is more than this machine has any use for: it has "
+            f"{os.cpu_count()} cores, and OpenMP fails with a few ten thousand; give {most} at most"
+        )
     heads = usual_heads(arguments.width) if arguments.heads is None else arguments.heads
     for name in ("batch", "accumulate", "steps"):
         if getattr(arguments, name) < 1:
