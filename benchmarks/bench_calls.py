@@ -30,6 +30,7 @@ from zoo import KINDS
 from zoo_kind import SETS, Draw, first_of
 
 import tiermem
+from tiermem.runtime.services.packer import Packer
 
 Row = dict[str, Any]
 
@@ -159,10 +160,13 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=8, help="of each length")
     parser.add_argument("--set", choices=SETS, default="quick", help="sizes of the models")
     parser.add_argument("--share", type=float, default=0.25, help="of the bytes, in HBM")
+    parser.add_argument("--no-packing", action="store_true", help="weights come up as they are")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     device = torch.device(options.device)
+    if options.no_packing:
+        Packer.pack = lambda *_: 0  # type: ignore[method-assign]
     rows: list[Row] = []
     for name in options.models:
         try:
