@@ -837,8 +837,8 @@ _ELSEWHERE = (
     Mutation(
         "whole tensors: a copy does not wait for those that read its seats",
         _TENSORS,
-        "copy_up(parts, target, source, stack, run.released)",
-        "copy_up(parts, target, source, stack, ())",
+        "        released = (*run.released, *(event",
+        "        released = (*(), *(event",
         ("tests/property/test_expert_streams.py",),
     ),
     Mutation(
@@ -985,16 +985,16 @@ _ELSEWHERE = (
     ),
     Mutation(
         "packed: a piece does not wait for one that was unpacked in its seat",
-        "tiermem/transfer/streams.py",
-        "                self.calls.wait(self._files, before)\n",
-        "                pass\n",
+        "tiermem/runtime/services/piece_copies.py",
+        "        before = seat.event\n",
+        "        before = None\n",
         ("tests/property/test_expert_streams.py",),
     ),
     Mutation(
-        "packed: a packed piece does not either",
-        "tiermem/transfer/streams.py",
-        "        waits = (*after, before) if before is not None else (*after,)\n",
-        "        waits = (*after,)\n",
+        "packed: nor does a tensor for one that was unpacked in its seats",
+        "tiermem/runtime/services/expert_tensors.py",
+        "(*run.released, *(event for event in run.events if event is not None))",
+        "run.released",
         ("tests/property/test_expert_streams.py",),
     ),
     Mutation(

@@ -88,7 +88,8 @@ class CopyEngine(Protocol):
         Args:
             target: Device bytes.
             packed: What comes there.
-            after: :meth:`guards` of when the last reader of ``target`` had been submitted.
+            after: :meth:`guards` of when the last reader of ``target`` had been submitted, and
+                the event of what came there before.
         """
         ...
 
@@ -119,8 +120,8 @@ class CopyEngine(Protocol):
         Args:
             target: Device bytes.
             source: Host bytes.
-            after: :meth:`guards` of when the last reader of ``target`` had been submitted, and
-                the event of the last write to ``source``.
+            after: :meth:`guards` of when the last reader of ``target`` had been submitted, the
+                event of what came there before, and that of the last write to ``source``.
         """
         ...
 

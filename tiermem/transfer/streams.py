@@ -113,7 +113,6 @@ class StreamCopyEngine:
         self._files = files
         self._unpack = unpack
         self._unpacked = Fences()
-        self._unpacked_behind = Fences()  # by address
         self._compute: dict[int, None] = {}
         self._rising = Fences()
         self._landed = Fences()
@@ -185,12 +184,7 @@ class StreamCopyEngine:
         self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
     ) -> Event | None:
         """The same beside those that wait for compute; see :class:`CopyEngine`."""
-        place = Extent(target.data_ptr(), target.numel())
-        before = self._unpacked_behind.last(place)
-        waits = (*after, before) if before is not None else (*after,)
-        _, unpacked = self._up_packed(self._files, (), waits, target, packed)
-        self._unpacked_behind.add(place, unpacked)
-        return unpacked
+        return self._up_packed(self._files, (), after, target, packed)[1]
 
     def _up_packed(
         self,
@@ -312,11 +306,6 @@ class StreamCopyEngine:
         """
         for event in after:
             self.calls.wait(self._files, event)
-        behind = self._unpacked_behind
-        if behind.fences:
-            before = behind.last(Extent(target.data_ptr(), target.numel()))
-            if before is not None:
-                self.calls.wait(self._files, before)
         self.calls.copy(self._files, target.data_ptr(), source.data_ptr(), target.numel())
         return self.calls.record(self._files)
 

@@ -266,17 +266,19 @@ class WholeTensors:
         home = parts.table[stack.block.id].home_extent
         assert home is not None
         begin = stack.begin_of(stack.piece(tensor.index, run.first - tensor.begin))
-        run.what, events = None, list[Event | None]()  # should a copy not begin
+        released = (*run.released, *(event for event in run.events if event is not None))
+        events = list[Event | None]()
+        run.what, run.events = None, events  # should a copy not begin
         packed = packed_part(parts, stack, begin, run.extent.nbytes)
         if packed is not None:
             target = parts.slots.arena.bytes_of(run.extent)
-            events.append(copy_up(parts, target, packed, stack, run.released))
+            events.append(copy_up(parts, target, packed, stack, released))
         for offset in range(0, run.extent.nbytes if packed is None else 0, _AT_ONCE):
             nbytes = min(_AT_ONCE, run.extent.nbytes - offset)
             source = parts.homes.part_of(home, begin + offset, nbytes)
             target = parts.slots.arena.bytes_of(Extent(run.extent.offset + offset, nbytes))
-            events.append(copy_up(parts, target, source, stack, run.released))
-        run.events, run.what, run.stamp = events, tensor, stack.stamp
+            events.append(copy_up(parts, target, source, stack, released))
+        run.what, run.stamp = tensor, stack.stamp
 
 
 def _hold(run: _Run, held: bool) -> None:

@@ -93,21 +93,22 @@ class PieceCopies:
         parts = self._parts
         record = parts.table[stack.block.id]
         begin, nbytes = stack.begin_of(piece), stack.nbytes(piece.tensor)
-        seat.event = None
+        # what nothing has read may still be unpacked there, on a stream of its own
+        before = seat.event
+        released = seat.released if before is None else (*seat.released, before)
         if record.home is Tier.DRAM and record.home_extent is not None:
             packed = packed_part(parts, stack, begin, nbytes)
-            if packed is not None:
-                seat.event = copy_up(parts, seat.bytes, packed, stack, seat.released)
-            else:
-                self._up(seat, parts.homes.part_of(record.home_extent, begin, nbytes), stack)
+            home = parts.homes.part_of(record.home_extent, begin, nbytes)
+            self._up(seat, packed or home, stack, nbytes, released)
         elif parts.homes.read_only(record.home_extent):
             place = self._place(stack, piece, record, begin, nbytes)
             seat.transfer = parts.transfers.need_mover().read(
-                place, seat.bytes, label=stack.block.name, urgent=urgent, after=seat.released
+                place, seat.bytes, label=stack.block.name, urgent=urgent, after=released
             )
+            seat.event = None
         elif record.home_extent is not None:
             host = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
-            self._up(seat, host, stack)
+            self._up(seat, host, stack, nbytes, released)
 
     def settle(self, seat: Seat) -> StorageError | None:
         """Waits for a read from a file into a seat; returns its error."""
@@ -135,12 +136,17 @@ class PieceCopies:
                 self._parts.homes.release(Tier.NVME, extent)
         stack.places.clear()
 
-    def _up(self, seat: Seat, source: torch.Tensor, stack: Stack) -> None:
-        """Submits a copy up."""
-        nbytes, target = source.numel(), seat.bytes
-        if seat.extent.nbytes != nbytes:
-            target = target[:nbytes]
-        seat.event = copy_up(self._parts, target, source, stack, seat.released)
+    def _up(
+        self,
+        seat: Seat,
+        source: torch.Tensor | Packed,
+        stack: Stack,
+        nbytes: int,
+        released: tuple[Event, ...],
+    ) -> None:
+        """Submits a copy up of so many bytes of a stack, once what was in the seat is over."""
+        target = seat.bytes if seat.extent.nbytes == nbytes else seat.bytes[:nbytes]
+        seat.event = copy_up(self._parts, target, source, stack, released)
 
     def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
         """Returns an address in checkpoint files of just a piece."""
