@@ -17,6 +17,7 @@ from tiermem.core.residency import Record, ResidencyTable
 from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.leaving import LeaveRules, Why
+from tiermem.runtime.placement.regions import Regions
 from tiermem.runtime.transfers.transfers import Transfers
 
 _BOUNCE = 4 << 20
@@ -65,6 +66,7 @@ class Compactor:
         slots: SlotCache,
         transfers: Transfers,
         rules: LeaveRules,
+        regions: Regions,
         counters: Counters,
     ) -> None:
         """Moves blocks of ``table``, under its lock, as far as ``rules`` let it."""
@@ -72,6 +74,7 @@ class Compactor:
         self._slots = slots
         self._transfers = transfers
         self._rules = rules
+        self._regions = regions
         self._counters = counters
         self._sliding: _Slide | None = None
 
@@ -160,6 +163,8 @@ class Compactor:
         self._rules.repoint(record, source, target)
         self._sliding = None
         self._transfers.relocated(block.id)
+        if record.fixed:
+            self._regions.divide_anew()  # the runs for what streams lie beside it
         self._counters.relocations += 1
 
     def finish(self) -> None:

@@ -87,7 +87,7 @@ class Evictor:
         self.largest_later = 0
         self.places = 0
         self._settling = Settling(table, self.regions)
-        self._compactor = Compactor(table, slots, transfers, self.rules, counters)
+        self._compactor = Compactor(table, slots, transfers, self.rules, self.regions, counters)
         self.more: Callable[[int], bool] = lambda nbytes: False
         self._counters = counters
         self._orphans: list[Left] = []

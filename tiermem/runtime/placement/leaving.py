@@ -149,7 +149,7 @@ class LeaveRules:
     def movable(self, record: Record) -> bool:
         """Whether a block's address is seen only by parameters that can be pointed anew."""
         slot = self._current.get(record.block.id)
-        if slot is None or not record.usable or slot.aliased:
+        if slot is None or record.still or not record.usable or slot.aliased:
             return False
         holder = self._holders.get(record.block.id)
         if holder is not None and holder.read_elsewhere():
