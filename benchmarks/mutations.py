@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CHECKPOINT_HOMES = ("tests/unit/test_runtime_checkpoints.py",)
 MANAGER = ("tests/unit/test_runtime_space.py", "tests/stateful/test_manager.py")
 TABLE = ("tests/stateful/test_residency.py",)
 FAULTS = ("tests/faults/test_manager_faults.py", "tests/faults/test_manager_ctrl_c.py")
@@ -61,6 +62,7 @@ _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _FOLDER, _LATER = "tiermem/saving/folder.py", "tiermem/saving/later.py"
 _RULES, _REPLAY = _RUNTIME + "placement/leaving.py", _RUNTIME + "lookahead/replay.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
+_TRANSFERS, _EVICTOR = _RUNTIME + "transfers/transfers.py", _RUNTIME + "placement/evictor.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
 _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
@@ -1658,6 +1660,91 @@ _EXPERTS = (
         "for r in table if r.block.name == _NAME]",
         "for r in table if r.block.name == _NAME[1:]]",
         ("tests/unit/test_nn_experts.py",),
+    ),
+    Mutation(
+        "core: what was shown of a checkpoint and not written is given another home",
+        _TRANSFERS,
+        "                if self._is_as_in_files(record):\n",
+        "                if False:\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a byte written at the end of a block is not seen",
+        _RUNTIME + "transfers/comparing.py",
+        "        last = spec.offset + spec.nbytes\n",
+        "        last = spec.offset + spec.nbytes - 1\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what cannot be read from its checkpoint counts as not written",
+        _TRANSFERS,
+        "            return False  # the copy in HBM is all there is",
+        "            return True  # the copy in HBM is all there is",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a fetch ahead fails a forward for want of a home",
+        _EVICTOR,
+        "                    if wait and block_id in failing:\n",
+        "                    if True:\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what has no home to go to leaves as soon as others",
+        _RULES,
+        "            price += self._rules.is_failing(block.id) * FAILING\n",
+        "",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what has no home to go to leaves before others in another region",
+        _EVICTOR,
+        "            dear = window is None or window.cost >= FAILING\n",
+        "            dear = window is None\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: others are looked for only near what is needed last and has no home to go to",
+        _EVICTOR,
+        "            best = None  # others may do",
+        "            pass  # others may do",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: blocks are moved at once where one has no home to go to",
+        _EVICTOR,
+        " or len(self.transfers.failing) > failing:",
+        ":",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a block that could be written home after all stays among the failing",
+        _TRANSFERS,
+        "                self.failing.discard(block.id)\n            else:\n"
+        "                self.copy.prepare_down()",
+        "            else:\n                self.copy.prepare_down()",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: where gaps are joined, what has no home to go to is to leave",
+        _RUNTIME + "placement/compaction.py",
+        "leaves and (failing or not self._rules.is_failing(record.block.id))",
+        "leaves",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what has no home to go to is in the way of what is there for good",
+        _EVICTOR,
+        "        except (CapacityError, StorageError):\n            return None  # it",
+        "        except StorageError:\n            return None  # it",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a save beside training fails for want of a home",
+        _LATER,
+        "            with suppress(CapacityError):  # no room",
+        "            with suppress():  # no room",
+        CHECKPOINT_HOMES,
     ),
     Mutation(
         "the expert room counts as taken for good",

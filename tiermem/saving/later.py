@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ import torch
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record
 from tiermem.core.residency import State as Residency
-from tiermem.errors import ClosedError, InvariantError, StorageError, TierError
+from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError, TierError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.base.forks import generation
 from tiermem.runtime.transfers.block_io import view_of
@@ -211,8 +211,9 @@ class SaveHandle:
                 continue
             if record.home_extent is None or record.leases or slot.aliased or slot.wanted:
                 continue
-            transfers.drain(record)
-            going.append(record)
+            with suppress(CapacityError):  # no room for a home: it is saved from HBM
+                transfers.drain(record)
+                going.append(record)
         for record in going:
             error = transfers.settle(record.block.id)
             if error is not None:

@@ -78,12 +78,15 @@ class Compactor:
         self._counters = counters
         self._sliding: _Slide | None = None
 
-    def best_stretch(self, nbytes: int, keep: Record | None = None) -> Stretch | None:
+    def best_stretch(
+        self, nbytes: int, keep: Record | None = None, *, failing: bool = False
+    ) -> Stretch | None:
         """Returns where one gap of ``nbytes`` can be made with the fewest bytes moved.
 
         Args:
             nbytes: Bytes wanted.
             keep: A block that is not to leave, although it could.
+            failing: Whether blocks may leave that could not be written home the last time.
 
         Returns:
             None where there is no such run. The caller evicts the blocks in ``leaving``, then
@@ -96,6 +99,7 @@ class Compactor:
             record = None if extent is None else table.at(extent.offset)
             if extent is not None and record is not None:
                 leaves = record is not keep and self._rules.may_leave(record, Why.NEEDED)
+                leaves = leaves and (failing or not self._rules.is_failing(record.block.id))
                 if leaves or self._rules.movable(record):
                     inside.records.append(record)
                     if leaves:
