@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CHECKPOINT_HOMES = ("tests/unit/test_runtime_checkpoints.py",)
+COPIES = ("tests/unit/test_filemover_copies.py",)
 MANAGER = ("tests/unit/test_runtime_space.py", "tests/stateful/test_manager.py")
 TABLE = ("tests/stateful/test_residency.py",)
 FAULTS = ("tests/faults/test_manager_faults.py", "tests/faults/test_manager_ctrl_c.py")
@@ -1744,6 +1745,97 @@ _EXPERTS = (
         _LATER,
         "            with suppress(CapacityError):  # no room",
         "            with suppress():  # no room",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a save keeps room for copies from homes",
+        _LATER,
+        "            manager.parts.homes.reclaimers.append(self._spare_room)\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: a save gives up copies where room without one would do",
+        _LATER,
+        "            if not found:  # the writer has taken what is not among these\n",
+        "            if True:\n",
+        LATER,
+    ),
+    Mutation(
+        "core: a save gives up the copy of what is overwritten next",
+        _LATER,
+        "                    entry.home = None  # likewise\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: a save gives up the copy made ahead of what is overwritten next",
+        _LATER,
+        "                    entry.home = None  # its copy is all there is from now on\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: what a save gave up the copy of is not written",
+        _LATER,
+        "            self._left.extend(found)\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: a save that is over is asked for room",
+        _LATER,
+        "            manager.parts.homes.reclaimers.remove(self._spare_room)\n",
+        "            pass\n",
+        LATER,
+    ),
+    Mutation(
+        "core: a transfer that is about to be told to have ended is not waited for",
+        "tiermem/transfer/file/pump.py",
+        "return any(job.tensor is not None or job.over for job in jobs)",
+        "return any(job.tensor is not None for job in jobs)",
+        COPIES,
+    ),
+    Mutation(
+        "core: a transfer is out of sight before it is told to have ended",
+        _PIECES,
+        "        self._ended(job.transfer, job.error)\n        self.queue.remove(job)  # last",
+        "        self.queue.remove(job)\n        self._ended(job.transfer, job.error)  # last",
+        COPIES,
+    ),
+    Mutation(
+        "core: a look at a transfer that ends is an error",
+        _PIECES,
+        "        job.tensor = None  # chunks",
+        "        del job.tensor  # chunks",
+        COPIES,
+    ),
+    Mutation(
+        "core: a parked read that has a target says that it waits for one",
+        _PIECES,
+        "        job.transfer.rests = False\n",
+        "",
+        COPIES,
+    ),
+    Mutation(
+        "core: a parked read that goes on says that it rests",
+        _PIECES,
+        "        job.rests_ns, job.transfer.rests = 0, False\n",
+        "        job.rests_ns = 0\n",
+        COPIES,
+    ),
+    Mutation(
+        "core: a read of files that cannot be asked for keeps its address",
+        _RUNTIME + "transfers/file_fills.py",
+        "        except Exception:\n            self._store().forget(extent)\n",
+        "        except Exception:\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a read of files that fails keeps its address",
+        _RUNTIME + "transfers/file_fills.py",
+        "                if reading.finished:",
+        "                if reading.error is None:",
         CHECKPOINT_HOMES,
     ),
     Mutation(

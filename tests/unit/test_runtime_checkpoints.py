@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import tiermem
 from tiermem.core.block import Role, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record, State
+from tiermem.errors import InvariantError
 from tiermem.runtime.memory.homes import HomeRequest
 
 WIDTH, LAYERS = 64, 8
@@ -245,3 +247,32 @@ def test_what_has_no_home_to_go_to_is_saved_from_hbm(tmp_path: Path) -> None:
         write((model,), 2)
         tier.load(tmp_path / "saved")
         check(model, plain)
+
+
+# -- addresses that last as long as a read ------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["asked", "read"])
+def test_a_read_of_files_that_fails_leaves_no_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Whether it cannot be asked for or does not come."""
+    with loaded(tmp_path, dram=LAYERS) as (_, _, tier):
+        manager, parts = tier._manager, tier._manager.parts
+        [block] = manager.add_blocks(
+            [("b", Role.PARAM, [TensorShape("t", (UNIT,), (1,), torch.uint8, 1)])], home="dram"
+        )
+        ranges = parts.homes.sources.ranges_of(record_of(tier, 2).home_extent)
+        known = set(parts.homes.sources._ranges)
+        if fails == "read":
+            os.truncate(tmp_path / "model.safetensors", 100)
+        else:
+            monkeypatch.setattr(parts.transfers, "mover", None)
+        for read in (
+            lambda: manager.read_files(ranges, UNIT),
+            lambda: manager.fill_from_files([(block, [ranges])]),
+        ):
+            with pytest.raises((tiermem.StorageError, InvariantError)):
+                read()
+            assert set(parts.homes.sources._ranges) == known
+        monkeypatch.undo()
