@@ -448,6 +448,7 @@ def test_what_was_copied_and_is_written_then_keeps_its_copy(tmp_path, disk) -> N
             ends.callback(disk.set)
             with handle._guard:  # the disk has one of the others
                 written, other = [e for e in handle._copied if e.home is not None][-2:]
+                handle._left.clear()  # as that thread does with what has been copied
             home = written.home
             handle.before_write(manager.record(written.block))
             home.fill_(0xEE)
