@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+CHECKPOINT_HOMES = ("tests/unit/test_runtime_checkpoints.py",)
+COPIES = ("tests/unit/test_filemover_copies.py",)
 MANAGER = ("tests/unit/test_runtime_space.py", "tests/stateful/test_manager.py")
 TABLE = ("tests/stateful/test_residency.py",)
 FAULTS = ("tests/faults/test_manager_faults.py", "tests/faults/test_manager_ctrl_c.py")
@@ -61,6 +63,7 @@ _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _FOLDER, _LATER = "tiermem/saving/folder.py", "tiermem/saving/later.py"
 _RULES, _REPLAY = _RUNTIME + "placement/leaving.py", _RUNTIME + "lookahead/replay.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
+_TRANSFERS, _EVICTOR = _RUNTIME + "transfers/transfers.py", _RUNTIME + "placement/evictor.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
 _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
@@ -1609,6 +1612,231 @@ _EXPERTS = (
         "        refuse_changed(self._param, self._version, self._choice.stack.block.name)\n",
         "",
         FROZEN,
+    ),
+    Mutation(
+        "core: a block whose address others know is moved",
+        _RULES,
+        "if slot is None or record.still or not record.usable or slot.aliased:",
+        "if slot is None or not record.usable or slot.aliased:",
+        ("tests/unit/test_runtime_space.py",),
+    ),
+    Mutation(
+        "core: the expert room is slid away under its seats",
+        "tiermem/runtime/services/expert_room.py",
+        "        parts.table[block.id].still = True  # seats know their addresses\n",
+        "",
+        ("tests/unit/test_nn_experts.py",),
+    ),
+    Mutation(
+        "core: the room for packing is slid away under kernels",
+        "tiermem/runtime/services/packer.py",
+        "            parts.table[block.id].still = True  # kernels know its address\n",
+        "",
+        ("tests/unit/test_packing.py",),
+    ),
+    Mutation(
+        "core: what a CUDA graph was captured of is slid away",
+        _RUNTIME + "acquire.py",
+        "                each.still = each.still or each.fixed\n",
+        "                pass\n",
+        ("tests/unit/test_runtime_graphs.py",),
+    ),
+    Mutation(
+        "core: buffers that a CUDA graph was captured of are slid away",
+        _RUNTIME + "acquire.py",
+        "            for each in self._table:\n",
+        "            for each in [record]:\n",
+        ("tests/unit/test_runtime_graphs.py",),
+    ),
+    Mutation(
+        "core: what streams is not told that a block has moved that is there for good",
+        _RUNTIME + "placement/compaction.py",
+        "            self._regions.divide_anew()",
+        "            pass",
+        ("tests/unit/test_runtime_space.py",),
+    ),
+    Mutation(
+        "core: an expert room that was cut short as it was made is kept",
+        "tiermem/runtime/services/expert_room.py",
+        "for r in table if r.block.name == _NAME]",
+        "for r in table if r.block.name == _NAME[1:]]",
+        ("tests/unit/test_nn_experts.py",),
+    ),
+    Mutation(
+        "core: what was shown of a checkpoint and not written is given another home",
+        _TRANSFERS,
+        "                if self._is_as_in_files(record):\n",
+        "                if False:\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a byte written at the end of a block is not seen",
+        _RUNTIME + "transfers/comparing.py",
+        "        last = spec.offset + spec.nbytes\n",
+        "        last = spec.offset + spec.nbytes - 1\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what cannot be read from its checkpoint counts as not written",
+        _TRANSFERS,
+        "            return False  # the copy in HBM is all there is",
+        "            return True  # the copy in HBM is all there is",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a fetch ahead fails a forward for want of a home",
+        _EVICTOR,
+        "                    if wait and block_id in failing:\n",
+        "                    if True:\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what has no home to go to leaves as soon as others",
+        _RULES,
+        "            price += self._rules.is_failing(block.id) * FAILING\n",
+        "",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what has no home to go to leaves before others in another region",
+        _EVICTOR,
+        "            dear = window is None or window.cost >= FAILING\n",
+        "            dear = window is None\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: others are looked for only near what is needed last and has no home to go to",
+        _EVICTOR,
+        "            best = None  # others may do",
+        "            pass  # others may do",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: blocks are moved at once where one has no home to go to",
+        _EVICTOR,
+        " or len(self.transfers.failing) > failing:",
+        ":",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a block that could be written home after all stays among the failing",
+        _TRANSFERS,
+        "                self.failing.discard(block.id)\n            else:\n"
+        "                self.copy.prepare_down()",
+        "            else:\n                self.copy.prepare_down()",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: where gaps are joined, what has no home to go to is to leave",
+        _RUNTIME + "placement/compaction.py",
+        "leaves and (failing or not self._rules.is_failing(record.block.id))",
+        "leaves",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: what has no home to go to is in the way of what is there for good",
+        _EVICTOR,
+        "        except (CapacityError, StorageError):\n            return None  # it",
+        "        except StorageError:\n            return None  # it",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a save beside training fails for want of a home",
+        _LATER,
+        "            with suppress(CapacityError):  # no room",
+        "            with suppress():  # no room",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a save keeps room for copies from homes",
+        _LATER,
+        "            manager.parts.homes.reclaimers.append(self._spare_room)\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: a save gives up copies where room without one would do",
+        _LATER,
+        "            if not found:  # the writer has taken what is not among these\n",
+        "            if True:\n",
+        LATER,
+    ),
+    Mutation(
+        "core: a save gives up the copy of what is overwritten next",
+        _LATER,
+        "                    entry.home = None  # likewise\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: a save gives up the copy made ahead of what is overwritten next",
+        _LATER,
+        "                    entry.home = None  # its copy is all there is from now on\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: what a save gave up the copy of is not written",
+        _LATER,
+        "            self._left.extend(found)\n",
+        "",
+        LATER,
+    ),
+    Mutation(
+        "core: a save that is over is asked for room",
+        _LATER,
+        "            manager.parts.homes.reclaimers.remove(self._spare_room)\n",
+        "            pass\n",
+        LATER,
+    ),
+    Mutation(
+        "core: a transfer that is about to be told to have ended is not waited for",
+        "tiermem/transfer/file/pump.py",
+        "return any(job.tensor is not None or job.over for job in jobs)",
+        "return any(job.tensor is not None for job in jobs)",
+        COPIES,
+    ),
+    Mutation(
+        "core: a transfer is out of sight before it is told to have ended",
+        _PIECES,
+        "        self._ended(job.transfer, job.error)\n        self.queue.remove(job)  # last",
+        "        self.queue.remove(job)\n        self._ended(job.transfer, job.error)  # last",
+        COPIES,
+    ),
+    Mutation(
+        "core: a look at a transfer that ends is an error",
+        _PIECES,
+        "        job.tensor = None  # chunks",
+        "        del job.tensor  # chunks",
+        COPIES,
+    ),
+    Mutation(
+        "core: a parked read that has a target says that it waits for one",
+        _PIECES,
+        "        job.transfer.rests = False\n",
+        "",
+        COPIES,
+    ),
+    Mutation(
+        "core: a parked read that goes on says that it rests",
+        _PIECES,
+        "        job.rests_ns, job.transfer.rests = 0, False\n",
+        "        job.rests_ns = 0\n",
+        COPIES,
+    ),
+    Mutation(
+        "core: a read of files that cannot be asked for keeps its address",
+        _RUNTIME + "transfers/file_fills.py",
+        "        except Exception:\n            self._store().forget(extent)\n",
+        "        except Exception:\n",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
+        "core: a read of files that fails keeps its address",
+        _RUNTIME + "transfers/file_fills.py",
+        "                if reading.finished:",
+        "                if reading.error is None:",
+        CHECKPOINT_HOMES,
     ),
     Mutation(
         "the expert room counts as taken for good",

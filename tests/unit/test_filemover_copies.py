@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -219,3 +221,71 @@ def test_a_parked_read_rests_though_no_chunk_is_spare(tmp_path: Path) -> None:
             mover.rest(parked)
             assert not parked.finished and len(copier.fences) == 1
             copier.let_go(1)
+
+
+def test_what_has_not_been_told_to_have_ended_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``wait_all`` asks in the middle of an end: neither an error, nor over too early."""
+    seen: list[tuple[bool, bool]] = []
+    jobs: list[Any] = []
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(CHUNK)
+        extent = store.allocate(CHUNK)
+        with FileMover(store, ThreadEngine, host(2 * CHUNK), CHUNK) as mover:
+            pump = mover._pump
+            ended, start_job = pump.pieces._ended, pump.start_job
+
+            def tell(transfer: Any, error: Any) -> None:
+                seen.append((transfer.finished, pump.at_work()))
+                ended(transfer, error)
+
+            def start(job: Any) -> bool:
+                jobs.append(job)
+                return start_job(job)
+
+            monkeypatch.setattr(pump.pieces, "_ended", tell)
+            monkeypatch.setattr(pump, "start_job", start)
+            write = mover.write(extent, noise(CHUNK), label="w")
+            mover.wait_all()
+            assert write.finished and seen == [(False, True)]
+            assert jobs[0].tensor is None, "a look at the job from elsewhere finds no target"
+            mover.wait_all()
+            assert not pump.at_work()
+
+
+def test_a_parked_read_that_goes_on_or_has_a_target_rests_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = LateCopier(streamed=True)
+    rested: list[tuple[str, bool]] = []
+    again = threading.Event()
+    with SwapFile([tmp_path], None, CHUNK) as store:
+        store.grow(3 * CHUNK)
+        extents = store.allocate(CHUNK), store.allocate(2 * CHUNK)
+        with FileMover(store, ThreadEngine, host(4 * CHUNK), CHUNK, copier) as mover:
+            rests = mover._pump.pieces._rests
+
+            def note(transfer: Any) -> None:
+                rested.append((transfer.label, transfer.rests))
+                rests(transfer)
+                if len(rested) == 3:
+                    again.set()
+
+            for extent in extents:
+                store_away(mover, copier, extent, noise(extent.nbytes))
+            monkeypatch.setattr(mover._pump.pieces, "_rests", note)
+            first = mover.park(extents[0], label="first")
+            mover.rest(first)
+            second = mover.park(extents[1], label="second")
+            mover.rest(second)  # half the chunks wait for targets
+            mover.land(first, host(CHUNK))
+            copier.let_go(1)
+            mover.wait(first)
+            assert not first.rests
+            assert again.wait(SECONDS), "the second has gone on"
+            mover.land(second, host(2 * CHUNK))
+            copier.let_go(2)
+            mover.wait(second)
+            assert not second.rests
+    assert rested == [("first", False), ("second", False), ("second", False)]

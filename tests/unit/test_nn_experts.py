@@ -323,6 +323,43 @@ def test_a_row_that_somebody_keeps_when_all_is_closed(monkeypatch: pytest.Monkey
     check(model, plain, choose(3, 1))
 
 
+def test_the_room_stays_where_it_is() -> None:
+    """Its seats know their addresses: it is not slid to the front of HBM, whatever leaves there."""
+    with twins() as (model, plain, tier):
+        view = model.inner[0].weight.detach()  # the user's: at the front until it is dropped
+        check(model, plain, choose(3, 1))
+        parts, room = tier._manager.parts, tier._runtime.experts.room.block
+        place = parts.table[room.id].extent
+        assert place.offset > 0
+        del view
+        with tier._manager.lock:
+            parts.evictor._gather(place.offset)
+        assert parts.table[room.id].extent == place
+        check(model, plain, choose(3, 1))
+        assert parts.table[room.id].extent == place
+
+
+def test_a_room_that_was_cut_short_as_it_was_made_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C after its block was entered, and before anybody knows of it."""
+    with twins() as (model, plain, tier):
+        manager, room = tier._manager, tier._runtime.experts.room
+        add_blocks = manager.add_blocks
+
+        def cut(*args: Any, **options: Any) -> Any:
+            add_blocks(*args, **options)
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(manager, "add_blocks", cut)
+        with pytest.raises(KeyboardInterrupt):
+            check(model, plain, choose(3, 1))
+        assert room.block is None
+        check(model, plain, choose(3, 1))
+        assert [r.block for r in manager.parts.table if r.fixed] == [room.block]
+
+
 @pytest.mark.parametrize("kind", [Experts, Listed])
 def test_from_a_swap_file(tmp_path: Any, kind: type[nn.Module]) -> None:
     policy = tiermem.Policy(params="nvme")

@@ -402,6 +402,17 @@ def test_an_exception_amid_packing_leaves_nothing_behind(monkeypatch: pytest.Mon
 
 
 @makes
+def test_the_room_for_packing_is_not_moved_under_its_kernels() -> None:
+    bench = Bench(dram=140)
+    with bench.manager.lock, bench.packer._room() as room:
+        assert room is not None
+        parts = bench.manager.parts
+        [record] = [r for r in parts.table if r.fixed]
+        assert record.extent == room[1] and not parts.evictor.rules.movable(record)
+    bench.manager.close()
+
+
+@makes
 def test_homes_are_repaired_with_packed_copies_in_place() -> None:
     bench = Bench(dram=140)
     assert bench.pack()

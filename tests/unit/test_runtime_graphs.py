@@ -36,6 +36,38 @@ def test_weights_that_stay_are_used_and_nothing_else_happens() -> None:
         assert all(row.leases == 0 for row in tier.residency())
 
 
+class Normed(nn.Sequential):
+    """Layers of 64 KiB, with a buffer that nobody acquires before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__(*[nn.Linear(128, 128, bias=False) for _ in range(3)])
+        self.register_buffer("scale", torch.ones(128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_what_was_captured_stays_where_it_is() -> None:
+    """A graph knows addresses: nothing of it is slid to make one gap of two."""
+    with tiermem.TierManager("cpu", hbm="512KiB", dram="4MiB", policy={"params": "hbm"}) as tier:
+        first, second = tier.wrap(nn.Linear(192, 192, bias=False)), tier.wrap(Normed())
+        table, x = tier._manager.parts.table, torch.rand(1, 128)
+        with torch.no_grad():
+            capture(tier, True)
+            second(x)
+            capture(tier, False)
+        places = {r.block.name: r.extent for r in table if "Normed" in r.block.name}
+        assert len(places) == 4 and "Normed#1.small_buffers" in places
+        assert all(record.still for record in table)
+        tier.unwrap(first)
+        gaps = [gap.nbytes for gap in table.hbm.gaps()]
+        wide = nn.Linear(256, sum(gaps) // 1024 // 4 * 4, bias=False)
+        assert len(gaps) == 2 and max(gaps) < wide.weight.nbytes <= sum(gaps)
+        with pytest.raises(tiermem.CapacityError, match="in pieces"):
+            tier.wrap(wide)
+        assert places == {r.block.name: r.extent for r in table if "Normed" in r.block.name}
+
+
 def test_weights_that_may_move_are_refused() -> None:
     x = torch.rand(2, 64)
     expected = layers()(x)

@@ -307,6 +307,36 @@ def test_a_block_that_is_seen_is_not_moved() -> None:
         made.check()
 
 
+def in_two_pieces(made: Rig) -> tuple[Block, Block]:
+    """Puts a block that is there for good into the middle of ten pages; 7 are wanted beside it."""
+    made.manager.acquire(made.blocks[0])
+    fixed = made.add(2, "hbm")
+    made.manager.release(made.blocks[0])
+    assert where(made) == {0: 0, 2: 4}
+    return fixed, made.blocks[1]
+
+
+def test_what_is_there_for_good_is_moved_and_streams_are_told() -> None:
+    with rig(10, [(4, "dram"), (7, "dram")]) as made:
+        _, wide = in_two_pieces(made)
+        changes = made.manager.parts.evictor.regions.changes
+        made.use(wide)
+        assert where(made) == {1: 2, 2: 0}
+        assert made.manager.parts.evictor.regions.changes == changes + 1
+        made.check()
+
+
+def test_what_is_known_by_its_address_is_not_moved() -> None:
+    """Seats of experts lie in one, and CUDA graphs have been captured of another."""
+    with rig(10, [(4, "dram"), (7, "dram")]) as made:
+        fixed, wide = in_two_pieces(made)
+        made.manager.record(fixed).still = True
+        with pytest.raises(CapacityError, match="in pieces"):
+            made.use(wide)
+        assert where(made)[2] == 4
+        made.check()
+
+
 def test_what_is_used_together_finds_room_together() -> None:
     with rig(10, [(4, "dram"), (2, "dram"), (7, "dram"), (1, "dram")]) as made:
         held, wide = in_the_middle(made)

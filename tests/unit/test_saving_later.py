@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from support_saving import DURING, nothing_is_copied_ahead, save_during
 from torch import nn
 
 import tiermem
-from tiermem.errors import StorageError
+from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.memory import homes
+from tiermem.runtime.memory.homes import HomeRequest
 from tiermem.saving import later
 from tiermem.saving.later import _State
 from tiermem.storage import pagelock
@@ -27,6 +28,7 @@ from tiermem.storage.arena import HostArena
 WIDTH, LAYERS = 64, 6
 UNIT = WIDTH * WIDTH * 4
 OVERLAPS = ("auto", False, "backward")
+_MAKE_ROOM = later.SaveHandle._make_room
 
 
 class Loop:
@@ -367,6 +369,92 @@ def test_no_lock_of_a_step_is_let_go_of_in_python(tmp_path, monkeypatch) -> None
                 raise
             assert entry.state is _State.COPIED
         handle.result()
+
+
+def _take_spare(run: Loop, more: int) -> list[Any]:
+    """Takes all free DRAM for homes, and room for ``more`` homes beside it."""
+    homes = run.tier._manager.parts.homes
+    free = (homes.dram.capacity - homes.dram.used) // UNIT
+    request = HomeRequest("another", UNIT, "dram")
+    return homes.reserve([request] * (free + more))
+
+
+def _give_back(run: Loop, given: list[Any]) -> None:
+    for tier, extent in given:
+        run.tier._manager.parts.homes.release(tier, extent)
+
+
+@contextmanager
+def _ends(handle: Any) -> Iterator[None]:
+    """Ends a save where a test fails: else all would wait for what nobody copies or writes."""
+    try:
+        yield
+    except BaseException:
+        handle._fail(StorageError("a test has failed"))
+        raise
+
+
+def _check_saved(path: Path, handle: Any, state: Any) -> None:
+    with _ends(handle):
+        assert handle._ended.wait(10), "nobody writes what is left"
+    handle.result()
+    with Loop(False) as other:
+        other.tier.load(path)
+        assert all(torch.equal(v, state[k]) for k, v in other.state().items())
+
+
+def test_room_for_copies_is_given_to_homes(tmp_path, monkeypatch) -> None:
+    """First what has no copy in it; what a step has written since is in its copy alone."""
+    with Loop(False) as run:
+        run.step(2)
+        state, manager = run.state(), run.tier._manager
+        with nothing_is_copied_ahead(monkeypatch):
+            with monkeypatch.context() as patch:
+                patch.setattr(later.SaveHandle, "_make_room", _MAKE_ROOM)
+                handle = run.tier.save(tmp_path / "run", wait=False)
+            entries = [e for e in handle._entries.values() if e.home is not None]
+            written, copied = entries[:2]
+            with _ends(handle), manager.lock, handle._guard, ExitStack() as ends:
+                assert all(e.copy is not None and e.state is _State.AT_HOME for e in entries)
+                home = written.home
+                handle.before_write(manager.record(written.block))
+                home.fill_(0xEE)  # as a step does
+                assert handle._copy(copied, copied.home)  # as the thread that copies does
+                given = _take_spare(run, 3)
+                ends.callback(_give_back, run, given)
+                assert [e for e in entries if e.copy is not None] == [written, copied]
+                given += _take_spare(run, 1)
+                assert [e for e in entries if e.copy is not None] == [written]
+                assert copied.state is _State.AT_HOME
+                with pytest.raises(CapacityError):
+                    _take_spare(run, 1)
+                assert written.state is _State.COPIED and copied not in handle._copied
+                assert not handle._spare_room()
+        _check_saved(tmp_path / "run", handle, state)
+        assert handle._spare_room not in manager.parts.homes.reclaimers
+
+
+def test_what_was_copied_and_is_written_then_keeps_its_copy(tmp_path, disk) -> None:
+    """The thread that copies was there before the step."""
+    with Loop(False) as run:
+        run.step(2)
+        state, manager = run.state(), run.tier._manager
+        handle = run.tier.save(tmp_path / "run", wait=False)
+        entries = list(handle._entries.values())
+        with handle._guard:
+            copied = [_State.COPIED] * len(entries)
+            assert handle._changed.wait_for(lambda: [e.state for e in entries] == copied, 20)
+        with _ends(handle), manager.lock, ExitStack() as ends:
+            ends.callback(disk.set)
+            with handle._guard:  # the disk has one of the others
+                written, other = [e for e in handle._copied if e.home is not None][-2:]
+                handle._left.clear()  # as that thread does with what has been copied
+            home = written.home
+            handle.before_write(manager.record(written.block))
+            home.fill_(0xEE)
+            ends.callback(_give_back, run, _take_spare(run, 1))
+            assert written.copy is not None and other.copy is None
+        _check_saved(tmp_path / "run", handle, state)
 
 
 class Spare(nn.Module):

@@ -52,6 +52,9 @@ class Record:
         defined: Whether the block holds data at all (a gradient may not yet).
         writes: How often the HBM copy was marked as written.
         home_writes: How often the home copy was written directly.
+        fixed: Whether it is in HBM for good.
+        still: Whether something else than parameters knows its address in HBM, so that it must not
+            be moved there.
     """
 
     block: Block
@@ -65,6 +68,7 @@ class Record:
     writes: int = 0
     home_writes: int = 0
     fixed: bool = field(default=False)
+    still: bool = field(default=False)
 
     @property
     def usable(self) -> bool:

@@ -234,5 +234,9 @@ class Acquirer:
                 'it the home tier hbm (policy={"params": "hbm"}), or capture and replay inside '
                 "tier.materialize(module)"
             )
+        if not record.still:
+            # the graph has its address from now on, and those of buffers that nobody acquires
+            for each in self._table:
+                each.still = each.still or each.fixed
         self._table.lease(block.id)
         return self._current[block.id]

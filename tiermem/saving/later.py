@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ import torch
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record
 from tiermem.core.residency import State as Residency
-from tiermem.errors import ClosedError, InvariantError, StorageError, TierError
+from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError, TierError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.base.forks import generation
 from tiermem.runtime.transfers.block_io import view_of
@@ -197,6 +197,7 @@ class SaveHandle:
             self._ahead.extend(self._in_order_of_writes())
             self._make_room()
             manager.parts.homes.owners.append(self._owned)
+            manager.parts.homes.reclaimers.append(self._spare_room)
             manager.closers.append(self._cancel)
             manager.parts.homes.keeper = self
 
@@ -211,8 +212,9 @@ class SaveHandle:
                 continue
             if record.home_extent is None or record.leases or slot.aliased or slot.wanted:
                 continue
-            transfers.drain(record)
-            going.append(record)
+            with suppress(CapacityError):  # no room for a home: it is saved from HBM
+                transfers.drain(record)
+                going.append(record)
         for record in going:
             error = transfers.settle(record.block.id)
             if error is not None:
@@ -251,6 +253,31 @@ class SaveHandle:
                         return
                     entry.copy, entry.fresh = room
 
+    def _spare_room(self) -> bool:
+        """Gives up room for copies, which a home needs; the manager's lock is held.
+
+        First all that has no copy in it yet. Then copies of what has its bytes at home still: they
+        are written from there, or copied again before a step writes to it.
+
+        Returns:
+            Whether there was any.
+        """
+        with self._guard:
+            entries = self._entries.values()
+            found = [e for e in entries if e.state is _State.AT_HOME and e.copy is not None]
+            if not found:  # the writer has taken what is not among these
+                found = [e for e in self._copied if e.home is not None and e.copy is not None]
+            # first: cut short, what is not at home is passed over
+            self._left.extend(found)
+            self._changed.notify_all()
+            for entry in found:
+                extent = entry.copy
+                entry.copy, entry.state = None, _State.AT_HOME
+                if extent is not None:
+                    self._manager.parts.homes.release(Tier.DRAM, extent)
+            self._copied = deque(e for e in self._copied if e.state is _State.COPIED)
+        return bool(found)
+
     # -- while training goes on ------------------------------------------
 
     def before_write(self, record: Record) -> None:
@@ -270,9 +297,11 @@ class SaveHandle:
                 while self._reads_home(entry):
                     self._changed.wait()
                 if entry.state is not _State.AT_HOME or self._error is not None:
+                    entry.home = None  # its copy is all there is from now on
                     return
                 whole = self._home_of(entry)
                 if self._copy(entry, whole):
+                    entry.home = None  # likewise
                     self._changed.notify_all()
                     return
                 mine = True
@@ -489,6 +518,8 @@ class SaveHandle:
             manager.parts.homes.keeper = None
         if self._owned in manager.parts.homes.owners:
             manager.parts.homes.owners.remove(self._owned)
+        if self._spare_room in manager.parts.homes.reclaimers:
+            manager.parts.homes.reclaimers.remove(self._spare_room)
         if self._cancel in manager.closers:
             manager.closers.remove(self._cancel)
         for entry in self._entries.values():

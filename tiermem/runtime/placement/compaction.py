@@ -17,6 +17,7 @@ from tiermem.core.residency import Record, ResidencyTable
 from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.leaving import LeaveRules, Why
+from tiermem.runtime.placement.regions import Regions
 from tiermem.runtime.transfers.transfers import Transfers
 
 _BOUNCE = 4 << 20
@@ -65,6 +66,7 @@ class Compactor:
         slots: SlotCache,
         transfers: Transfers,
         rules: LeaveRules,
+        regions: Regions,
         counters: Counters,
     ) -> None:
         """Moves blocks of ``table``, under its lock, as far as ``rules`` let it."""
@@ -72,15 +74,19 @@ class Compactor:
         self._slots = slots
         self._transfers = transfers
         self._rules = rules
+        self._regions = regions
         self._counters = counters
         self._sliding: _Slide | None = None
 
-    def best_stretch(self, nbytes: int, keep: Record | None = None) -> Stretch | None:
+    def best_stretch(
+        self, nbytes: int, keep: Record | None = None, *, failing: bool = False
+    ) -> Stretch | None:
         """Returns where one gap of ``nbytes`` can be made with the fewest bytes moved.
 
         Args:
             nbytes: Bytes wanted.
             keep: A block that is not to leave, although it could.
+            failing: Whether blocks may leave that could not be written home the last time.
 
         Returns:
             None where there is no such run. The caller evicts the blocks in ``leaving``, then
@@ -93,6 +99,7 @@ class Compactor:
             record = None if extent is None else table.at(extent.offset)
             if extent is not None and record is not None:
                 leaves = record is not keep and self._rules.may_leave(record, Why.NEEDED)
+                leaves = leaves and (failing or not self._rules.is_failing(record.block.id))
                 if leaves or self._rules.movable(record):
                     inside.records.append(record)
                     if leaves:
@@ -160,6 +167,8 @@ class Compactor:
         self._rules.repoint(record, source, target)
         self._sliding = None
         self._transfers.relocated(block.id)
+        if record.fixed:
+            self._regions.divide_anew()  # the runs for what streams lie beside it
         self._counters.relocations += 1
 
     def finish(self) -> None:

@@ -12,11 +12,11 @@ from tiermem.core.allocator import Window
 from tiermem.core.block import ALIGNMENT, Block, Extent, align_up
 from tiermem.core.residency import Record, ResidencyTable, State
 from tiermem.core.schedule import Planner
-from tiermem.errors import StorageError
+from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.memory.slots import Holder, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.compaction import Compactor
-from tiermem.runtime.placement.leaving import LeaveRules, LeavingOrder, Why
+from tiermem.runtime.placement.leaving import FAILING, LeaveRules, LeavingOrder, Why
 from tiermem.runtime.placement.no_room import too_small
 from tiermem.runtime.placement.regions import Regions
 from tiermem.runtime.placement.ring import Ring
@@ -87,7 +87,7 @@ class Evictor:
         self.largest_later = 0
         self.places = 0
         self._settling = Settling(table, self.regions)
-        self._compactor = Compactor(table, slots, transfers, self.rules, counters)
+        self._compactor = Compactor(table, slots, transfers, self.rules, self.regions, counters)
         self.more: Callable[[int], bool] = lambda nbytes: False
         self._counters = counters
         self._orphans: list[Left] = []
@@ -188,7 +188,7 @@ class Evictor:
             return None
         try:
             self.clear(victims, wait=True)
-        except StorageError:
+        except (CapacityError, StorageError):
             return None  # it stays where it is until it can be written
         return hbm.take_at(start, size)
 
@@ -212,7 +212,8 @@ class Evictor:
     ) -> Extent | None:
         """Finds a free place, or makes one; see :meth:`place`.
 
-        Every round either returns, raises, evicts a block, ends a transfer or finds a block in use.
+        Every round either returns, raises, evicts a block, ends a transfer, or finds a block in use
+        or without a home to be written to.
 
         Args:
             block: What needs it.
@@ -230,14 +231,15 @@ class Evictor:
                 continue
             window, last = self._window(size, position, parts, last), []
             anywhere = position is None or block.id in self.residents
-            if window is None and anywhere and parts != [(0, hbm.capacity)]:
+            dear = window is None or window.cost >= FAILING
+            if dear and anywhere and parts != [(0, hbm.capacity)]:
                 parts = [(0, hbm.capacity)]  # better there than not at all
                 continue
             if window is not None:
-                used = hbm.used
+                used, failing = hbm.used, len(self.transfers.failing)
                 if not self.clear(window.victims, wait=position is None):
                     return None
-                if hbm.used < used:
+                if hbm.used < used or len(self.transfers.failing) > failing:
                     continue
             if position is not None:
                 return None
@@ -303,6 +305,8 @@ class Evictor:
                     best = window
                 if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
                     return best  # one clean block, needed last: nothing is cheaper by much
+        if best is not None and best.cost >= FAILING:
+            best = None  # others may do, further from what is needed last
         if best is None and (position is None or last):
             found = (hbm.cheapest_window(size, price, *part) for part in parts)
             windows = [window for window in found if window is not None]
@@ -345,6 +349,8 @@ class Evictor:
     def _gather(self, nbytes: int, keep: Record | None = None) -> None:
         """Makes one gap of ``nbytes`` by evicting and moving blocks, but for ``keep``."""
         stretch = self._compactor.best_stretch(nbytes, keep)
+        if stretch is None and keep is None:  # it is needed: what could not go home is tried again
+            stretch = self._compactor.best_stretch(nbytes, failing=True)
         if stretch is not None:
             self.clear(stretch.leaving, wait=True)
             self._compactor.join(stretch)
@@ -377,9 +383,16 @@ class Evictor:
     def clear(self, victims: Sequence[int], *, wait: bool) -> bool:
         """Evicts the blocks at these offsets; returns whether all that could be has been done.
 
+        One that has no room at home (that is in a checkpoint, and it was written) is the end of
+        it the first time: it counts as failing, so that others leave before it from then on.
+
         Args:
             victims: Offsets.
             wait: Whether to wait for write-backs; otherwise they are only begun.
+
+        Raises:
+            CapacityError: If one is waited for that counts as failing, and has no room at home.
+            StorageError: If one is waited for that cannot be written.
         """
         loose, pending = [], []
         for offset in victims:
@@ -387,7 +400,14 @@ class Evictor:
             if record is None or not self.rules.let_loose(record):
                 continue
             if record.in_hbm is State.DIRTY:
-                self.transfers.drain(record)
+                failing, block_id = self.transfers.failing, record.block.id
+                try:
+                    self.transfers.drain(record)
+                except CapacityError:
+                    if wait and block_id in failing:
+                        raise
+                    failing.add(block_id)
+                    return wait
             loose.append(record)
             if record.in_hbm is State.DRAINING:
                 pending.append(record)

@@ -31,6 +31,8 @@ _VALID, _DIRTY = State.VALID, State.DIRTY
 _NEEDED, _AHEAD, _WRITTEN = Why.NEEDED, Why.AHEAD, Why.WRITTEN
 _RESIDENT = 1e12
 _SOFT = 1e15
+FAILING = 1e18
+"""Price of what could not be written home: an error, unless it can be now."""
 
 
 class LeaveRules:
@@ -96,6 +98,10 @@ class LeaveRules:
         """Whether a parameter that holds no lease expects a block in HBM to stay there."""
         return self._current[record.block.id].wanted
 
+    def is_failing(self, block_id: int) -> bool:
+        """Whether the last try to write a block home failed."""
+        return block_id in self._failing
+
     def is_held(self, record: Record) -> bool:
         """Whether something uses the copy in HBM: a lease, or a view that is not a parameter."""
         slot = self._current.get(record.block.id)
@@ -149,7 +155,7 @@ class LeaveRules:
     def movable(self, record: Record) -> bool:
         """Whether a block's address is seen only by parameters that can be pointed anew."""
         slot = self._current.get(record.block.id)
-        if slot is None or not record.usable or slot.aliased:
+        if slot is None or record.still or not record.usable or slot.aliased:
             return False
         holder = self._holders.get(record.block.id)
         if holder is not None and holder.read_elsewhere():
@@ -252,6 +258,7 @@ class LeavingOrder:
         if position is None:
             price += (block.id in self._regions.residents) * _RESIDENT
             price += self._rules.is_wanted(record) * _SOFT
+            price += self._rules.is_failing(block.id) * FAILING
         return price
 
     def unused_until(self, offset: int, position: int) -> bool:

@@ -89,12 +89,13 @@ class ExpertRoom:
         nbytes = sum(size * count for size, count in counts.items())
         shape = TensorShape(_NAME, (nbytes,), (1,), torch.uint8, 1)
         try:
-            [block] = self._manager.add_blocks([("experts", Role.BUFFER, [shape])], home="hbm")
+            [block] = self._manager.add_blocks([(_NAME, Role.BUFFER, [shape])], home="hbm")
         except CapacityError:
             self.shrink()
             return False
         finally:
             parts.limit.least = least  # it gives way
+        parts.table[block.id].still = True  # seats know their addresses
         self.block = block
         parts.table.give_way.add(block.id)
         given = small_pieces(stacks) if tensors else counts  # rows of whole tensors have the rest

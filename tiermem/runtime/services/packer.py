@@ -135,6 +135,7 @@ class Packer:
         finally:
             parts.limit.least = least  # it is given back at once
         try:
+            parts.table[block.id].still = True  # kernels know its address
             slot = parts.slots.current[block.id]
             yield slot.bytes, slot.extent
         finally:

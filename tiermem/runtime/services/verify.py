@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
-
-_CHUNK = 4 << 20
+from tiermem.runtime.transfers.comparing import same_bytes
 
 
 def differs_from_home(manager: BlockManager, block: Block) -> bool:
@@ -38,15 +35,4 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
             manager.parts.transfers.wait_or_raise(
                 mover.read(extent, home, label=block.name, urgent=True)
             )
-        same = torch.ones((), dtype=torch.bool, device=here.device)
-        for begin, end in _runs(block):
-            same &= (here[begin:end] == home[begin:end].to(here.device)).all()
-        return not bool(same)
-
-
-def _runs(block: Block) -> Iterator[tuple[int, int]]:
-    """Yields the bytes of its tensors, begin and end, in runs of a chunk; not those in between."""
-    for spec in block.tensors:
-        last = spec.offset + spec.nbytes
-        for begin in range(spec.offset, last, _CHUNK):
-            yield begin, min(begin + _CHUNK, last)
+        return not same_bytes(block, here, home)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -48,9 +48,10 @@ class FileFills:
                 target, after = self._target(block)
                 extent = self._place(ranges_of(block.tensors, stored), target.numel())
                 in_place = transfers.table[block.id].home is Tier.DRAM
-                reading = transfers.need_mover().read(
-                    extent, target, label=block.name, in_place=in_place, after=after
-                )
+                with self._until_asked(extent):
+                    reading = transfers.need_mover().read(
+                        extent, target, label=block.name, in_place=in_place, after=after
+                    )
                 under_way.append((block, extent, reading))
             for _, _, reading in under_way:
                 transfers.wait_or_raise(reading)
@@ -101,13 +102,27 @@ class FileFills:
         whole = torch.empty(align_up(max(1, nbytes)), dtype=torch.uint8)
         if nbytes:
             extent = self._place(ranges, whole.numel())
-            mover = self._transfers.need_mover()
-            self._transfers.wait_or_raise(mover.read(extent, whole, label="a tensor", urgent=True))
-            self._store().forget(extent)
+            with self._until_asked(extent):
+                mover = self._transfers.need_mover()
+                reading = mover.read(extent, whole, label="a tensor", urgent=True)
+            try:
+                self._transfers.wait_or_raise(reading)
+            finally:
+                if reading.finished:  # else a repair waits for it, and forgets its address
+                    self._store().forget(extent)
         return whole[:nbytes]
 
     def _place(self, ranges: Sequence[SourceRange], nbytes: int) -> Extent:
         return self._store().place(ranges, nbytes)
+
+    @contextmanager
+    def _until_asked(self, extent: Extent) -> Iterator[None]:
+        """Gives an address up where an error keeps it from being read."""
+        try:
+            yield
+        except Exception:
+            self._store().forget(extent)
+            raise
 
     def _store(self) -> CheckpointStore:
         sources = self._transfers.homes.sources

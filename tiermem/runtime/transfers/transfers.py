@@ -23,6 +23,7 @@ from tiermem.errors import InvariantError, StorageError
 from tiermem.runtime.base.undisturbed import undisturbed
 from tiermem.runtime.memory.homes import HomeRequest, Homes
 from tiermem.runtime.memory.slots import Slot, SlotCache
+from tiermem.runtime.transfers.comparing import same_bytes
 from tiermem.runtime.transfers.departures import Departures
 from tiermem.runtime.transfers.early_reads import ReadAhead
 from tiermem.runtime.transfers.packed_copies import PackedCopies
@@ -202,11 +203,24 @@ class Transfers:
             raise
 
     def drain(self, record: Record) -> None:
-        """Begins to write a dirty block back to its home."""
+        """Begins to write a dirty block back to its home.
+
+        One whose home is in a checkpoint is given another home, unless it has the bytes of the
+        files still: then it is clean again, and nothing is written.
+
+        Raises:
+            CapacityError: If there is no room for another home; the block stays dirty.
+        """
         block = record.block
         slot = self.slots.current[block.id]
         if record.home is Tier.NVME:
-            self._make_writable(record)
+            if self.homes.read_only(record.home_extent):
+                if self._is_as_in_files(record):
+                    record.at_home = State.VALID
+                    record.in_hbm = State.VALID  # last: cut short before it, it is dirty still
+                    self.failing.discard(block.id)
+                    return
+                self._make_writable(record)
             self.ahead.drop(block.id)
         if self.homes.keeper is not None:
             self.homes.keeper.before_write(record)
@@ -227,6 +241,7 @@ class Transfers:
                 record.at_home = State.VALID  # ResidencyTable.end_drain, in line
                 record.in_hbm = State.VALID  # last: cut short before it, it drains still
                 self.log.counters.write_backs += 1
+                self.failing.discard(block.id)
             else:
                 self.copy.prepare_down()
                 transfer = self.need_mover().write(move.target_extent, slot.bytes, label=block.name)
@@ -282,10 +297,30 @@ class Transfers:
 
     def _make_writable(self, record: Record) -> None:
         """Gives a block at home in a checkpoint that was written a home wherever there is room."""
-        if self.homes.read_only(record.home_extent):
-            request = HomeRequest(record.block.name, record.block.nbytes, "auto")
-            [(tier, extent)] = self.homes.reserve([request])
-            self.rehome(record, tier, extent)
+        request = HomeRequest(record.block.name, record.block.nbytes, "auto")
+        [(tier, extent)] = self.homes.reserve([request])
+        self.rehome(record, tier, extent)
+
+    def _is_as_in_files(self, record: Record) -> bool:
+        """Whether a block at home in a checkpoint that counts as written has the bytes of that.
+
+        As a rule nobody has written it: it was shown to somebody who could have, in a
+        ``state_dict()`` for one. The read that tells costs as much as a later fetch, while another
+        home would take DRAM for good. A block that was written has a home that can be, after this,
+        and comes here no more.
+        """
+        block, extent = record.block, record.home_extent
+        if extent is None:
+            return False
+        home = torch.empty(block.nbytes, dtype=torch.uint8)
+        transfer = self.need_mover().read(extent, home, label=block.name, urgent=True)
+        self.wait(transfer)
+        if transfer.error is not None:
+            return False  # the copy in HBM is all there is: it is written elsewhere
+        slot = self.slots.current[block.id]
+        self.copy.use(self.ready.get(block.id))
+        self.copy.claim(slot.extent)  # whatever stream may write it is waited for
+        return same_bytes(block, slot.bytes, home)
 
     # -- ending ----------------------------------------------------------
 

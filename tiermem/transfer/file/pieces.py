@@ -107,6 +107,7 @@ class Pieces:
     def land(self, job: Job, tensor: torch.Tensor, after: Sequence[Signal], urgent: bool) -> None:
         """Gives a read its target; pieces that were read already are copied there."""
         job.tensor, job.after, job.urgent = tensor, after, urgent
+        job.transfer.rests = False
         if job.rests_ns:
             job.transfer.rested_ns = time.perf_counter_ns() - job.rests_ns
         self.queue.land(job)
@@ -133,9 +134,9 @@ class Pieces:
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
-        self.queue.remove(job)
-        del job.tensor  # chunks may stay for longer, and must not keep it alive
+        job.tensor = None  # chunks may stay for longer, and must not keep it alive
         self._ended(job.transfer, job.error)
+        self.queue.remove(job)  # last: until then other threads see that it is at work
 
     def _error(self, job: Job, piece: Piece, what: str, code: int | None) -> StorageError:
         return StorageError(
@@ -243,7 +244,7 @@ class Pieces:
             self._finish_if_over(job)
             return None
         chunk = self._take(job, piece)
-        job.rests_ns = 0
+        job.rests_ns, job.transfer.rests = 0, False
         if job.transfer.in_place and job.tensor is not None and piece.parts is None:
             target = job.tensor.data_ptr() + piece.extent_offset
             if target % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
@@ -265,7 +266,7 @@ class Pieces:
             self._give(chunk, Task.FILL)
             return None
         # The kernel only reads the source. Should it be changed meanwhile, the checksum shows
-        # # that when it is read back.
+        # that when it is read back.
         chunk.address = source
         self.counters.bytes_direct += piece.nbytes
         return self._send(chunk)

@@ -130,8 +130,11 @@ class Pump:
         """Whether any transfer has not ended that has somewhere to go; asked under the lock."""
         if self.dead is not None or not self._thread.is_alive():
             return False
+        if self._inbox or self._taking:
+            return True
+        # one that is over has no target any more, and is about to be told that it has ended
         jobs = list(self.pieces.queue.jobs.values())
-        return bool(self._inbox) or self._taking or any(job.tensor is not None for job in jobs)
+        return any(job.tensor is not None or job.over for job in jobs)
 
     def ask_to_close(self) -> None:
         """Asks the thread to end; never blocks, so that a garbage collection may call it."""
