@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from random import Random
 
 import pytest
 import torch
+from support_streams import DOWN, FILES, UNPACK, UP
 
-from tiermem.core.block import Block, Extent
+from tiermem.config import Policy, Settings
+from tiermem.core.block import Block, Extent, Role
+from tiermem.core.layout import TensorShape
 from tiermem.core.packing import Packed, packed_nbytes, parts_of
 from tiermem.core.residency import Record, State
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.services.packer import Packer, Wanted
 from tiermem.runtime.transfers.packed_copies import PackedCopy, stamp_of
+from tiermem.testing.io import ScriptedEngine
+from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.packing import home_nbytes, is_spoiled, room_nbytes
 from tiermem.transfer.streams import StreamCopyEngine
 
@@ -84,3 +91,81 @@ def pack(
         transfers.packed.add(block, PackedCopy(packed, extent, stamp_of(record)))
         made += 1
     return made
+
+
+COUNT = 4
+NBYTES = 8 * 2 * WORDS
+HALVES = TensorShape("w", (NBYTES // 2,), (1,), torch.bfloat16, 2)
+FLOATS = TensorShape("w", (NBYTES // 4,), (1,), torch.float32, 4)
+
+
+class Bench:
+    """A manager over simulated streams, with blocks that HBM has no room for together."""
+
+    def __init__(self, shape: TensorShape = HALVES, *, hbm: int = 3, dram: int = 4 * COUNT) -> None:
+        self.device = SimulatedDevice(Random(0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "tiermem.runtime.assembly.HostCopyEngine",
+                lambda: StreamCopyEngine(self.device, UP, DOWN, FILES, UNPACK),
+            )
+            self.manager = BlockManager(
+                Settings(
+                    device="cpu",
+                    hbm=hbm * NBYTES + (1 << 17),
+                    dram=dram * NBYTES,
+                    nvme=(),
+                    nvme_bytes=None,
+                    policy=Policy(params="dram"),
+                    prefetch_depth=0,
+                ),
+                ScriptedEngine,
+            )
+        self.packed = self.manager.parts.transfers.packed
+        self.shape = shape
+        self.blocks = self.add(40)
+        generator = torch.Generator().manual_seed(0)
+        self.values = []
+        for block in self.blocks:
+            value = (torch.randn(shape.shape, generator=generator) * 0.02).to(shape.dtype)
+            self.values.append(value)
+            self.manager.write_home(block, [value])
+        self.packer = Packer(self.manager, 2)
+
+    def add(self, count: int) -> list[Block]:
+        """Adds blocks."""
+        return self.manager.add_blocks([(f"b{i}", Role.PARAM, [self.shape]) for i in range(count)])
+
+    def pack(self, rows: Sequence[tuple[int, int]] = ()) -> int:
+        """Packs all blocks."""
+        return self.packer.pack([Wanted(block, rows) for block in self.blocks])
+
+    def used_dram(self) -> int:
+        """Bytes of DRAM in use."""
+        return self.manager.parts.homes.dram.used
+
+    def write(self, number: int, value: torch.Tensor) -> None:
+        """Writes a block in HBM, and what is there home."""
+        block, self.values[number] = self.blocks[number], value
+        with self.manager.lock:
+            view = self.manager.acquire(block).views[0]
+            self.manager.parts.copy.synchronize()
+            view.copy_(value)
+            del view
+            self.manager.release(block, dirty=True)
+            self.manager.parts.transfers.drain(self.manager.parts.table[block.id])
+            self.manager.parts.copy.synchronize()
+
+    def seen(self, number: int) -> torch.Tensor:
+        """Returns what a kernel sees of a block."""
+        with self.manager.lock:
+            view = self.manager.acquire(self.blocks[number]).views[0]
+            self.manager.parts.copy.synchronize()
+            found = view.clone()
+            del view
+            self.manager.release(self.blocks[number])
+        return found
+
+    def up(self) -> int:
+        """Bytes that came up from DRAM."""
+        return self.manager.stats().links["dram->hbm"].nbytes

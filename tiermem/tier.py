@@ -198,7 +198,7 @@ class TierManager:
         self._runtime.models.owner = self  # a model keeps the tiers alive
         self._wraps += 1
         try:
-            self._runtime.pack_ahead(wrapped.groups, written=model.training)
+            self._runtime.pack_ahead(wrapped.number, wrapped.groups, written=model.training)
             self._runtime.fill_ahead(wrapped.scopes[""], wrapped.modules.held())
             if model.training and self._manager.parts.device.type == "cuda":
                 prepare_share(self._runtime)

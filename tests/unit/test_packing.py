@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
 import numpy as np
@@ -10,17 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support_packed import FLOATS, NBYTES, Bench, always_used, pack, small_tiles
 from support_packed import WORDS as FEW
-from support_packed import always_used, pack, small_tiles
-from support_streams import DOWN, FILES, UNPACK, UP
+from support_streams import DOWN, FILES, UP
 from torch import nn
 
 import tiermem
 import tiermem.runtime.services.packer as packer_module
-from tiermem.config import Policy, Settings
-from tiermem.core.block import Block, Extent, Role, Tier
+from tiermem.core.block import Extent, Tier
 from tiermem.core.cost import Timetable
-from tiermem.core.layout import TensorShape
 from tiermem.core.loops import Plan
 from tiermem.core.packing import (
     ESCAPES,
@@ -37,9 +35,7 @@ from tiermem.core.packing import (
 from tiermem.errors import InvariantError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
-from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.services.packer import Packer, Wanted
-from tiermem.testing.io import ScriptedEngine
+from tiermem.runtime.services.packer import Wanted
 from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.copy import HostCopyEngine
 from tiermem.transfer.streams import StreamCopyEngine
@@ -182,83 +178,6 @@ def test_an_engine_without_a_stream_for_kernels_packs_nothing() -> None:
 
 
 # -- who makes them -----------------------------------------------------------------------------
-
-COUNT = 4
-NBYTES = 8 * 2 * FEW
-HALVES = TensorShape("w", (NBYTES // 2,), (1,), torch.bfloat16, 2)
-FLOATS = TensorShape("w", (NBYTES // 4,), (1,), torch.float32, 4)
-
-
-class Bench:
-    """A manager over simulated streams, with blocks that HBM has no room for together."""
-
-    def __init__(self, shape: TensorShape = HALVES, *, hbm: int = 3, dram: int = 4 * COUNT) -> None:
-        self.device = SimulatedDevice(Random(0))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "tiermem.runtime.assembly.HostCopyEngine",
-                lambda: StreamCopyEngine(self.device, UP, DOWN, FILES, UNPACK),
-            )
-            self.manager = BlockManager(
-                Settings(
-                    device="cpu",
-                    hbm=hbm * NBYTES + (1 << 17),
-                    dram=dram * NBYTES,
-                    nvme=(),
-                    nvme_bytes=None,
-                    policy=Policy(params="dram"),
-                    prefetch_depth=0,
-                ),
-                ScriptedEngine,
-            )
-        self.packed = self.manager.parts.transfers.packed
-        self.shape = shape
-        self.blocks = self.add(40)
-        generator = torch.Generator().manual_seed(0)
-        self.values = []
-        for block in self.blocks:
-            value = (torch.randn(shape.shape, generator=generator) * 0.02).to(shape.dtype)
-            self.values.append(value)
-            self.manager.write_home(block, [value])
-        self.packer = Packer(self.manager, 2)
-
-    def add(self, count: int) -> list[Block]:
-        """Adds blocks."""
-        return self.manager.add_blocks([(f"b{i}", Role.PARAM, [self.shape]) for i in range(count)])
-
-    def pack(self, rows: Sequence[tuple[int, int]] = ()) -> int:
-        """Packs all blocks."""
-        return self.packer.pack([Wanted(block, rows) for block in self.blocks])
-
-    def used_dram(self) -> int:
-        """Bytes of DRAM in use."""
-        return self.manager.parts.homes.dram.used
-
-    def write(self, number: int, value: torch.Tensor) -> None:
-        """Writes a block in HBM, and what is there home."""
-        block, self.values[number] = self.blocks[number], value
-        with self.manager.lock:
-            view = self.manager.acquire(block).views[0]
-            self.manager.parts.copy.synchronize()
-            view.copy_(value)
-            del view
-            self.manager.release(block, dirty=True)
-            self.manager.parts.transfers.drain(self.manager.parts.table[block.id])
-            self.manager.parts.copy.synchronize()
-
-    def seen(self, number: int) -> torch.Tensor:
-        """Returns what a kernel sees of a block."""
-        with self.manager.lock:
-            view = self.manager.acquire(self.blocks[number]).views[0]
-            self.manager.parts.copy.synchronize()
-            found = view.clone()
-            del view
-            self.manager.release(self.blocks[number])
-        return found
-
-    def up(self) -> int:
-        """Bytes that came up from DRAM."""
-        return self.manager.stats().links["dram->hbm"].nbytes
 
 
 @pytest.fixture
@@ -550,3 +469,113 @@ def test_nor_what_an_optimizer_steps_or_is_gone(tier: tiermem.TierManager) -> No
             stepped(torch.zeros(64))
     assert [len(blocks) for blocks in asked.blocks] == [0, 0, 1, 0]
     optimizer.close()
+
+
+def test_each_model_for_itself_and_not_while_a_graph_is_captured(
+    tier: tiermem.TierManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked(tier._runtime)
+    trained, evaluated = tier.wrap(layers()), tier.wrap(layers())
+    with torch.no_grad():
+        evaluated(torch.zeros(64))
+    trained(torch.zeros(64)).sum().backward()
+    copy = tier._manager.parts.copy
+    with torch.no_grad():
+        monkeypatch.setattr(copy, "capturing", lambda: True)
+        tier._runtime._pack_untrained(1, training=False)
+        monkeypatch.undo()
+        assert [len(blocks) for blocks in asked.blocks] == [0, 0]
+        evaluated(torch.zeros(64))
+        assert [len(blocks) for blocks in asked.blocks] == [0, 0, 3]
+        for _ in range(3):
+            trained(torch.zeros(64))
+    assert len(asked.blocks) == 3
+
+
+@makes
+def test_copies_of_what_was_written_since_are_given_up_by_passes_that_use_none() -> None:
+    bench = Bench(dram=140)
+    before = bench.used_dram()
+    assert bench.pack()
+    for number in range(3):
+        bench.write(number, torch.ones_like(bench.values[number]))
+    bench.manager.begin_pass("all")
+    assert bench.packed.nbytes == bench.used_dram() - before == 37 * NBYTES
+    assert bench.pack() == 3  # they are packed again
+    bench.manager.close()
+
+
+@makes
+def test_dram_that_is_lent_comes_from_packed_copies_but_not_for_others() -> None:
+    bench = Bench(dram=60)
+    assert bench.pack()
+    homes = bench.manager.parts.homes
+    assert homes.lend(15 * NBYTES, spare=True) is None and len(bench.packed)
+    extent = homes.lend(15 * NBYTES)
+    assert extent is not None and not len(bench.packed)
+    homes.release(Tier.DRAM, extent)
+    bench.manager.close()
+
+
+@makes
+def test_a_home_that_is_written_is_known_to_be_before_it_counts_as_there() -> None:
+    bench = Bench(dram=140)
+    [block] = bench.add(1)
+    record = bench.manager.parts.table[block.id]
+    seen = []
+
+    class Watched(type(record)):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __setattr__(self, name: str, value: object) -> None:
+            seen.append(name)
+            super().__setattr__(name, value)
+
+    record.__class__ = Watched
+    bench.manager.write_home(block, [bench.values[0]])
+    assert seen.index("home_writes") < seen.index("at_home")
+    bench.manager.close()
+
+
+@makes
+def test_the_wait_for_a_place_is_no_time_on_the_link() -> None:
+    bench = Bench(dram=140)
+    assert bench.pack()
+    always_used(bench.manager)
+    manager, order = bench.manager, list[str]()
+    timer, copy = manager.parts.pass_timer, manager.parts.copy
+    manager.begin_pass("all")
+
+    def noted(name: str, act: Callable[..., object]) -> Callable[..., object]:
+        def noting(*args: object) -> object:
+            order.append(name)
+            if name == "rising":
+                assert isinstance(args[0], Extent)  # whose readers are waited for first
+            return act(*args)
+
+        return noting
+
+    timer.sampling = True
+    timer.rising = noted("rising", timer.rising)  # type: ignore[method-assign, assignment]
+    timer.risen = noted("risen", timer.risen)  # type: ignore[method-assign, assignment]
+    copy.up_packed = noted("copy", copy.up_packed)  # type: ignore[method-assign, assignment]
+    assert torch.equal(bench.seen(0), bench.values[0])
+    assert order[:3] == ["rising", "copy", "risen"]
+    timer.sampling = False
+    manager.close()
+
+
+@makes
+def test_rows_count_only_as_long_as_there_is_a_room_for_experts() -> None:
+    bench = Bench(dram=140)
+    assert bench.pack()
+    rows = [True]
+    bench.packed.by_rows = lambda: rows[0]
+    bench.packed.begin(1, link_binds=False)
+    assert bench.packed.used
+    bench.packed.begin(1 << 15, link_binds=False)  # compute binds
+    assert not bench.packed.used
+    rows[0] = False
+    bench.packed.begin(1, link_binds=False)
+    assert not bench.packed.used
+    bench.manager.close()

@@ -305,9 +305,9 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.in_hbm is not State.ABSENT or record.home_extent is None:
             raise self._wrong(record, "written at home")
+        record.home_writes += 1  # first: what is known of its bytes before is out of date
         record.at_home = State.VALID
         record.defined = True
-        record.home_writes += 1
 
     def rehome(self, block_id: int, home: Tier, extent: Extent) -> None:
         """Gives a block that is in HBM another home, to which it has yet to be written.

@@ -358,13 +358,19 @@ class DriverCalls:
 
     def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> None:
         """Submits the packing of tiles."""
-        code = self._launching().pack(stream, target, source, tiles, spoiled)
+        kernels, foreign = self._launching()
+        code = kernels.pack(stream, target, source, tiles, spoiled)
+        if foreign:
+            self._leave()
         if code:
             self._check("cuLaunchKernel of tiermem_pack", code)
 
     def unpack(self, stream: int, target: int, tiles: int) -> None:
         """Submits the unpacking of tiles in place."""
-        code = self._launching().unpack(stream, target, tiles)
+        kernels, foreign = self._launching()
+        code = kernels.unpack(stream, target, tiles)
+        if foreign:
+            self._leave()
         if code:
             self._check("cuLaunchKernel of tiermem_unpack", code)
 
@@ -438,13 +444,21 @@ class DriverCalls:
         self._push()
         return True
 
-    def _launching(self) -> PackingKernels:
-        """Returns the kernels, the calling thread having a context."""
+    def _launching(self) -> tuple[PackingKernels, bool]:
+        """Returns the kernels, this device's context being current: before CUDA 13 it has to be.
+
+        Returns:
+            The kernels, and whether :meth:`_leave` must follow.
+        """
+        kernels = self._kernels
+        if kernels is None:
+            raise InvariantError("there are no kernels that pack; ask can_pack first")
         if not self._local.bound:
             self._bind()
-        if self._kernels is None:
-            raise InvariantError("there are no kernels that pack; ask can_pack first")
-        return self._kernels
+        foreign = _current_device() != self.index
+        if foreign:
+            self._push()
+        return kernels, foreign
 
     def _push(self) -> None:
         self._check("cuCtxPushCurrent", self._lib.cuCtxPushCurrent_v2(self._context))

@@ -110,9 +110,9 @@ extern "C" __global__ void tiermem_unpack(
     }
     if (t < ESCAPES + 2)
         list[t] = reinterpret_cast<const unsigned*>(source + WORDS + WORDS / 2)[t];
-    __threadfence();
-    __syncthreads();
+    __syncthreads();  // all of it has been read
     if (t == 0) {
+        __threadfence();
         read[tile] = launch;
         const unsigned long long first = tile * 2 * WORDS, last = first + 2 * WORDS - 1;
         if (last >= before) {
@@ -124,7 +124,7 @@ extern "C" __global__ void tiermem_unpack(
         __threadfence();
     }
     __syncthreads();
-    const unsigned base = list[0] & 0xff, found = (list[0] >> 8) & 0xff;
+    const unsigned base = list[0] & 0xff, found = min((list[0] >> 8) & 0xff, ESCAPES);
     unsigned char* to = target + tile * 2 * WORDS;
     #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
@@ -143,7 +143,7 @@ extern "C" __global__ void tiermem_unpack(
     }
     __syncthreads();
     if (t < found)
-        reinterpret_cast<unsigned short*>(to)[list[2 + t] & 0xffff] = list[2 + t] >> 16;
+        reinterpret_cast<unsigned short*>(to)[list[2 + t] & (WORDS - 1)] = list[2 + t] >> 16;
 }
 """
 
@@ -172,8 +172,33 @@ class _Function:
         )
 
 
+class _State:
+    """What the kernels that unpack on one stream keep from launch to launch.
+
+    Attributes:
+        address: Of a ticket, and the launch that read each tile last.
+        launches: How many there were.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts with no launch; waits for the device, whose streams are not ordered by torch."""
+        self._memory = torch.zeros(1 + MOST // TILE, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)
+        self.address = self._memory.data_ptr()
+        self.launches = 0
+
+
+@cache
+def _state_of(device: torch.device, stream: int) -> _State:
+    """Returns the state of a stream, which lives as long as the process.
+
+    Streams of engines that are gone are used again, and their last kernels may not be over.
+    """
+    return _State(device)
+
+
 class PackingKernels:
-    """Both kernels, on one device; launched by one thread at a time, unpacking on one stream."""
+    """Both kernels, on one device; launched by one thread at a time."""
 
     def __init__(self, driver: Any, image: bytes, device: torch.device) -> None:
         """Loads them into the current context.
@@ -194,10 +219,8 @@ class PackingKernels:
         launch = driver.cuLaunchKernel
         self._pack = _Function(launch, _function(driver, module, b"tiermem_pack"), _PACK)
         self._unpack = _Function(launch, _function(driver, module, b"tiermem_unpack"), _UNPACK)
-        self._state = torch.zeros(1 + MOST // TILE, dtype=torch.int32, device=device)
-        self._at = self._state.data_ptr()
-        self._launches = 0
-        torch.cuda.synchronize(device)
+        self._device = device
+        self._states: dict[int, _State] = {}
 
     def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> int:
         """Launches the packing of tiles.
@@ -218,15 +241,18 @@ class PackingKernels:
         """Launches the unpacking of tiles in place.
 
         Args:
-            stream: Where; the same for all.
+            stream: Where.
             target: Address of the words, a multiple of 16. Packed tiles end where these will.
             tiles: How many, one or more.
 
         Returns:
             The driver's code.
         """
-        self._launches = (self._launches + 1) & 0xFFFFFFFF or 1
-        return self._unpack(stream, tiles, target, self._at, tiles, self._launches)
+        state = self._states.get(stream)
+        if state is None:
+            state = self._states[stream] = _state_of(self._device, stream)
+        state.launches = (state.launches + 1) & 0xFFFFFFFF or 1
+        return self._unpack(stream, tiles, target, state.address, tiles, state.launches)
 
 
 def load_kernels(driver: Any, device: torch.device) -> PackingKernels | None:

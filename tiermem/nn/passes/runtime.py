@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,19 @@ from tiermem.runtime.services.packer import Packer, Wanted
 
 _UNTRAINED = 2
 """Forwards without gradients from which on a model is taken not to be trained."""
+
+
+@dataclass(slots=True)
+class _Trainable:
+    """Groups of a model that are packed if it turns out that they are not trained.
+
+    Attributes:
+        groups: They could be trained.
+        forwards: How many forwards of the model there have been.
+    """
+
+    groups: list[Group]
+    forwards: int = 0
 
 
 class Here(threading.local):
@@ -91,8 +105,7 @@ class ModuleRuntime:
         )
         self.experts: ExpertStore = ExpertStore(manager)
         self.packer = Packer(manager)
-        self._trainable: list[Group] = []  # may be packed if it turns out that nothing is trained
-        self._untrained = 0
+        self._trainable: dict[int, _Trainable] = {}
         self.saved = SavedHooks(self)
         self.names = PassNames()
         self.backward = BackwardPass(self)
@@ -113,44 +126,53 @@ class ModuleRuntime:
         """Takes groups out."""
         gone = {id(group) for group in groups}
         self.groups.remove(gone)
-        self._trainable = [group for group in self._trainable if id(group) not in gone]
+        for number, found in list(self._trainable.items()):
+            found.groups = [group for group in found.groups if id(group) not in gone]
+            if not found.groups:
+                del self._trainable[number]
         self.away.forget(gone)
         self.backward.forget(gone)
 
-    def pack_ahead(self, groups: Iterable[Group], *, written: bool) -> None:
+    def pack_ahead(self, number: int, groups: Iterable[Group], *, written: bool) -> None:
         """Makes packed copies of a model's weights as it is wrapped, but for what will be written.
 
         Args:
+            number: Of the model, as its scopes have it.
             groups: Of the model.
             written: Whether its parameters are taken to be trained that require gradients.
         """
-        wanted = []
-        self._untrained = 0
+        wanted, trained = [], []
         for group in groups:
             with torch._C.DisableTorchFunctionSubclass():
-                trained = written and any(e.param.requires_grad for e in group.entries)
-            if trained:
-                self._trainable.append(group)
+                is_trained = written and any(e.param.requires_grad for e in group.entries)
+            if is_trained:
+                trained.append(group)
             else:
                 stack = self.experts.stacks.get(group.block.id)
                 wanted.append(Wanted(group.block, () if stack is None else stack.with_rows()))
+        if trained:
+            self._trainable[number] = _Trainable(trained)
         with self.manager.lock:
-            self.manager.parts.limit.begin()
+            if self.manager.parts.planner.key is None:
+                self.manager.parts.limit.begin()  # no pass has begun: it is found out here
             self.packer.pack(wanted)
 
-    def _pack_untrained(self, training: bool) -> None:
+    def _pack_untrained(self, number: int, training: bool) -> None:
         """Makes packed copies of what could be trained, as a second forward comes without grads.
 
         Args:
+            number: Of the model.
             training: Whether gradients are taken in the forward that begins: then it is trained.
         """
-        self._untrained += 1
-        groups = self._trainable
+        found = self._trainable.get(number)
+        if found is None or self.manager.parts.copy.capturing():
+            return
+        found.forwards += 1
         if training or self.keepers:
-            self._trainable = []
-        elif self._untrained >= _UNTRAINED:
-            self._trainable = []
-            self.pack_ahead(groups, written=False)
+            del self._trainable[number]
+        elif found.forwards >= _UNTRAINED:
+            del self._trainable[number]
+            self.pack_ahead(number, found.groups, written=False)
 
     def fill_ahead(self, scope: PassScope, held: Collection[int]) -> None:
         """Begins to bring up what the first pass of a model begins with, as it is wrapped.
@@ -200,7 +222,7 @@ class ModuleRuntime:
             self.backward.reduced.begin_forward(scope)
             training = torch.is_grad_enabled()
             if self._trainable:
-                self._pack_untrained(training)
+                self._pack_untrained(scope.number, training)
             for keeper in self.keepers:
                 keeper.before_forward(training)
             load, way = self.names.weigh(args, kwargs), Way.EACH

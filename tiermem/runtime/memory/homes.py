@@ -137,6 +137,8 @@ class Homes:
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
         """Each gives up space that is kept for later, and returns whether there was any."""
+        self.sparing: Callable[[], bool] = bool
+        """Gives up what only makes copies faster, for whoever asks for DRAM that is no home."""
         self.owners: list[Callable[[], Iterable[Owned]]] = []
         """Each returns the space that it has from here. Whoever has any, but for blocks and what
         is read ahead, enters itself: unowned space is freed by :meth:`repair`."""
@@ -278,12 +280,18 @@ class Homes:
             return self.sources is not None and self.sources.holds(extent)
         return self.swap is not None and self.swap.holds(extent)
 
-    def lend(self, nbytes: int) -> Extent | None:
+    def lend(self, nbytes: int, *, spare: bool = False) -> Extent | None:
         """Returns free DRAM for data that is no home; None where there is none.
 
         The caller gives it back with :meth:`release`.
+
+        Args:
+            nbytes: How much.
+            spare: Whether nothing is to be given up for it.
         """
         extent = self._in_dram(nbytes)
+        if extent is None and not spare and self.sparing():
+            extent = self._in_dram(nbytes)
         if extent is None:
             return None
         try:

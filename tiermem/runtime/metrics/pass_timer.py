@@ -219,13 +219,8 @@ class PassTimer:
             self._close()
         return found
 
-    def rising(self, extent: Extent | None, after: Event | None) -> None:
-        """Stamps the begin of a copy to HBM, which is about to be submitted.
-
-        Args:
-            extent: What it waits for the readers of; None where it waits for none.
-            after: What it waits for besides.
-        """
+    def rising(self, extent: Extent, after: Event | None) -> None:
+        """Stamps the begin of a copy to HBM, which is about to be submitted."""
         self._free(self._begin)
         self._begin = self._clock.stamp_copies(extent, after)
 

@@ -75,6 +75,7 @@ class ExpertStore:
         self.whole: frozenset[int] = frozenset()
         self.tensors = WholeTensors(parts)
         self.way = ExpertWay(manager, self.stacks, self.room)
+        parts.transfers.packed.by_rows = lambda: self.open
         limit, more = parts.limit, parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)
@@ -149,7 +150,6 @@ class ExpertStore:
         if not self.open:
             self.room.make(stacks, self._worth)
         self.tensors.begin()
-        parts.transfers.packed.by_rows = self.open
         experts = max(s.experts for s in stacks) if self.way.all_chosen else 0
         for bank in self.room.banks.values():
             bank.who.expect(experts)

@@ -81,6 +81,8 @@ class Packer:
         parts = self._parts
         if parts.copy.capturing() or parts.table.all_fit:
             return 0
+        parts.transfers.packed.drop_stale()
+        parts.transfers.packed.free_stale()
         todo = [want for want in wanted if self._can_be(parts.table.get(want.block.id))]
         if not todo or not parts.copy.packs:
             return 0
@@ -98,7 +100,7 @@ class Packer:
                         parts_of(want.block.nbytes, want.rows),
                     )
                     needed = home_nbytes(pieces)
-                    extent = parts.homes.lend(needed) if needed <= spare else None
+                    extent = parts.homes.lend(needed, spare=True) if needed <= spare else None
                     if extent is None:
                         break
                     spare -= needed
@@ -111,8 +113,8 @@ class Packer:
             finally:
                 if begun:  # an exception came in between
                     parts.copy.synchronize()
-                for _, extent, _ in begun:
-                    parts.homes.release(Tier.DRAM, extent)
+                while begun:
+                    parts.homes.release(Tier.DRAM, begun.pop().extent)
         return made
 
     def repair(self) -> None:
@@ -171,7 +173,7 @@ class Packer:
         parts, made = self._parts, 0
         parts.copy.synchronize()
         while begun:
-            record, extent, pieces = begun[-1]
+            record, extent, pieces = begun.pop()
             target = parts.homes.arena.bytes_of(extent)
             if is_spoiled(target):
                 parts.homes.release(Tier.DRAM, extent)
@@ -180,5 +182,4 @@ class Packer:
                 copy = PackedCopy(packed, extent, stamp_of(record))
                 parts.transfers.packed.add(record.block, copy)
                 made += 1
-            begun.pop()
         return made

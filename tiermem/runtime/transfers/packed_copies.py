@@ -7,7 +7,7 @@ goes on as if there were none, and DRAM that homes need is taken from packed cop
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,9 @@ class PackedCopy:
 class PackedCopies:
     """The packed copies there are; under the manager's lock.
 
+    Each extent is at one place here at a time: cut short in between, it is nobody's, and the
+    repair of homes frees it.
+
     Attributes:
         used: Those that the pass under way uses, by the id of their blocks.
         by_rows: Whether parts of blocks come up by themselves: experts, of which more bytes move
@@ -58,9 +61,10 @@ class PackedCopies:
         self._copies: dict[int, PackedCopy] = {}
         self._stale: list[Extent] = []  # copies from there may be under way
         self.used: dict[int, PackedCopy] = {}
-        self.by_rows = False
+        self.by_rows: Callable[[], bool] = bool
         homes.owners.append(self._owned)
         homes.reclaimers.append(self.release)
+        homes.sparing = self.release
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -84,9 +88,13 @@ class PackedCopies:
             load: Its tokens, rounded; 0 where they are not known.
             link_binds: Whether copies of what its schedule has are what it waits for.
         """
-        if self._stale:
-            self._free(self._stale)
-        use = link_binds or (self.by_rows and load <= _MOST_BY_ROWS)
+        if self._copies or self._stale:
+            use = link_binds or (load <= _MOST_BY_ROWS and self.by_rows())
+            if not use:  # those that do are looked at as they are used
+                self.drop_stale()
+            self.free_stale()
+        else:
+            use = False
         wanted = self._copies if use else {}
         if self.used.keys() != wanted.keys():
             self.used.clear()
@@ -109,22 +117,30 @@ class PackedCopies:
         if copy is not None:
             self._stale.append(copy.extent)
 
-    def release(self) -> bool:
-        """Gives all of them up, for DRAM that homes need; returns whether there were any."""
-        self._stale = [extent for _, extent in self._owned()]
-        self.used.clear()
-        self._copies.clear()
-        if not self._stale:
-            return False
-        self._free(self._stale)
-        return True
+    def drop_stale(self) -> None:
+        """Gives up those of blocks that have been written since."""
+        for block_id, copy in list(self._copies.items()):
+            record = self._table.get(block_id)
+            if record is None or copy.stamp != stamp_of(record):
+                self.used.pop(block_id, None)
+                del self._copies[block_id]
+                self._stale.append(copy.extent)
 
-    def _free(self, extents: list[Extent]) -> None:
-        """Gives DRAM back, once nothing is copied from there any more."""
-        self._copy.synchronize()
-        while extents:
-            self._homes.release(Tier.DRAM, extents[-1])
-            extents.pop()
+    def free_stale(self) -> None:
+        """Gives back the DRAM of what was given up, once nothing is copied from there any more."""
+        if self._stale:
+            self._copy.synchronize()
+        while self._stale:
+            self._homes.release(Tier.DRAM, self._stale.pop())
+
+    def release(self) -> bool:
+        """Gives all of them up, for DRAM that others need; returns whether there were any."""
+        self.used.clear()
+        while self._copies:
+            self._stale.append(self._copies.popitem()[1].extent)
+        found = bool(self._stale)
+        self.free_stale()
+        return found
 
     def _owned(self) -> Iterator[tuple[Tier, Extent]]:
         for copy in self._copies.values():

@@ -161,14 +161,12 @@ class Transfers:
         after, timer = self.home_ready.get(block.id), self.log.pass_timer
         sampling, nbytes = timer.sampling, block.nbytes
         packed = None if staged or not self.packed.used else self.packed.of(record)
+        if sampling:
+            timer.rising(slot.extent, after)
         if packed is not None:
             nbytes = packed.moved
-            if sampling:  # it waits for a place, not for that of the block
-                timer.rising(None, None)
             event = self.copy.up_packed(slot.bytes, packed, slot.extent)
         else:
-            if sampling:
-                timer.rising(slot.extent, after)
             event = self.copy.up(slot.bytes, source, slot.extent, after, again)
         if sampling:
             timer.risen(block, nbytes)
