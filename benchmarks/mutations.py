@@ -2424,6 +2424,46 @@ MUTATIONS = (
         )
     ),
     *(
+        Mutation(f"nn: {name}", f"tiermem/{path}", old, new, (f"tests/unit/{tests}.py",))
+        for name, path, old, new, tests in (
+            (
+                "a weight used by itself is ordinary while another thread holds it",
+                "nn/groups/group.py",
+                "if self.apart and len(self.users) > 1",
+                "if False",
+                "test_nn_threads",
+            ),
+            (
+                "look-ups are not seen while another thread holds the block",
+                "nn/groups/pointing.py",
+                "held = TieredDict if self.watched else HeldDict",
+                "held = HeldDict",
+                "test_nn_threads",
+            ),
+            (
+                "groups are not watched as a second thread comes",
+                "nn/passes/runtime.py",
+                "manager.threads.then = self._watch",
+                "manager.threads.then = None",
+                "test_nn_threads",
+            ),
+            (
+                "a look-up does not wait for other threads",
+                "nn/passes/awayuses.py",
+                "                if not self.manager.threads.wait():\n                    raise\n",
+                "                raise\n",
+                "test_nn_threads",
+            ),
+            (
+                "whoever uses a weight by itself makes it intercepted for others' models",
+                "nn/groups/group.py",
+                "len(self.users) > 1 and not",
+                "not",
+                "test_nn_threads",
+            ),
+        )
+    ),
+    *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]
     ),

@@ -282,6 +282,8 @@ class CallInterceptor(Interceptor):
             manager.gate.guard()
             with manager.lock:
                 self._threads.enter(runtime.most_calls)
+                if self._threads.several:
+                    self.scope.wrapped.note_thread()
             try:
                 if not self._bypass.goes_on(self.scope):
                     runtime.begin_forward(self.module, self.scope, args, kwargs)
