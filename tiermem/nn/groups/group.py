@@ -262,6 +262,7 @@ class Group(Holder):
             slot is None
             or versions != writes.versions
             or use_count(slot.storage) != slot.baseline + slot.pointed  # Slot.others, in line
+            or (writes.suspect and not pointing.all_at(slot))  # an alias kept in its place
         ):
             if seen and slot is not None and versions == writes.versions and pointing.all_at(slot):
                 written = True  # by something else among the views, perhaps, later on
@@ -312,7 +313,8 @@ class Group(Holder):
         refused = None
         if slot is not None and versions != before:
             refused = reshaped(self, slot)
-        if slot is not None and (refused is not None or slot.others()):
+        moved = slot is not None and not self.pointing.all_at(slot)
+        if slot is not None and (refused is not None or moved or slot.others()):
             refused = refused or bring_home(self, slot)
             self.pointing.point(slot)
             return True, refused  # an alias may write the bytes, or has replaced them
