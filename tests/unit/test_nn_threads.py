@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiermem
+from tiermem.core.schedule import SOFT
 from tiermem.runtime.base import threads as module
 from tiermem.runtime.base.threads import UserThreads
 
@@ -187,3 +189,26 @@ def test_weights_are_ordinary_in_their_modules_call() -> None:
         with in_the_middle(model.layers[1], partial(model, x)):
             model(x)
         assert kinds[4:] == [False, True] * 2
+
+
+def test_a_backward_goes_on_where_another_threads_forward_has_ended_it() -> None:
+    """That takes the lock just before the backward keeps one more block."""
+    with tied(3) as (tier, _model, _):
+        backward = tier._runtime.backward
+        groups = list(tier._runtime.groups)
+        lock = tier._manager.lock
+
+        class Late:
+            def __enter__(self) -> None:
+                lock.acquire()
+                backward._soft.clear()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        for group in groups[:SOFT]:
+            backward.keep_soft(group)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backward, "manager", types.SimpleNamespace(lock=Late()))
+            backward.keep_soft(groups[SOFT])
+        assert list(backward._soft) == [groups[SOFT]]

@@ -475,6 +475,30 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     return copied
 
 
+class StateInterceptor(Interceptor):
+    """Keeps interceptors out of what ``copy.copy`` takes over: they are of this module."""
+
+    __slots__ = ()
+
+    method = "__getstate__"
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        self.module = module
+        self.scope = scope
+        self.runtime = scope.wrapped.runtime
+
+    def __call__(self) -> Any:
+        """Returns the module's state as it would be, were it not wrapped."""
+        own = getattr(type(self.module), self.method, None)
+        state = self.module.__dict__ if own is None else own(self.module)
+        if not isinstance(state, dict):
+            return state
+        return {name: value for name, value in state.items() if name not in INTERCEPTED}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies nothing: a copied module has that of its class."""
+
+
 class SaveInterceptor(Interceptor):
     """Puts real tensors into ``state_dict()``."""
 
@@ -532,7 +556,11 @@ OF_SCOPES: tuple[type[Interceptor], ...] = (
     LoadInterceptor,
 )
 """What stands in modules whose calls are intercepted."""
-OF_ALL: tuple[type[Interceptor], ...] = (LoadAllInterceptor, CopyInterceptor)
+OF_ALL: tuple[type[Interceptor], ...] = (
+    LoadAllInterceptor,
+    CopyInterceptor,
+    StateInterceptor,
+)
 """What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
 OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
 """What stands in modules that have no tensors themselves, and blocks inside."""
