@@ -2469,6 +2469,27 @@ MUTATIONS = (
                 "test_nn_threads",
             ),
             (
+                "another stream inside a block does not wait, nor is it waited for",
+                "nn/wrap/scope.py",
+                "if self._quick.stream != self._stream():",
+                "if False:",
+                "test_nn_inside",
+            ),
+            (
+                "another stream that holds a block once more does not wait",
+                "nn/groups/group.py",
+                "if other or self.stream != self._stream():",
+                "if other:",
+                "test_nn_inside",
+            ),
+            (
+                "calls inside a block are taken for those of another stream",
+                "nn/wrap/scope.py",
+                "if self._quick.stream != self._stream():",
+                "if True:",
+                "test_nn_inside",
+            ),
+            (
                 "functions of modules are not looked at",
                 "nn/compat/writes.py",
                 "            yield from _of_module(value, names)\n",

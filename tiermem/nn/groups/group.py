@@ -40,6 +40,7 @@ class Group(Holder):
         buffers: Its buffers.
         holds: How many calls hold it.
         thread: The thread that holds it; 0, which no thread is called, where several do.
+        stream: The compute stream on which the first of those calls came.
         holders: The threads of those calls, once several threads are seen; a thread may be missing.
         users: The threads that have called its model, or used it apart, once several are seen.
         apart: Whether it is used outside its own modules' calls.
@@ -64,7 +65,7 @@ class Group(Holder):
                 (buffers, by C++ kernels), so that every use counts as a write.
         """
         self.manager = manager
-        self._acquirer = manager.acquirer
+        self._acquirer, self._stream = manager.acquirer, manager.parts.copy.stream
         self.record = manager.record(block)
         self.block = block
         self.pointing = Pointing(block)
@@ -73,7 +74,7 @@ class Group(Holder):
         self.freed = self.stays = self.resident = self.few = False
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
-        self.holds = self.thread = 0
+        self.holds = self.thread = self.stream = 0
         self.holders: list[int] = []
         self.users = set[int]()
         self.apart = False
@@ -169,10 +170,12 @@ class Group(Holder):
             self.holds += 1
             if self.pointing.watched:
                 self.holders.append(get_ident())
-            if self.thread != get_ident():
+            parts = self.manager.parts
+            other = self.thread != get_ident()
+            if other:
                 self.thread = 0  # until all have let it go
-                # it may be on its way still, for which this thread's stream does not wait yet
-                parts = self.manager.parts
+            if other or self.stream != self._stream():
+                # it may be on its way still, for which this stream does not wait yet
                 parts.copy.use(parts.transfers.ready.get(self.block.id))
             return
         if self.writes.merging:
@@ -191,7 +194,7 @@ class Group(Holder):
         if slot is not pointing.slot:
             pointing.point(slot, plain=pointing.plain)
         slot.idle = self.soft = False
-        self.holds, self.thread = 1, get_ident()
+        self.holds, self.thread, self.stream = 1, get_ident(), self._stream()
 
     def hold_as_it_is(self, stream: int) -> bool:
         """Does what :meth:`hold_locked` does for a block that is where it was, with no wait.
@@ -220,7 +223,7 @@ class Group(Holder):
         for thing, kind in pointing.shown:
             thing.__class__ = kind
         slot.idle = self.soft = False
-        self.holds, self.thread = 1, get_ident()
+        self.holds, self.thread, self.stream = 1, get_ident(), stream
         parts.counters.hits += 1
         return True
 
