@@ -126,8 +126,8 @@ _ELSEWHERE = (
     Mutation(
         "a thread's stream does not wait for a block that another thread holds",
         "tiermem/nn/groups/group.py",
-        "                parts.copy.use(parts.transfers.ready.get(self.block.id))\n",
-        "",
+        "if other or self.stream != self._stream():",
+        "if self.stream != self._stream():",
         ("tests/unit/test_runtime_threads.py",),
     ),
     Mutation(
