@@ -122,6 +122,21 @@ def test_what_is_not_managed_is_converted_as_ever(model: nn.Module) -> None:
         assert both[1].sparse.dtype is torch.float64
 
 
+def test_parameters_that_came_after_wrap_are_converted_and_stay_parameters(
+    model: nn.Module,
+) -> None:
+    model.conv.extra = extra = nn.Linear(3, 3).double()
+    weight = extra.weight
+    weight.grad = torch.ones(3, 3, dtype=torch.float64)
+    model.conv.float()
+    assert extra.weight is weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.requires_grad
+    assert weight.dtype is torch.float32
+    assert weight.grad.dtype is torch.float32
+    assert not weight.grad.requires_grad
+
+
 def test_it_works_again_after_unwrap() -> None:
     with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB") as tier:
         model = tier.unwrap(tier.wrap(build()))

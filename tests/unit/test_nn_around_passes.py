@@ -244,6 +244,52 @@ def test_a_state_dict_made_twice_in_one_place_has_the_values_of_now() -> None:
         both.both(use)
 
 
+@pytest.mark.parametrize("how", ["counted", "data", "alias", "step"])
+def test_a_state_dict_made_in_several_calls_has_the_values_of_each(how: str) -> None:
+    """Of one module under two names, and of others: what was written in between shows."""
+
+    def use(model: Any, optimizer: Any) -> Any:
+        state: OrderedDict[str, Any] = OrderedDict()
+        alias = model[0].weight.data if how == "alias" else None
+        loss(model).backward()
+        model[0].state_dict(destination=state, prefix="before.")
+        with torch.no_grad():
+            if alias is not None:
+                alias.mul_(2)
+            elif how == "step":
+                optimizer.step()
+            for param in model.parameters() if how in ("counted", "data") else ():
+                (param if how == "counted" else param.data).mul_(2)
+        model[0].state_dict(destination=state, prefix="after.")
+        state["after.weight"].requires_grad_(False)
+        model[1].state_dict(destination=state, prefix="other.")
+        return {name: value.clone() for name, value in state.items() if "before" not in name}
+
+    with pair() as both:
+        both.both(use)
+
+
+def test_a_state_dict_made_in_several_calls_keeps_what_is_tied() -> None:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    model[2].weight = model[0].weight
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        for alias in (None, model[0].weight.data):
+            state: OrderedDict[str, Any] = OrderedDict()
+            for name in ("0", "2", "1"):
+                model.get_submodule(name).state_dict(destination=state, prefix=f"{name}.")
+            assert state["0.weight"] is state["2.weight"]
+            state["0.weight"].zero_()  # a copy
+            model[0].state_dict(destination=state, prefix="again.")
+            assert same_bits(state["again.weight"], model[0].weight)
+            del alias
+        with tier.materialize(model):
+            for name in ("first", "then", "last"):
+                model[0].weight.data.mul_(2)
+                model[0].state_dict(destination=state, prefix=f"{name}.")
+                assert same_bits(state[f"{name}.weight"], model[0].weight)
+
+
 def test_memory_that_a_parameter_is_set_to_is_taken_over() -> None:
     def use(model: Any, _: Any) -> None:
         with torch.no_grad():

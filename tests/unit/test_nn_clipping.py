@@ -427,3 +427,18 @@ def test_a_unit_whose_scale_cannot_be_undone_is_not_changed_later(
 
 def fail(*_: object) -> None:
     raise ArithmeticError
+
+
+def test_a_number_given_by_name_is_that_of_the_call() -> None:
+    def use(model: nn.Module, optimizer: Any) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            factor = torch.tensor(0.5)
+            torch._foreach_mul_([p.grad for p in model.parameters()], other=factor)
+            factor.fill_(100.0)
+
+    with Pair(build, DRAM) as both:
+        both.both(use)
+        both.check_gradients("after")
+        both.finish()

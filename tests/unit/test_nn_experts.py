@@ -31,6 +31,7 @@ from torch.nn import functional
 
 import tiermem
 from tiermem.nn.compat.stacks import experts_of, reads_rows
+from tiermem.runtime.memory.expert_seats import Use
 
 
 class Dense(Experts):
@@ -84,7 +85,30 @@ class Naming(Experts):
         return functional.linear(x, up) @ down.t()
 
 
-WRITING = [Assigning, Adding, Scaling, Naming]
+class Calling(Experts):
+    """Writes by functions of torch, in place."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first = int(index[0, 0])
+        torch.clamp_(self.up[first], -0.2, 0.2)
+        functional.relu(input=self.down[first], inplace=True)
+        return functional.linear(x, self.up[first]) @ self.down[first].t()
+
+
+WRITING = [Assigning, Adding, Scaling, Naming, Calling]
+
+
+class Helped(Experts):
+    """Writes where the source of its forward does not say so."""
+
+    def scale(self, expert: int) -> None:
+        self.up[expert].mul_(0.5)
+        self.bias[expert].add_(1)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        first = int(index[0, 0])
+        self.scale(first)
+        return functional.linear(x, self.up[first]) @ self.down[first].t() + self.bias[first]
 
 
 def check(model: Any, plain: Any, chosen: Sequence[torch.Tensor]) -> None:
@@ -121,6 +145,30 @@ def test_rows_that_a_forward_writes_are_those_of_the_weight(
                 assert same_bits(model(x, chosen).detach(), plain(x, chosen).detach())
         state = plain.state_dict()
         assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_rows_that_a_method_writes_are_those_of_the_weight(inference: bool) -> None:
+    """What the call has written shows as it ends, and is written into the block then."""
+    assert reads_rows(Helped()) == "eager"
+    with twins(Helped) as (model, plain, tier), torch.inference_mode(inference), torch.no_grad():
+        for seed in range(4):
+            x, chosen = states(3), choose(3, seed)
+            assert same_bits(model(x, chosen), plain(x, chosen))
+        state = plain.state_dict()
+        assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+        assert tier.stats().experts_chosen > 0
+
+
+def test_rows_that_are_written_and_lost_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others have come into their place, in the same call."""
+    written = Use.written
+    with twins(Helped) as (model, _, _tier), torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(Use, "written", lambda use: dict.fromkeys(written(use)))
+            with pytest.raises(tiermem.ParameterError, match=r"has written rows of 'up'.* lost"):
+                model(states(3), choose(3, 0))
+        model(states(3), choose(3, 0))
 
 
 @pytest.mark.parametrize("kind", [Experts, Listed])

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,3 +367,58 @@ def test_a_block_is_moved_for_another_unless_another_thread_may_be_reading_it(
         assert same_bits(results[0], wanted[number])
         assert same_bits(wide, nn.functional.linear(x, *weights))
         assert tier.stats().relocations == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stream_of_its_own_inside_a_block_waits_and_is_waited_for(again: bool) -> None:
+    """The block's copy up may be under way still; and what leaves waits for streams that are known.
+
+    Args:
+        again: Whether the block is held once more there, else a module inside is called.
+    """
+    model = Model()
+    current, used = [0], list[tuple[int, Any]]()
+    with tiermem.TierManager("cpu", hbm=4 * 4096, dram=1 << 20) as tier, torch.no_grad():
+        parts = tier._manager.parts
+        copy: Any = parts.copy
+        copy.stream = lambda: current[0]
+        tier.wrap(model, blocks=[f"layers.{i}" for i in range(4)])
+        copy.use = lambda event: used.append((current[0], event))
+        layer, x = model.layers[2], torch.randn(3, 8)
+        group = tier._runtime.groups[2]
+        model(x)
+        assert {stream for stream, _ in used} <= {0}
+        arrival: Any = SimpleNamespace(waiter=0)
+
+        def other_stream(_: Layer) -> None:
+            parts.transfers.ready[group.block.id] = arrival
+            current[0] = 7
+            used.clear()
+            if again:
+                group.hold()
+                group.let_go()
+                first_stream()
+
+        def first_stream(*_: Any) -> None:
+            parts.transfers.ready.pop(group.block.id, None)
+            current[0] = 0
+
+        layer.meanwhile = other_stream
+        layer.last.register_forward_hook(first_stream)
+        model(x)
+    assert (7, arrival) in used
+
+
+def test_calls_inside_a_block_on_its_stream_wait_for_nothing_more() -> None:
+    with wrapped() as (model, tier), torch.no_grad():
+        x, used = torch.randn(3, 8), list[Any]()
+        model(x)
+        layer = model.layers[2]
+        layer.meanwhile = lambda _: setattr(tier._manager.parts.copy, "use", used.append)
+
+        def leave(*_: Any) -> None:
+            tier._manager.parts.copy.__dict__.pop("use", None)
+
+        layer.last.register_forward_hook(leave)
+        model(x)
+        assert not used

@@ -33,3 +33,14 @@ def test_who_comes_to_a_place_is_not_taken_for_seen(turns: list[tuple[int, list[
         for layer, weight in zip(layers, before, strict=True):
             with tier.materialize(layer):
                 assert same_bits(layer.weight, weight)
+
+
+def test_gradients_of_what_was_unfrozen_meanwhile_are_in_the_tiers() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(COUNT))).requires_grad_(False)
+    with tiermem.TierManager("cpu", hbm=4 * NBYTES, dram="1MiB") as tier:
+        tier.wrap(model)
+        with tier.materialize(model[2]):
+            model[2].weight.requires_grad_(True)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        assert [row.role for row in tier.residency()].count("grad") == 1
+        assert [param.grad is not None for param in model.parameters()].count(True) == 1

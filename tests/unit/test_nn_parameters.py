@@ -112,6 +112,30 @@ def test_copy_copy_of_a_parameter_shares_its_memory_and_attributes(
     assert same_bits(model[1].weight, plain[1].weight)
 
 
+def test_copy_copy_of_a_module_is_another_one_with_the_same_parameters(
+    tier: tiermem.TierManager,
+) -> None:
+    class Scaled(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.factor
+
+    class Stated(Scaled):
+        def __getstate__(self) -> Any:
+            return {**self.__dict__, "factor": self.factor * 2}
+
+    for kind in (Scaled, Stated):
+        plain, model = kind(WIDTH, WIDTH), kind(WIDTH, WIDTH)
+        model.load_state_dict(plain.state_dict())
+        tier.wrap(nn.Sequential(model, *(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))))
+        copied, other = copy.copy(model), copy.copy(plain)
+        copied.factor = other.factor = copied.factor + 3
+        assert same_bits(copied(data()), other(data()))
+        assert same_bits(model(data()), plain(data()))
+        assert copied.weight is model.weight
+
+
 def test_names_and_texts(model: nn.Sequential, plain: nn.Sequential) -> None:
     param, other = model[4].weight, plain[4].weight
     assert isinstance(param, nn.Parameter)

@@ -106,6 +106,16 @@ def test_forward_mode_differentiation(overlap: bool) -> None:
     follow(use, overlap=overlap)
 
 
+def test_a_model_that_leaves_in_inference_mode_is_an_ordinary_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        with torch.inference_mode():
+            tier.unwrap(model)
+    assert not any(tensor.is_inference() for tensor in model.state_dict(keep_vars=True).values())
+    model(torch.randn(4, 8)).sum().backward()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_gradients_and_state_are_used_and_written_in_inference_mode(overlap: bool) -> None:
     def use(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import types
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -98,12 +99,13 @@ def only_subscripts(function: Callable[..., Any], names: tuple[str, ...]) -> boo
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
     }
     found, given = False, (*names, *_named(tree, names))
+    around: Any = getattr(function, "__globals__", {})
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in names:
             if id(node) not in subscripted or not isinstance(node.ctx, ast.Load):
                 return False
             found = True
-        if _is_written(node, given):
+        if _is_written(node, given, around):
             return False
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "vars"):
             return False
@@ -123,11 +125,21 @@ def _named(tree: ast.AST, names: tuple[str, ...]) -> set[str]:
     return found
 
 
-def _is_written(node: ast.AST, names: tuple[str, ...]) -> bool:
-    """Whether an operation changes in place what some attributes or variables have."""
+def _is_written(node: ast.AST, names: tuple[str, ...], around: Mapping[str, Any]) -> bool:
+    """Whether an operation changes in place what some attributes or variables have.
+
+    Args:
+        node: The operation.
+        names: The attributes and variables.
+        around: What names outside stand for: functions of modules write their first argument.
+    """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         method = node.func.attr
         in_place = method.endswith("_") and not method.endswith("__")
+        if _is_module(node.func.value, around):  # ``torch.clamp_(row, 0)``, ``F.relu_(row)``
+            inplace = any(k.arg == "inplace" for k in node.keywords)
+            values = [*node.args[:1], *(k.value for k in node.keywords if k.arg == "input")]
+            return (in_place or inplace) and any(_looks_at(value, names) for value in values)
         return in_place and _looks_at(node.func.value, names)
     if isinstance(node, ast.keyword):
         return node.arg == "out" and _looks_at(node.value, names)
@@ -135,6 +147,18 @@ def _is_written(node: ast.AST, names: tuple[str, ...]) -> bool:
         return _looks_at(node.target, names)
     stored = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
     return stored and _looks_at(node, names)
+
+
+def _is_module(node: ast.AST, around: Mapping[str, Any]) -> bool:
+    """Whether an expression is a module's name (``torch.nn.functional``)."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    value = around.get(getattr(node, "id", ""))
+    while parts and isinstance(value, types.ModuleType):
+        value = getattr(value, parts.pop(), None)
+    return isinstance(value, types.ModuleType)
 
 
 def _looks_at(node: Any, names: tuple[str, ...]) -> bool:

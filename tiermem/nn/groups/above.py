@@ -74,6 +74,10 @@ class Lender(Protocol):
         """Points a group at its block, for a tensor of it that is looked up."""
         ...
 
+    def note_apart(self, group: Group) -> None:
+        """Notes that a tensor of a group is looked up outside its own modules' calls."""
+        ...
+
     def show(self, group: Group) -> None:
         """Does what :meth:`demand` does, for code that asks for a tensor's class."""
         ...

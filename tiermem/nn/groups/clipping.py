@@ -108,10 +108,15 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
     places, others = _places(tensors)
     for tensor in others:
         dispatch(func, ([tensor], *args), kwargs)
-    given = [n.detach().clone() if isinstance(n, torch.Tensor) else n for n in args]
-    change = partial(_make, func=func, args=given, kwargs=kwargs)
+    given = [_kept(number) for number in args]
+    named = {key: _kept(number) for key, number in kwargs.items()}
+    change = partial(_make, func=func, args=given, kwargs=named)
     _put_off(places, change)
     return None
+
+
+def _kept(number: Any) -> Any:
+    return number.detach().clone() if isinstance(number, torch.Tensor) else number
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[torch.Tensor]]:

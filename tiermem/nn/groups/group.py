@@ -40,6 +40,10 @@ class Group(Holder):
         buffers: Its buffers.
         holds: How many calls hold it.
         thread: The thread that holds it; 0, which no thread is called, where several do.
+        stream: The compute stream on which the first of those calls came.
+        holders: The threads of those calls, once several threads are seen; a thread may be missing.
+        users: The threads that have called its model, or used it apart, once several are seen.
+        apart: Whether it is used outside its own modules' calls.
         soft: Whether it is pointed at without a lease.
         lender: Brings it up for operations on tensors that are away.
         insides: Of the modules that need it.
@@ -61,7 +65,7 @@ class Group(Holder):
                 (buffers, by C++ kernels), so that every use counts as a write.
         """
         self.manager = manager
-        self._acquirer = manager.acquirer
+        self._acquirer, self._stream = manager.acquirer, manager.parts.copy.stream
         self.record = manager.record(block)
         self.block = block
         self.pointing = Pointing(block)
@@ -70,7 +74,10 @@ class Group(Holder):
         self.freed = self.stays = self.resident = self.few = False
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
-        self.holds = self.thread = 0
+        self.holds = self.thread = self.stream = 0
+        self.holders: list[int] = []
+        self.users = set[int]()
+        self.apart = False
         self.insides: list[Calls] = []
         self.soft = False
         self.left_open: Callable[[], object] | None = None
@@ -88,11 +95,56 @@ class Group(Holder):
         self.pointing.away()
         self.pointing.hide()
 
+    def watch(self, user: int = 0) -> None:
+        """Has uses by one thread seen while another holds the block; under the manager's lock.
+
+        The tensors are of ordinary classes then, for every thread, and are overwritten where they
+        are once the other one has let the block go.
+
+        Args:
+            user: The only thread of the program so far, if there was any.
+        """
+        if user and (self.holds or self.thread):
+            self.users.add(user)
+        self.holders = [self.thread] * self.holds
+        self.pointing.watched = True
+        self.pointing.sort()
+        if self.holds:
+            self.pointing.show()
+
+    def use_apart(self) -> None:
+        """Notes that the calling thread uses it outside its own modules' calls."""
+        if self.pointing.watched or not self.apart:
+            with self.manager.lock:
+                self.apart = True
+                self.note_user()
+
+    def _forget_holder(self) -> None:
+        """Notes that a call does no longer; of several, it may not be the thread that began it."""
+        if get_ident() in self.holders:
+            self.holders.remove(get_ident())
+        else:
+            self.holders.clear()  # which of them it was is not known
+
+    def note_user(self) -> None:
+        """Notes that the calling thread uses its model; the caller has the manager's lock.
+
+        Where a thread may use the tensors while another one holds the block, they stay hidden.
+        """
+        pointing = self.pointing
+        if not pointing.watched or torch._C._current_graph_task_id() != -1:
+            return  # autograd's threads are none of the program's
+        self.users.add(get_ident())
+        if self.apart and len(self.users) > 1 and not (pointing.veiled or self.resident):
+            pointing.veiled = True
+            pointing.sort()
+            pointing.hide()
+
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
         self.pointing.add_names(names)
         if self.holds:
-            names.__class__ = HeldDict
+            self.pointing.show()
 
     def recapture(self, member: Member) -> None:
         """Takes a tensor back that was freed."""
@@ -116,10 +168,14 @@ class Group(Holder):
             if deferred.owed:  # of a step that could not be taken back
                 deferred.pay(self.block.id)
             self.holds += 1
-            if self.thread != get_ident():
+            if self.pointing.watched:
+                self.holders.append(get_ident())
+            parts = self.manager.parts
+            other = self.thread != get_ident()
+            if other:
                 self.thread = 0  # until all have let it go
-                # it may be on its way still, for which this thread's stream does not wait yet
-                parts = self.manager.parts
+            if other or self.stream != self._stream():
+                # it may be on its way still, for which this stream does not wait yet
                 parts.copy.use(parts.transfers.ready.get(self.block.id))
             return
         if self.writes.merging:
@@ -131,12 +187,14 @@ class Group(Holder):
             slot = self.manager.replay.use(self.block.id)  # Acquirer.acquire, in line
             if slot is None:
                 slot = self._acquirer.decide(self.block)
+        if pointing.watched:
+            self.holders.append(get_ident())
         for thing, kind in pointing.shown:  # ordinary ones, since their block is held
             thing.__class__ = kind
         if slot is not pointing.slot:
             pointing.point(slot, plain=pointing.plain)
         slot.idle = self.soft = False
-        self.holds, self.thread = 1, get_ident()
+        self.holds, self.thread, self.stream = 1, get_ident(), self._stream()
 
     def hold_as_it_is(self, stream: int) -> bool:
         """Does what :meth:`hold_locked` does for a block that is where it was, with no wait.
@@ -165,7 +223,7 @@ class Group(Holder):
         for thing, kind in pointing.shown:
             thing.__class__ = kind
         slot.idle = self.soft = False
-        self.holds, self.thread = 1, get_ident()
+        self.holds, self.thread, self.stream = 1, get_ident(), stream
         parts.counters.hits += 1
         return True
 
@@ -189,10 +247,16 @@ class Group(Holder):
         """
         if self.holds > 1:
             self.holds -= 1
+            if self.pointing.watched:
+                self._forget_holder()
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
         pointing, writes, record = self.pointing, self.writes, self.record
+        if pointing.veiled and torch._C._is_torch_function_enabled():
+            with Plain():  # what is looked at here is not to be held for that
+                self.let_go_locked(dirty=dirty, soft=soft, seen=seen)
+            return
         slot, versions = pointing.slot, 0
         for param in writes.counted:  # Writes.count, in line
             versions += param._version
@@ -201,6 +265,7 @@ class Group(Holder):
             slot is None
             or versions != writes.versions
             or use_count(slot.storage) != slot.baseline + slot.pointed  # Slot.others, in line
+            or (writes.suspect and not pointing.all_at(slot))  # an alias kept in its place
         ):
             if seen and slot is not None and versions == writes.versions and pointing.all_at(slot):
                 written = True  # by something else among the views, perhaps, later on
@@ -217,6 +282,8 @@ class Group(Holder):
         if writes.suspect and not written:
             written = differs_from_home(self.manager, self.block)
         self.holds = 0
+        if pointing.watched:
+            self.holders.clear()
         for thing, kind in pointing.hidden:  # every operation on them is to bring the block first
             thing.__class__ = kind
         if slot is not None:
@@ -249,7 +316,8 @@ class Group(Holder):
         refused = None
         if slot is not None and versions != before:
             refused = reshaped(self, slot)
-        if slot is not None and (refused is not None or slot.others()):
+        moved = slot is not None and not self.pointing.all_at(slot)
+        if slot is not None and (refused is not None or moved or slot.others()):
             refused = refused or bring_home(self, slot)
             self.pointing.point(slot)
             return True, refused  # an alias may write the bytes, or has replaced them
@@ -333,6 +401,7 @@ class Group(Holder):
         record = self.manager.parts.table.get(self.block.id)
         slot = self.manager.parts.slots.current.get(self.block.id)
         self.holds, self.soft, pointing.rows = 0, False, {}
+        self.holders.clear()
         with Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
                 written = take_home(self, slot) or writes.count() != writes.versions
@@ -355,6 +424,10 @@ class Group(Holder):
     def leases(self) -> int:
         """Returns how many leases of the block are this group's own."""
         return 1 if self.holds else 0
+
+    def is_held_here(self) -> bool:
+        """Whether a call of the calling thread may hold it; a call of any, while one is seen."""
+        return not self.pointing.watched or get_ident() in self.holders
 
     def read_elsewhere(self) -> bool:
         """Whether another thread may be in an operation on the tensors."""

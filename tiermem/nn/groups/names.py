@@ -114,21 +114,24 @@ class TieredDict(HeldDict):
 
     Looking a name up fetches its block. So a parameter that is used outside its own module's call
     (``F.linear(x, self.embedding.weight)``) is there as well. A group changes the class of its
-    dictionaries when it is held and when it is let go.
+    dictionaries when it is held and when it is let go. Once several threads use the block, it is
+    one of these while it is held, too: the thread that looks may be another than those that hold.
     """
 
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
-        if group is not None and not group.holds:
+        if group is not None and not (group.holds and group.is_held_here()):
             rows, lender = group.pointing.rows, self.lender
             if sys._getframe(2).f_code is LOOKS and lender.here.inside:
-                lender.show(group)
+                if not group.holds:
+                    lender.show(group)
                 return _item(self, name)
-            if not rows and group.soft and lender.here.inside:  # it points at its block
-                return _item(self, name)
+            if not rows and group.soft and group.apart and lender.here.inside:
+                return _item(self, name)  # it points at its block
             if sys._getframe(1).f_globals.get("__name__") != _SWAPS:  # _is_swap, in line
                 if rows and name in (mine := rows.get(get_ident(), {})):
                     return mine[name]
-                if not (group.soft and lender.here.inside):
+                lender.note_apart(group)
+                if not (group.holds or (group.soft and lender.here.inside)):
                     lender.demand(group)
         return _item(self, name)

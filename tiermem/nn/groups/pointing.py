@@ -37,13 +37,16 @@ class Pointing:
         shown: Of which class each of them, and each dictionary, is while the block is held.
         hidden: The same for while it is not.
         slot: Where they point; None where that is their placeholders.
+        watched: Whether look-ups of them are seen although the block is held.
+        veiled: Whether they stay hidden although the block is held: a thread may use them while
+            another one holds it, and each of their operations holds the block itself then.
         rows: While experts come up one by one: what stands for each parameter, by the thread whose
             call it is and the name in the module.
     """
 
     __slots__ = (
         "_apart", "_block", "_indices", "_names", "bare", "hidden", "members", "plain", "rows",
-        "shown", "slot", "tensors",
+        "shown", "slot", "tensors", "veiled", "watched",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -55,7 +58,7 @@ class Pointing:
         self._block = block
         self.members: Sequence[Member] = ()
         self.tensors: Sequence[torch.Tensor] = ()
-        self.plain = self.bare = False
+        self.plain = self.bare = self.watched = self.veiled = False
         self.shown: Sequence[tuple[Any, type]] = ()
         self.hidden: Sequence[tuple[Any, type]] = ()
         self.slot: Slot | None = None
@@ -93,9 +96,12 @@ class Pointing:
         self._indices = None if whole else indices
         self._apart = [(member.tensor, member.placeholder) for member in managed]
         names = self._names
-        self.shown = [*((m.tensor, m.kind) for m in managed), *((n, HeldDict) for n in names)]
+        held = TieredDict if self.watched else HeldDict
+        self.shown = [*((m.tensor, m.kind) for m in managed), *((n, held) for n in names)]
         self.hidden = [*((m.tensor, m.away) for m in managed), *((n, TieredDict) for n in names)]
-        self.plain = all(member.kind in ORDINARY for member in managed)
+        if self.veiled:
+            self.shown = self.hidden
+        self.plain = not self.veiled and all(member.kind in ORDINARY for member in managed)
 
     def point(self, slot: Slot, *, plain: bool = False) -> None:
         """Points the tensors at the block.
@@ -169,7 +175,8 @@ class Pointing:
         if slot is None:
             member.point(member.placeholder, member.away)
         else:
-            member.point(slot.views[member.index], member.kind if held else member.away)
+            shown = held and not self.veiled
+            member.point(slot.views[member.index], member.kind if shown else member.away)
             slot.pointed += 1
 
     def hide(self) -> None:

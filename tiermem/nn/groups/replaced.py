@@ -87,18 +87,21 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
     Returns:
         Why those of one cannot be; it has the values of before then.
     """
-    refused = None
+    refused, moved = None, list[tuple[torch.Tensor, torch.Tensor]]()
     with torch.inference_mode(False), torch.no_grad():
         for member in group.pointing.members:
             if member.materialized:
                 continue
             data, view = member.tensor.data, slot.views[member.index]
-            if is_placeholder(data) or data.untyped_storage().data_ptr() == slot.address:
+            if is_placeholder(data) or data.data_ptr() == view.data_ptr():
                 continue
             found = why_not(group, member.tensor, view, data)
-            if found is None:
-                view.copy_(data)
+            if found is None:  # one may have another's memory (``a.data, b.data = b.data, a.data``)
+                inside = data.untyped_storage().data_ptr() == slot.address
+                moved.append((view, data.clone() if inside else data))
             refused = refused or found
+        for view, data in moved:
+            view.copy_(data)
     return refused
 
 

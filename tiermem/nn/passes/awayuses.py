@@ -46,8 +46,20 @@ class AwayUses:
         # there for code that torch does not see, which may write if it runs outside every pass
         self._close(group)
         inside = self.here.inside or torch._C._current_graph_task_id() != -1
-        group.point_softly(dirty=not inside)
+        while True:
+            try:
+                group.point_softly(dirty=not inside)
+                break
+            except CapacityError:
+                if not self.manager.threads.wait():
+                    raise
         self._keep_soft(group)
+
+    @inside
+    def note_apart(self, group: Group) -> None:
+        """Notes a use outside of the calls that hold a group, which other threads' may do then."""
+        if self.here.inside or self.manager.threads.several:
+            group.use_apart()
 
     @inside
     def show(self, group: Group) -> None:
@@ -62,6 +74,7 @@ class AwayUses:
         self.manager.gate.guard()
         self.manager.threads.note()
         self._close(group)
+        self.note_apart(group)
         self._runtime.backward.enter()
         while True:
             try:

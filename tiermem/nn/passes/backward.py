@@ -148,11 +148,11 @@ class BackwardPass:
         Args:
             group: One that is pointed softly.
         """
-        if group in self._soft:
-            self._soft.remove(group)
-        self._soft.append(group)
-        if len(self._soft) > SOFT:
-            with self.manager.lock:
+        with self.manager.lock:  # another thread's forward may end this backward
+            if group in self._soft:
+                self._soft.remove(group)
+            self._soft.append(group)
+            if len(self._soft) > SOFT:
                 self._soft.popleft().rest()
 
     def recomputes(self) -> None:

@@ -113,6 +113,7 @@ class ModuleRuntime:
         manager.parts.homes.owners.append(self.keepers.space)
         self.models = Models()
         self.unwritten = Unwritten(self)
+        manager.threads.then = self._watch
 
     # -- membership ------------------------------------------------------
 
@@ -121,6 +122,13 @@ class ModuleRuntime:
         for group in groups:
             self.groups.add(group)
             group.ready(self.away)
+            if self.manager.threads.several:
+                group.watch()
+
+    def _watch(self, thread: int) -> None:
+        """Watches the groups, as more threads than ``thread`` use them; under the lock."""
+        for group in self.groups:
+            group.watch(thread)
 
     def remove(self, groups: Iterable[Group]) -> None:
         """Takes groups out."""

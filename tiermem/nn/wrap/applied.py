@@ -47,7 +47,11 @@ class ApplyInterceptor(Interceptor):
                 _try(fn, name, torch.empty_strided(shape, stride, dtype=key[2], device=device))
         with torch.no_grad():
             for _, holder, own, tensor in ours:
-                if id(tensor) not in managed:
+                if id(tensor) in managed:
+                    continue
+                if isinstance(tensor, torch.nn.Parameter):  # one that came after wrap
+                    _apply_to(tensor, fn)
+                else:
                     holder[own] = fn(tensor)
         return self.module
 
@@ -59,6 +63,14 @@ class ApplyInterceptor(Interceptor):
                 for own, tensor in list(holder.items()):
                     if tensor is not None:
                         yield f"{prefix}.{own}" if prefix else own, holder, own, tensor
+
+
+def _apply_to(param: torch.nn.Parameter, fn: Fn) -> None:
+    """Does to a parameter that is not managed what ``nn.Module._apply`` does."""
+    param.data = fn(param.data)
+    if param.grad is not None:
+        grad = fn(param.grad)
+        param.grad = grad.requires_grad_(param.grad.requires_grad)
 
 
 def _small(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

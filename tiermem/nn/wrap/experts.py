@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from tiermem.errors import REFUSALS
+from tiermem.errors import REFUSALS, ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.stacks import choices_in, experts_of, reads_rows
@@ -27,7 +27,7 @@ from tiermem.nn.groups.rows import Choice, Rows
 from tiermem.nn.wrap.lookup import has_modes
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.expert_seats import Stack, Use
+from tiermem.runtime.memory.expert_seats import WHOLE, Piece, Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 
 _AHEAD = 64 << 20
@@ -39,13 +39,14 @@ _item = dict.get  # a name is looked at, and nothing brought up for it
 class ExpertsInterceptor(CallInterceptor):
     """Intercepts calls of a module of stacked experts that is a block of its own."""
 
-    __slots__ = ("_params", "_stack", "_store", "_tensors")
+    __slots__ = ("_params", "_stack", "_store", "_tensors", "_writes")
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         """Enters the block as a stack; see :func:`is_experts`."""
         super().__init__(module, scope)
         group = scope.groups[0]
         self._store: ExpertStore = self.runtime.experts
+        self._writes = False
         self._stack: Stack | None = self._store.add(group.block, experts_of(module))
         params = module.__dict__["_parameters"]
         index = {id(entry.param): entry.index for entry in group.entries}
@@ -115,6 +116,7 @@ class ExpertsInterceptor(CallInterceptor):
         names, group = self.module.__dict__, self._groups[0]
         return (
             self._stack is not None
+            and not self._writes
             and (not torch.is_grad_enabled() or self._may_be_saved())
             and not group.holds
             and self.compiled is None
@@ -224,7 +226,42 @@ class ExpertsInterceptor(CallInterceptor):
     def _end(self, choice: Choice) -> None:
         self._saved.rows.end(choice.use)
         with self._manager.lock:
+            written = choice.use.written()
             self._store.end(choice.use)
+        for piece, value in written.items():
+            self._write(choice, piece, value)
+
+    def _write(self, choice: Choice, piece: Piece, value: torch.Tensor | None) -> None:
+        """Writes into the block what the forward has written into a row that it was given.
+
+        Its source did not say so (a method that it calls does it); from now on the whole block is
+        brought up for its calls.
+
+        Args:
+            choice: Of the call.
+            piece: The row.
+            value: Its bytes; None where they are lost.
+
+        Raises:
+            ParameterError: If they are lost.
+        """
+        self._writes = True
+        name = next(name for name, tensor in self._tensors.items() if tensor == piece.tensor)
+        if value is None:
+            raise ParameterError(
+                f"{self.scope.name!r} has written rows of {name!r} in a call in which there was "
+                "room for a few rows only, and they are lost; load their values anew: its next "
+                "calls bring the whole up"
+            )
+        weight = self._params[name]
+        shape = weight.shape if piece.expert == WHOLE else weight.shape[1:]
+        row = value.view(weight.dtype)[: shape.numel()].view(shape)
+        with torch.inference_mode(False), torch.no_grad():
+            if piece.expert == WHOLE:
+                weight.copy_(row)
+            else:
+                expert = torch.tensor([piece.expert], device=row.device)
+                weight.index_copy_(0, expert, row[None])
 
 
 def router_of(scope: Scope, experts: int) -> Callable[[torch.Tensor], torch.Tensor | None] | None:

@@ -205,7 +205,9 @@ class Leaving:
             self._free_pages(group)
         for member in small.buffers if small is not None else ():
             if id(member) not in self._not_ours:
-                self._free(member, member.tensor.detach().clone().to(self._target))
+                with torch.inference_mode(False), torch.no_grad():
+                    value = member.tensor.detach().clone().to(self._target)
+                self._free(member, value)
                 self._not_ours.add(id(member))
         self._gradients.clear()
         self.wrapped.move_apart(self._target)

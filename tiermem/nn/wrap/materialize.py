@@ -225,6 +225,7 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
                 use.gradient = entry.param.grad
             entry.param.grad = None
             group.recapture(entry)
+            runtime.backward.incoming.track(entry)  # it may have been unfrozen meanwhile
         group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
         with runtime.manager.lock:
             if runtime.manager.parts.table.all_fit:  # else others could not come

@@ -44,10 +44,11 @@ class Inside:
 
     Attributes:
         thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
+        stream: The compute stream on which it came.
         depth: How many calls hold the groups.
     """
 
-    __slots__ = ("depth", "thread")
+    __slots__ = ("depth", "stream", "thread")
 
     def __init__(self, groups: Sequence[Group] = ()) -> None:
         """Starts with no thread inside.
@@ -55,7 +56,7 @@ class Inside:
         Args:
             groups: What all of the modules need.
         """
-        self.thread = self.depth = 0
+        self.thread = self.depth = self.stream = 0
         for group in groups:
             group.insides.append(self)
 
@@ -172,7 +173,8 @@ class CallInterceptor(Interceptor):
 
     __slots__ = (
         "_activations", "_begins", "_bypass", "_enters", "_gate", "_groups", "_here", "_inside",
-        "_lock", "_manager", "_push", "_quick", "_saved", "_threads", "_unwritten", "compiled",
+        "_lock", "_manager", "_push", "_quick", "_saved", "_stream", "_threads", "_unwritten",
+        "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -186,7 +188,7 @@ class CallInterceptor(Interceptor):
         # looked up in every call, in caches that the kernels in between have emptied
         self._manager, self._here = self.runtime.manager, self.runtime.here
         self._gate, self._lock = self._manager.gate, self._manager.lock
-        self._threads = self._manager.threads
+        self._threads, self._stream = self._manager.threads, self._manager.parts.copy.stream
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._push, self._unwritten = self._saved.push, self.runtime.unwritten
         self._groups, self._inside = scope.groups, scope.inside
@@ -204,6 +206,8 @@ class CallInterceptor(Interceptor):
         """Calls the module, hooks and all."""
         thread = get_ident()
         if self._quick.thread == thread and (not is_grad_enabled() or self._saved.on_top()):
+            if self._quick.stream != self._stream():
+                self._follow()
             return self.inner(*args, **kwargs)
         if self._gate.unsure:
             self.runtime.repair()
@@ -229,6 +233,7 @@ class CallInterceptor(Interceptor):
                     if not inside.depth:
                         inside.depth = 1
                         inside.thread = thread
+                        inside.stream = self._stream()
                     else:
                         inside.depth += 1
                         if inside.thread != thread:
@@ -269,6 +274,13 @@ class CallInterceptor(Interceptor):
                 raise read_elsewhere(self.module, self.scope.name, there) from error
             raise
 
+    def _follow(self) -> None:
+        """Makes another compute stream wait for what is held, and what leaves wait for that."""
+        parts = self._manager.parts
+        with self._lock:
+            for group in self._groups:
+                parts.copy.use(parts.transfers.ready.get(group.block.id))
+
     def _begin(self, args: Any, kwargs: Any) -> Any:
         """Makes a pass of the call: it is inside no other of a wrapped module."""
         here, runtime, manager = self._here, self.runtime, self._manager
@@ -282,6 +294,8 @@ class CallInterceptor(Interceptor):
             manager.gate.guard()
             with manager.lock:
                 self._threads.enter(runtime.most_calls)
+                if self._threads.several:
+                    self.scope.wrapped.note_thread()
             try:
                 if not self._bypass.goes_on(self.scope):
                     runtime.begin_forward(self.module, self.scope, args, kwargs)
@@ -473,6 +487,30 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     return copied
 
 
+class StateInterceptor(Interceptor):
+    """Keeps interceptors out of what ``copy.copy`` takes over: they are of this module."""
+
+    __slots__ = ()
+
+    method = "__getstate__"
+
+    def __init__(self, module: nn.Module, scope: Scope) -> None:
+        self.module = module
+        self.scope = scope
+        self.runtime = scope.wrapped.runtime
+
+    def __call__(self) -> Any:
+        """Returns the module's state as it would be, were it not wrapped."""
+        own = getattr(type(self.module), self.method, None)
+        state = self.module.__dict__ if own is None else own(self.module)
+        if not isinstance(state, dict):
+            return state
+        return {name: value for name, value in state.items() if name not in INTERCEPTED}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies nothing: a copied module has that of its class."""
+
+
 class SaveInterceptor(Interceptor):
     """Puts real tensors into ``state_dict()``."""
 
@@ -530,7 +568,11 @@ OF_SCOPES: tuple[type[Interceptor], ...] = (
     LoadInterceptor,
 )
 """What stands in modules whose calls are intercepted."""
-OF_ALL: tuple[type[Interceptor], ...] = (LoadAllInterceptor, CopyInterceptor)
+OF_ALL: tuple[type[Interceptor], ...] = (
+    LoadAllInterceptor,
+    CopyInterceptor,
+    StateInterceptor,
+)
 """What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
 OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
 """What stands in modules that have no tensors themselves, and blocks inside."""

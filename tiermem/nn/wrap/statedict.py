@@ -108,6 +108,44 @@ def _give_anew(group: Group, given: Mapping[int, torch.Tensor]) -> bool:
     return True
 
 
+class _Copies:
+    """The copies in one state dict, which several calls may fill (``destination=``).
+
+    Tied tensors stay tied in it, in one call and from one to the next, unless they were written in
+    between.
+
+    Attributes:
+        by_id: By the ids of the tensors.
+    """
+
+    def __init__(self) -> None:
+        """Starts with no call."""
+        self.by_id: dict[int, torch.Tensor] = {}
+        self._fresh: set[int] = set()  # made, or looked at again, in the call under way
+        self._places: set[tuple[int, str]] = set()  # that it has not come to
+
+    def come_to(self, module: nn.Module, prefix: str) -> None:
+        """Begins another call, unless the one under way is to come to a module with a prefix."""
+        if (id(module), prefix) not in self._places:
+            self._fresh = set()
+            inside = module.named_modules(remove_duplicate=False)
+            self._places = {
+                (id(inner), f"{prefix}{name}." if name else prefix) for name, inner in inside
+            }
+        self._places.discard((id(module), prefix))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether there is a copy of a tensor from the call under way."""
+        return id(tensor) in self._fresh
+
+    def add(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Enters a copy of ``value``: the one of an earlier call, if that has these bits."""
+        known = self.by_id.get(id(tensor))
+        if known is None or known.device != value.device or not torch.equal(known, value):
+            self.by_id[id(tensor)] = value.clone()
+        self._fresh.add(id(tensor))
+
+
 class StateDicts:
     """Makes the state dicts of one wrapped model, and holds its blocks while one is loaded.
 
@@ -135,11 +173,12 @@ class StateDicts:
         self._manager = manager
         self._group_of = group_of
         self._resident = resident
-        self._states: dict[int, tuple[dict[int, torch.Tensor], set[tuple[int, str]]]] = {}
+        self._states: dict[int, _Copies] = {}
 
     def export(self, module: nn.Module, destination: Any, prefix: str) -> None:
         """Replaces a module's own entries of a state dict by copies in host memory."""
-        cache = self._state_of(destination, (id(module), prefix))
+        cache = self._copies_in(destination)
+        cache.come_to(module, prefix)
         for which in ("_parameters", "_buffers"):
             for name, tensor in module.__dict__[which].items():
                 key = prefix + name
@@ -151,36 +190,26 @@ class StateDicts:
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
 
-    def _state_of(self, destination: Any, part: tuple[int, str]) -> dict[int, torch.Tensor]:
-        """Returns the copies made for one state dict, so that tied tensors stay tied in it.
-
-        A part that comes once more, or the whole model, is of another call: it gets new copies.
-        """
+    def _copies_in(self, destination: Any) -> _Copies:
+        """Returns the copies made for one state dict."""
         key = id(destination)
         if key not in self._states:
             try:
                 weakref.finalize(destination, self._states.pop, key, None)
             except TypeError:
-                return {}
-            self._states[key] = ({}, set())
-        copies, parts = self._states[key]
-        if part in parts or part[0] == id(self._model):
-            copies.clear()
-            parts.clear()
-        parts.add(part)
-        return copies
+                return _Copies()
+            self._states[key] = _Copies()
+        return self._states[key]
 
-    def _copy_of(
-        self, tensor: torch.Tensor, group: Group, cache: dict[int, torch.Tensor]
-    ) -> torch.Tensor:
-        if id(tensor) not in cache:
+    def _copy_of(self, tensor: torch.Tensor, group: Group, cache: _Copies) -> torch.Tensor:
+        if not cache.has(tensor):
             tensors = self._manager.read(group.block)
             for entry in group.entries:
                 source = entry.param.detach() if entry.materialized else tensors[entry.index]
-                cache[id(entry.param)] = source.clone()
+                cache.add(entry.param, source)
             for member in group.buffers:
-                cache[id(member.tensor)] = tensors[member.index].clone()
-        return cache[id(tensor)]
+                cache.add(member.tensor, tensors[member.index])
+        return cache.by_id[id(tensor)]
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -89,6 +90,7 @@ class WrappedModel:
         self.origins = origins
         self.given_back = False
         self.leaving: set[int] = set()
+        self._threads = set[int]()
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         params = find(model, "_parameters")
         link_shared(params)
@@ -317,6 +319,14 @@ class WrappedModel:
     def kept(self) -> tuple[Group, ...]:
         """The groups that a pass holds as a whole; they stay in HBM."""
         return tuple(group for group in self.groups if group.resident)
+
+    def note_thread(self) -> None:
+        """Notes, once several threads are seen, which of them call it; under the manager's lock."""
+        thread = get_ident()
+        if thread not in self._threads and torch._C._current_graph_task_id() == -1:
+            self._threads.add(thread)
+            for group in self.groups:
+                group.note_user()
 
     def managed(self) -> set[int]:
         """Returns the ids of the tensors that live in the tiers."""

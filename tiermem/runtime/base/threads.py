@@ -23,9 +23,10 @@ class UserThreads:
     Attributes:
         several: Whether more than one has been seen.
         waiting: Those that wait until another lets a block go.
+        then: Called, under the lock, once a second one is seen.
     """
 
-    __slots__ = ("_condition", "_first", "_inside", "several", "waiting")
+    __slots__ = ("_condition", "_first", "_inside", "several", "then", "waiting")
 
     def __init__(self, lock: RLock) -> None:
         """Has seen none.
@@ -38,6 +39,7 @@ class UserThreads:
         self._inside = set[int]()
         self.several = False
         self.waiting = set[int]()
+        self.then: Callable[[int], object] | None = None  # it is given the first one
 
     def note(self) -> None:
         """Notes that the calling thread uses blocks; any thread may call it."""
@@ -46,7 +48,10 @@ class UserThreads:
         thread = get_ident()
         self._first = self._first or thread
         if thread != self._first:
-            self.several = True
+            with self._condition:
+                if not self.several and self.then is not None:
+                    self.then(self._first)
+                self.several = True
 
     def enter(self, most: Callable[[], int]) -> None:
         """Notes that the calling thread begins a call of a wrapped model; under the lock.

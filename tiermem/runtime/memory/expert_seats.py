@@ -197,6 +197,15 @@ class Seat:
             self._baseline += 1
         return found.detach()
 
+    def give(
+        self, spec: TensorSpec, shape: tuple[int, ...], use: Use, piece: Piece
+    ) -> torch.Tensor:
+        """Returns what :meth:`view` does to a call, which finds out later whether it wrote that."""
+        given = self.view(spec, shape)
+        counted = self._views[spec.dtype, shape]  # has the version of all views like this one
+        use.given.append((self, piece, counted, given._version))
+        return given
+
 
 class Bank:
     """Seats of one size.
@@ -229,6 +238,8 @@ class Use:
         again: Whether it belongs to a backward: what it asks for was chosen in a forward.
         saved: Pieces that autograd has saved views or copies of, in that order.
         before: The call before it in the same direction, as long as that is known.
+        given: The seats of which it was given views, with their pieces, something that has the
+            version of these views, and the version of then.
     """
 
     def __init__(
@@ -244,9 +255,23 @@ class Use:
         self.again = again
         self.saved: dict[Piece, None] = {}
         self.before: Callable[[], Use | None] = _nothing
+        self.given: list[tuple[Seat, Piece, torch.Tensor, int]] = []
         self.counts = counts
         self.chosen = [expert for expert, count in enumerate(counts) if count]
         self.wanted = dict.fromkeys(wanted)
         self.coming: dict[int, deque[tuple[int, Piece]]] = {}
         for place, piece in enumerate(self.wanted):
             self.coming.setdefault(piece.tensor, deque()).append((place, piece))
+
+    def written(self) -> dict[Piece, torch.Tensor | None]:
+        """Returns the pieces that it has written, as it was given them.
+
+        Returns:
+            Copies of what their seats have now; None for those that have given their seats up.
+        """
+        given, self.given = self.given, []
+        found: dict[Piece, torch.Tensor | None] = {}
+        for seat, piece, counted, version in given:
+            if counted._version != version:
+                found[piece] = seat.bytes.clone() if seat.piece == piece else None
+        return found

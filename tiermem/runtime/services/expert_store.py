@@ -6,8 +6,8 @@ seats of HBM (:mod:`tiermem.core.experts`), all of which lie in one block, the *
 home is HBM. It is made as a pass begins that uses pieces, of what other blocks leave of HBM, and
 given back as soon as another block needs room: pieces are copies, and nothing is lost.
 
-A piece is valid until the block is written. Callers do not write through the tensors they get, and
-a seat is taken as long as one of these tensors is alive.
+A piece is valid until the block is written. Callers that write through the tensors they get find
+out from their use, and write the block; a seat is taken as long as one of these tensors is alive.
 """
 
 from __future__ import annotations
@@ -342,7 +342,7 @@ class ExpertStore:
                 return None
             self._lent.append(seat)
             seat.use = use
-            found.append(seat.view(spec, shape))
+            found.append(seat.give(spec, shape, use, piece))
             self._parts.copy.use(seat.event)
         if use.again and not use.wanted and use in self._uses:
             self._uses.remove(use)

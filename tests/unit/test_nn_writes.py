@@ -1,0 +1,217 @@
+"""Writes of weights that torch does not count are noticed wherever a call may come to them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import support_writing
+import torch
+from support_nn import same_bits
+from support_writing import Scaler
+from torch import nn
+
+import tiermem
+
+WIDTH, LAYERS = 32, 6
+
+
+class Layer(nn.Module):
+    """Writes its weight once it is told to; returns a product with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.writes = False
+
+    def write(self) -> None:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.writes = False
+            self.write()
+        return x @ self.weight
+
+
+class OfModule(Layer):
+    def write(self) -> None:
+        support_writing.scale(self.weight)
+
+
+SCALER = Scaler()
+
+
+class OfGlobalObject(Layer):
+    def write(self) -> None:
+        SCALER(self.weight)
+
+
+class OfAttribute(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = Scaler()
+
+    def write(self) -> None:
+        self.scaler(self.weight)
+
+
+def quietly(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return args[0].leave(function, *args)
+
+    return call
+
+
+class OfDecorator(Layer):
+    @staticmethod
+    def leave(function: Callable[..., Any], *args: Any) -> Any:
+        with torch.no_grad():
+            return function(*args)
+
+    @quietly
+    def write(self) -> None:
+        support_writing.scale(self.weight)
+
+
+class Inner(Layer):
+    def scale(self) -> None:
+        self.weight.data.mul_(1.5)
+
+
+class OfChild(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def write(self) -> None:
+        self.inner.scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(super().forward(x))
+
+
+class OfChildren(OfChild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([Inner()])  # type: ignore[assignment]
+
+    def write(self) -> None:
+        for inner in self.inner:  # type: ignore[attr-defined]
+            inner.scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner[0](Layer.forward(self, x))  # type: ignore[index]
+
+
+class Replacing(Layer):
+    """Has other values elsewhere, and keeps the memory with those of before."""
+
+    def write(self) -> None:
+        self.before = self.weight.data
+        self.weight.data = self.before * 2 + 1
+
+
+class Swapping(Layer):
+    """Exchanges the memory of two weights, which are in one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def write(self) -> None:
+        self.weight.data, self.other.data = self.other.data, self.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu() @ self.other
+
+
+def follow(kind: type[nn.Module], write: Callable[[Any], None], *, graph: bool = False) -> None:
+    """Compares forwards, of which the third one writes a weight, and the weights at the end."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(kind() for _ in range(LAYERS)))
+    model, x = copy.deepcopy(plain), torch.randn(2, WIDTH)
+    hbm = sum(param.nbytes for param in plain.parameters()) // 2
+    with tiermem.TierManager("cpu", hbm=hbm, dram=1 << 20) as tier:
+        tier.wrap(model, blocks=[str(number) for number in range(LAYERS)])
+        with torch.set_grad_enabled(graph):
+            for number in range(6):
+                if number == 2:
+                    for one in (plain, model):
+                        write(one[3])
+                assert same_bits(model(x).detach(), plain(x).detach())
+        state = model.state_dict()
+        assert all(same_bits(state[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        OfModule,
+        OfGlobalObject,
+        OfAttribute,
+        OfDecorator,
+        OfChild,
+        OfChildren,
+        Replacing,
+        Swapping,
+    ],
+)
+def test_what_a_module_writes_by_its_helpers(kind: type[nn.Module], graph: bool) -> None:
+    def write(module: Any) -> None:
+        module.writes = True
+
+    follow(kind, write, graph=graph)
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize("hook", [Scaler(), Scaler().hook, functools.partial(Scaler().hook)])
+def test_what_a_hook_writes(hook: Any) -> None:
+    """One that is an object, a method of one, or made of such."""
+    follow(Linear, lambda module: module.register_forward_pre_hook(hook))
+
+
+def test_a_method_that_takes_the_place_of_forward() -> None:
+    def write(module: Any) -> None:
+        module.writes = True
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            self.writes = False
+            support_writing.scale(self.weight)
+        return x @ self.weight
+
+    class Patched(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.forward = types.MethodType(forward, self)  # type: ignore[method-assign]
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            made = Patched()
+            made.load_state_dict(self.state_dict())
+            return made
+
+    follow(Patched, write)
+
+
+@functools.wraps(torch.relu)
+def relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)
+
+
+def test_code_around_a_builtin_function_is_looked_at() -> None:
+    class Around(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return relu(super().forward(x))
+
+    follow(Around, lambda _module: None)
