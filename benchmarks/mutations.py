@@ -1017,8 +1017,8 @@ _ELSEWHERE = (
     Mutation(
         "packed: DRAM goes back while copies from there are under way",
         "tiermem/runtime/transfers/packed_copies.py",
-        "        self._copy.synchronize()\n        while extents:",
-        "        while extents:",
+        "        if self._stale:\n            self._copy.synchronize()\n",
+        "",
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
@@ -1026,6 +1026,49 @@ _ELSEWHERE = (
         "tiermem/runtime/services/packer.py",
         "            if is_spoiled(target):\n",
         "            if False:\n",
+        ("tests/unit/test_packing.py",),
+    ),
+    Mutation(
+        "packed: what has been written since keeps its packed copy where none is used",
+        "tiermem/runtime/transfers/packed_copies.py",
+        "                self.drop_stale()\n",
+        "                pass\n",
+        ("tests/unit/test_packing.py",),
+    ),
+    Mutation(
+        "packed: DRAM that is lent does not come from packed copies",
+        "tiermem/runtime/memory/homes.py",
+        "        if extent is None and not spare and self.sparing():\n",
+        "        if False:\n",
+        ("tests/unit/test_packing.py",),
+    ),
+    Mutation(
+        "packed: what is given up is cut short at two places",
+        "tiermem/runtime/transfers/packed_copies.py",
+        "            self._stale.append(self._copies.popitem()[1].extent)\n",
+        "            self._stale.append(next(iter(self._copies.values())).extent)\n"
+        "            self._copies.popitem()\n",
+        ("tests/unit/test_packing_interrupted.py",),
+    ),
+    Mutation(
+        "packed: the host's time that measuring takes counts as compute",
+        "tiermem/runtime/lookahead/stream_plan.py",
+        "        return as_long and self.computes < _BINDS * self.copies\n",
+        "        return False\n",
+        ("tests/unit/test_packing.py",),
+    ),
+    Mutation(
+        "packed: a model that is trained is packed as it is wrapped",
+        "tiermem/nn/passes/runtime.py",
+        "            if is_trained:\n",
+        "            if False:\n",
+        ("tests/unit/test_packing.py",),
+    ),
+    Mutation(
+        "packed: a model with an optimizer counts as not trained",
+        "tiermem/nn/passes/runtime.py",
+        "        if training or self.keepers:\n",
+        "        if training:\n",
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
@@ -1038,8 +1081,8 @@ _ELSEWHERE = (
     Mutation(
         "packed: an exception leaves what was begun",
         "tiermem/runtime/services/packer.py",
-        "                for _, extent, _ in begun:\n",
-        "                for _, extent, _ in ():\n",
+        "                while begun:\n                    parts.homes.release(Tier.DRAM, begun.pop().extent)\n",
+        "",
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
