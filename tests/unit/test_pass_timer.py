@@ -95,13 +95,13 @@ class Player:
             self.pass_timer.started(record(number, home), object() if wait else None)  # type: ignore[arg-type]
         self.clock.now += compute
 
-    def copy(self, number: int, seconds: float) -> None:
+    def copy(self, number: int, seconds: float, nbytes: int = PAGE) -> None:
         self.counters.moved("dram->hbm", PAGE, 1)
         if self.pass_timer.sampling:
             self.pass_timer.rising(EXTENT, None)
         self.clock.copies += seconds
         if self.pass_timer.sampling:
-            self.pass_timer.risen(record(number).block)
+            self.pass_timer.risen(record(number).block, nbytes)
 
     def sweep(self, key: str = "f", scale: float = 1.0) -> None:
         self.pass_timer.begin(key)
@@ -581,3 +581,15 @@ def test_what_measuring_takes_the_host_is_no_change() -> None:
     """A forward that the host limits took half as long again where it was measured."""
     found = sampled([(0.12, 0.08)] * 160)
     assert sum(found) <= 3 + 160 // 16
+
+
+def test_the_speed_of_a_link_is_that_of_the_bytes_on_it() -> None:
+    """Of a block that comes up packed, these are fewer; how long it takes is its own."""
+    player = Player()
+    player.pass_timer.begin("f")
+    player.copy(1, 3.0, nbytes=3 * PAGE // 4)
+    player.use(1, 3.0, 1.0)
+    player.pass_timer.ended()
+    player.read_all()
+    assert player.estimates.rate("dram->hbm") == PAGE / 4
+    assert player.estimates.transfer("dram->hbm", 1, PAGE) == 3.0
