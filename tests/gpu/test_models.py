@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tiermem
 
@@ -126,3 +128,32 @@ def test_a_compiled_layer_equals_the_same_layer_compiled_and_resident() -> None:
         for _ in range(3):
             assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
         assert tier.stats().evictions > 0
+
+
+class Averaging(nn.Module):
+    """Keeps an average in a buffer that every forward makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+        self.register_buffer("average", torch.zeros(256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y + self.average
+
+
+def test_buffers_that_forwards_make_go_with_the_model() -> None:
+    torch.manual_seed(0)
+    plain = Averaging()
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 256)
+    with tiermem.TierManager("cuda", hbm="1MiB", dram="16MiB") as tier:
+        tier.wrap(model)
+        model(x.cuda())
+        copied = copy.deepcopy(model)
+        tier.unwrap(model)
+    for each in (model, copied):
+        assert {buffer.device.type for buffer in each.buffers()} == {"cpu"}
+        each(x)

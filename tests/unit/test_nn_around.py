@@ -245,3 +245,31 @@ def test_what_fsdp_has_sharded_is_refused_by_name() -> None:
         pytest.raises(tiermem.WrapError, match="sharded by torch's FSDP"),
     ):
         tier.wrap(model)
+
+
+def test_buffers_that_forwards_have_made_are_moved_with_the_model(
+    tier: tiermem.TierManager,
+) -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("average", torch.zeros(8))
+            self.register_buffer("kept", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average = self.average + x
+            self.again = self.average  # a tie
+            return self.linear(x)
+
+    model = Averaging()
+    model.register_buffer("again", None)
+    tier.wrap(model)
+    model(torch.ones(8))
+    wrapped = tier._wrapped[id(model)]
+    wrapped.move_made(torch.device("cpu"))  # where it is: nothing moves
+    assert torch.equal(model.average, torch.ones(8))
+    wrapped.move_made(torch.device("meta"))
+    assert model.average.device.type == "meta" and model.average is model.again
+    assert torch.equal(model.kept, torch.ones(8))
+    model.average = model.again = torch.zeros(8)

@@ -195,6 +195,17 @@ def stays_apart(found: Found) -> bool:
     return is_ordinary(found) and found.tensor.numel() == 0
 
 
+def is_made_in(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is a plain one on a device."""
+    there = tensor.device
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and there.type == device.type
+        and device.index in (None, there.index)
+    )
+
+
 def is_ordinary(found: Found) -> bool:
     """Whether a buffer is a tensor whose bytes can be moved."""
     tensor = found.tensor

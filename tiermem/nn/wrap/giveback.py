@@ -211,6 +211,7 @@ class Leaving:
                 self._not_ours.add(id(member))
         self._gradients.clear()
         self.wrapped.move_apart(self._target)
+        self.wrapped.move_made(self._target)
         self.wrapped.uninstall()
 
     def _is_begun(self, member: Member) -> bool:

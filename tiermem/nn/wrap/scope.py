@@ -26,6 +26,7 @@ from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE, outside
 from tiermem.nn.compat.refusing import read_elsewhere, was_refused
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.inspect import is_made_in
 from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.nn.wrap.statedict import check_state, given_values
@@ -462,9 +463,13 @@ class CopyInterceptor(Interceptor):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
-        stay = self.scope.wrapped.staying()
+        wrapped, device = self.scope.wrapped, self.runtime.manager.parts.device
+        stay, moves = wrapped.staying(), wrapped.modules.group_of
         for tensor in self.module._buffers.values():
-            if tensor is not None and id(tensor) in stay and id(tensor) not in memo:
+            if tensor is None or id(tensor) in memo:
+                continue
+            made = id(tensor) not in moves and is_made_in(tensor, device)  # by a forward
+            if id(tensor) in stay or (made and device.type != "cpu"):
                 memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
         copied = self.inner(memo)
         for name in INTERCEPTED:

@@ -18,7 +18,15 @@ from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.entry import Entry, Member
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.hostbound import rate_up
-from tiermem.nn.groups.inspect import Found, can_move, find, link_shared, owners, stays_apart
+from tiermem.nn.groups.inspect import (
+    Found,
+    can_move,
+    find,
+    is_made_in,
+    link_shared,
+    owners,
+    stays_apart,
+)
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
@@ -307,6 +315,23 @@ class WrappedModel:
             for tensor in self._apart:
                 if tensor.device != device:
                     tensor.data = tensor.data.to(device)
+
+    def move_made(self, device: torch.device) -> None:
+        """Moves the buffers that forwards have made since, in whose place others were, from HBM."""
+        here, managed = self.runtime.manager.parts.device, self.managed()
+        moved: dict[int, torch.Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for module in self.model.modules():
+                for name, tensor in module._buffers.items():
+                    if (
+                        tensor is not None
+                        and device != here
+                        and id(tensor) not in managed
+                        and is_made_in(tensor, here)
+                    ):
+                        if id(tensor) not in moved:
+                            moved[id(tensor)] = tensor.detach().to(device)
+                        module._buffers[name] = moved[id(tensor)]
 
     def _begin_reading(self) -> None:
         """Begins to read what has its values in files, while there is still work for the host."""
