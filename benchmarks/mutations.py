@@ -1072,6 +1072,20 @@ _ELSEWHERE = (
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
+        "nn: what an instance has put in a method's place is not called",
+        "tiermem/nn/wrap/scope.py",
+        "        self.former: Any = own.former if isinstance(own, Interceptor) else own\n",
+        "        self.former: Any = None\n",
+        ("tests/unit/test_nn_modules.py",),
+    ),
+    Mutation(
+        "nn: what is put in a method's place while it is wrapped is taken out, too",
+        "tiermem/nn/wrap/intercepted.py",
+        "        if isinstance(found, Interceptor):\n            found.take_out()\n",
+        "        module.__dict__.pop(kind.method, None)\n",
+        ("tests/unit/test_nn_modules.py",),
+    ),
+    Mutation(
         "nn: buffers that live in the tiers count as made by a forward",
         "tiermem/nn/wrap/wrapped.py",
         "                        and id(tensor) not in managed\n",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -570,3 +572,46 @@ def test_recurrent_weights_lie_as_cudnn_wants_them(kind: Any) -> None:
         assert names == want
         ends = [spec.offset + spec.nbytes for spec in group.block.tensors]
         assert ends[:-1] == [spec.offset for spec in group.block.tensors[1:]]
+
+
+@pytest.mark.parametrize("name", ["load_state_dict", "_call_impl", "register_forward_hook"])
+def test_methods_that_an_instance_overrides_are_called_and_come_back(name: str) -> None:
+    """Before the wrap they are called from there on, and are there afterwards; later ones stay."""
+    calls: list[str] = []
+
+    def override(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append("before")
+        return getattr(nn.Module, name)(self, *args, **kwargs)
+
+    def use(model: nn.Module) -> None:
+        acts: dict[str, Callable[[], object]] = {
+            "load_state_dict": lambda: model.load_state_dict(model.state_dict()),
+            "_call_impl": lambda: model(torch.ones(4)),
+            "register_forward_hook": lambda: model.register_forward_hook(print).remove(),
+        }
+        acts[name]()
+
+    model = nn.Linear(4, 4)
+    mine = model.__dict__[name] = types.MethodType(override, model)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        use(model)
+        assert calls == ["before"]
+        copied = copy.deepcopy(model)
+        tier.unwrap(model)
+    assert model.__dict__[name] is mine
+    use(model)
+    assert calls == ["before", "before"]
+    use(copied)
+    assert calls == ["before"] * 3
+
+
+def test_what_is_put_in_a_methods_place_while_wrapped_stays() -> None:
+    calls: list[int] = []
+    model = nn.Linear(4, 4)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        model.load_state_dict = lambda *args, **kwargs: calls.append(1)  # type: ignore[assignment, method-assign]
+        tier.unwrap(model)
+    model.load_state_dict({})
+    assert calls == [1]

@@ -277,13 +277,10 @@ class InterceptedModules:
             call = module.__dict__.get(CallInterceptor.method)
             if isinstance(call, CallInterceptor):
                 call.give_back()
-            for kind in OF_SCOPES:
-                if isinstance(module.__dict__.get(kind.method), Interceptor):
-                    del module.__dict__[kind.method]  # what other code put there stays
+            _take_out(module, OF_SCOPES)
             _plain_names(module)
         for module in self._modules.values():
-            for whole in _OF_ALL:
-                module.__dict__.pop(whole.method, None)
+            _take_out(module, _OF_ALL)
 
     def _leave_compiled(self) -> None:
         """Leaves modules to the compiler whose ``compile()`` was called before."""
@@ -344,6 +341,14 @@ def _call_kind(module: nn.Module, scope: Scope) -> type[CallInterceptor]:
     if is_lookup(module, scope):
         return LookupInterceptor
     return ExpertsInterceptor if is_experts(module, scope) else CallInterceptor
+
+
+def _take_out(module: nn.Module, kinds: Iterable[type[Interceptor]]) -> None:
+    """Takes interceptors of some kinds out of a module; what other code put there stays."""
+    for kind in kinds:
+        found = module.__dict__.get(kind.method)
+        if isinstance(found, Interceptor):
+            found.take_out()
 
 
 def _plain_names(module: nn.Module) -> None:

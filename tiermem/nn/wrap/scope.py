@@ -136,10 +136,10 @@ class Scope:
 class Interceptor:
     """Stands in a module's ``__dict__`` for one of its methods.
 
-    A deep copy of the module gets its plain method back.
+    A deep copy of the module gets its plain method back, or a copy of what was there before.
     """
 
-    __slots__ = ("inner", "module", "runtime", "scope")
+    __slots__ = ("former", "inner", "module", "runtime", "scope")
 
     method: ClassVar[str]
 
@@ -148,7 +148,11 @@ class Interceptor:
         self.module = module
         self.scope = scope
         self.runtime: ModuleRuntime = scope.wrapped.runtime
-        self.inner: Callable[..., Any] = getattr(type(module), self.method).__get__(module)
+        own = module.__dict__.get(self.method)  # what somebody has put in the method's place
+        self.former: Any = own.former if isinstance(own, Interceptor) else own
+        self.inner: Callable[..., Any] = self.former or getattr(type(module), self.method).__get__(
+            module
+        )
 
     @property
     def _runtime(self) -> ModuleRuntime:
@@ -159,8 +163,17 @@ class Interceptor:
         return self.inner(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.former is not None:
+            return deepcopy(self.former, memo)
         module = memo.get(id(self.module), self.module)
         return types.MethodType(getattr(type(module), self.method), module)
+
+    def take_out(self) -> None:
+        """Gives the place in the module's ``__dict__`` back to what was there before."""
+        if self.former is not None:
+            self.module.__dict__[self.method] = self.former
+        else:
+            del self.module.__dict__[self.method]
 
     def __reduce__(self) -> Any:
         raise WrapError(
@@ -458,8 +471,10 @@ class CopyInterceptor(Interceptor):
         self.module = module
         self.scope = scope
         self.runtime = scope.wrapped.runtime
+        self.former = module.__dict__.get(self.method)
         own = getattr(type(module), self.method, None)
-        self.inner = partial(_copy, module) if own is None else own.__get__(module)
+        plain = partial(_copy, module) if own is None else own.__get__(module)
+        self.inner = self.former or plain
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
@@ -472,12 +487,25 @@ class CopyInterceptor(Interceptor):
             if id(tensor) in stay or (made and device.type != "cpu"):
                 memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
         copied = self.inner(memo)
+        memo.setdefault(id(self.module), copied)
+        names, formers = getattr(copied, "__dict__", {}), _formers(self.module)
         for name in INTERCEPTED:
-            getattr(copied, "__dict__", {}).pop(name, None)
+            names.pop(name, None)
+        names.update({name: deepcopy(former, memo) for name, former in formers.items()})
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copies nothing: interceptors that a class copies by itself are taken out afterwards."""
+
+
+def _formers(module: nn.Module) -> dict[str, Any]:
+    """Returns what interceptors of a module have taken the place of, by name."""
+    found = ((name, module.__dict__.get(name)) for name in INTERCEPTED)
+    return {
+        name: value.former
+        for name, value in found
+        if isinstance(value, Interceptor) and value.former is not None
+    }
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
@@ -503,14 +531,19 @@ class StateInterceptor(Interceptor):
         self.module = module
         self.scope = scope
         self.runtime = scope.wrapped.runtime
+        self.former = module.__dict__.get(self.method)
 
     def __call__(self) -> Any:
         """Returns the module's state as it would be, were it not wrapped."""
-        own = getattr(type(self.module), self.method, None)
-        state = self.module.__dict__ if own is None else own(self.module)
+        if self.former is not None:
+            state = self.former()
+        else:
+            own = getattr(type(self.module), self.method, None)
+            state = self.module.__dict__ if own is None else own(self.module)
         if not isinstance(state, dict):
             return state
-        return {name: value for name, value in state.items() if name not in INTERCEPTED}
+        kept = {name: value for name, value in state.items() if name not in INTERCEPTED}
+        return kept | _formers(self.module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copies nothing: a copied module has that of its class."""
