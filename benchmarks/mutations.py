@@ -2980,9 +2980,8 @@ MUTATIONS = (
             (
                 "copy.copy runs the module that was copied",
                 "nn/wrap/scope.py",
-                "for name, value in state.items() if name not in INTERCEPTED}\n\n"
-                "    def __deepcopy__",
-                "for name, value in state.items()}\n\n    def __deepcopy__",
+                "kept = {name: value for name, value in state.items() if name not in INTERCEPTED}",
+                "kept = {name: value for name, value in state.items()}",
                 "test_nn_parameters",
             ),
             (

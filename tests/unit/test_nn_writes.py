@@ -79,6 +79,22 @@ class OfDecorator(Layer):
         support_writing.scale(self.weight)
 
 
+def again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Knows what it is put around by ``__wrapped__`` alone."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return call.__wrapped__(*args)  # type: ignore[attr-defined]
+
+    return call
+
+
+class OfWrapped(Layer):
+    @again
+    def write(self) -> None:
+        support_writing.scale(self.weight)
+
+
 class Inner(Layer):
     def scale(self) -> None:
         self.weight.data.mul_(1.5)
@@ -157,6 +173,7 @@ def follow(kind: type[nn.Module], write: Callable[[Any], None], *, graph: bool =
         OfGlobalObject,
         OfAttribute,
         OfDecorator,
+        OfWrapped,
         OfChild,
         OfChildren,
         Replacing,
