@@ -1003,7 +1003,7 @@ _ELSEWHERE = (
     Mutation(
         "packed: the copy is used whatever has been written since",
         "tiermem/runtime/transfers/packed_copies.py",
-        "        if copy.stamp != stamp_of(record):\n",
+        "        if copy.stamp != record.stamp:\n",
         "        if False:\n",
         ("tests/property/test_packed_streams.py",),
     ),
@@ -1031,8 +1031,8 @@ _ELSEWHERE = (
     Mutation(
         "packed: what has been written since keeps its packed copy where none is used",
         "tiermem/runtime/transfers/packed_copies.py",
-        "                self.drop_stale()\n",
-        "                pass\n",
+        "            self.drop_stale()\n",
+        "            pass\n",
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
@@ -1045,9 +1045,9 @@ _ELSEWHERE = (
     Mutation(
         "packed: what is given up is cut short at two places",
         "tiermem/runtime/transfers/packed_copies.py",
-        "            self._stale.append(self._copies.popitem()[1].extent)\n",
-        "            self._stale.append(next(iter(self._copies.values())).extent)\n"
-        "            self._copies.popitem()\n",
+        "        self._stale.append(self._copies.pop(block_id).extent)\n",
+        "        self._stale.append(self._copies[block_id].extent)\n"
+        "        del self._copies[block_id]\n",
         ("tests/unit/test_packing_interrupted.py",),
     ),
     Mutation(

@@ -8,17 +8,15 @@ from random import Random
 
 import pytest
 import torch
-from support_streams import DOWN, FILES, UNPACK, UP
+from support_streams import manager_over
 
-from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Extent, Role
 from tiermem.core.layout import TensorShape
 from tiermem.core.packing import Packed, packed_nbytes, parts_of
 from tiermem.core.residency import Record, State
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.packer import Packer, Wanted
-from tiermem.runtime.transfers.packed_copies import PackedCopy, stamp_of
-from tiermem.testing.io import ScriptedEngine
+from tiermem.runtime.transfers.packed_copies import PackedCopy
 from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.packing import home_nbytes, is_spoiled, room_nbytes
 from tiermem.transfer.streams import StreamCopyEngine
@@ -88,7 +86,7 @@ def pack(
         copy.synchronize()
         assert not is_spoiled(target)
         packed = Packed(target.data_ptr(), parts, packed_nbytes(parts))
-        transfers.packed.add(block, PackedCopy(packed, extent, stamp_of(record)))
+        transfers.packed.add(block, PackedCopy(packed, extent, record.stamp))
         made += 1
     return made
 
@@ -104,23 +102,7 @@ class Bench:
 
     def __init__(self, shape: TensorShape = HALVES, *, hbm: int = 3, dram: int = 4 * COUNT) -> None:
         self.device = SimulatedDevice(Random(0))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "tiermem.runtime.assembly.HostCopyEngine",
-                lambda: StreamCopyEngine(self.device, UP, DOWN, FILES, UNPACK),
-            )
-            self.manager = BlockManager(
-                Settings(
-                    device="cpu",
-                    hbm=hbm * NBYTES + (1 << 17),
-                    dram=dram * NBYTES,
-                    nvme=(),
-                    nvme_bytes=None,
-                    policy=Policy(params="dram"),
-                    prefetch_depth=0,
-                ),
-                ScriptedEngine,
-            )
+        self.manager = manager_over(self.device, hbm=hbm * NBYTES + (1 << 17), dram=dram * NBYTES)
         self.packed = self.manager.parts.transfers.packed
         self.shape = shape
         self.blocks = self.add(40)

@@ -75,6 +75,37 @@ def cases(
     )
 
 
+def manager_over(
+    device: SimulatedDevice, *, hbm: int, dram: int, depth: int = 0, nvme: Sequence[str] = ()
+) -> BlockManager:
+    """Returns a manager whose copies run on the streams of a simulated device.
+
+    Args:
+        device: The device.
+        hbm: Bytes.
+        dram: Bytes.
+        depth: Blocks that are fetched ahead.
+        nvme: Folders.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "tiermem.runtime.assembly.HostCopyEngine",
+            lambda: StreamCopyEngine(device, UP, DOWN, FILES, UNPACK),
+        )
+        return BlockManager(
+            Settings(
+                device="cpu",
+                hbm=hbm,
+                dram=dram,
+                nvme=tuple(nvme),
+                nvme_bytes=None,
+                policy=Policy(params="dram"),
+                prefetch_depth=depth,
+            ),
+            ScriptedEngine,
+        )
+
+
 class Streamed:
     """A manager of a few blocks whose copies and compute run on simulated streams."""
 
@@ -84,23 +115,13 @@ class Streamed:
         self.random = Random(case.seed)
         self.device = SimulatedDevice(self.random)
         self.wrong: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "tiermem.runtime.assembly.HostCopyEngine",
-                lambda: StreamCopyEngine(self.device, UP, DOWN, FILES, UNPACK),
-            )
-            self.manager = BlockManager(
-                Settings(
-                    device="cpu",
-                    hbm=slots * PAGE,
-                    dram=2 * blocks * PAGE + (STAGING if nvme else 0),
-                    nvme=(nvme,) if nvme else (),
-                    nvme_bytes=None,
-                    policy=Policy(params="dram"),
-                    prefetch_depth=case.depth,
-                ),
-                ScriptedEngine,
-            )
+        self.manager = manager_over(
+            self.device,
+            hbm=slots * PAGE,
+            dram=2 * blocks * PAGE + (STAGING if nvme else 0),
+            depth=case.depth,
+            nvme=[nvme] if nvme else (),
+        )
         self.manager.parts.transfers.poisons = poison
         self.manager.prefetcher.fetcher.beside = True
         self.glances = 0

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from random import Random
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support_packed import pack, small_tiles
+from support_streams import PAGE, manager_over
 
-from tiermem.config import Policy, Settings
 from tiermem.core.block import Role
 from tiermem.core.experts import Way
 from tiermem.core.layout import TensorShape
@@ -21,33 +20,14 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Piece, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.saved_experts import SavedExperts
-from tiermem.testing.io import ScriptedEngine
 from tiermem.testing.streams import SimulatedDevice
-from tiermem.transfer.streams import StreamCopyEngine
 
-UP, DOWN, FILES, UNPACK = 101, 102, 103, 104
-PAGE, EXPERTS, STACKS = 4096, 5, 3
+EXPERTS, STACKS = 5, 3
 
 
 def begun(device: SimulatedDevice, pages: int) -> tuple[BlockManager, ExpertStore]:
     """Returns a manager with HBM of so many pages, and a store of stacks of two tensors each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "tiermem.runtime.assembly.HostCopyEngine",
-            lambda: StreamCopyEngine(device, UP, DOWN, FILES, UNPACK),
-        )
-        manager = BlockManager(
-            Settings(
-                device="cpu",
-                hbm=pages * PAGE,
-                dram=96 * PAGE,
-                nvme=(),
-                nvme_bytes=None,
-                policy=Policy(params="dram"),
-                prefetch_depth=0,
-            ),
-            ScriptedEngine,
-        )
+    manager = manager_over(device, hbm=pages * PAGE, dram=96 * PAGE)
     shape = TensorShape("w", (EXPERTS, 16, 256), (PAGE, 256, 1), torch.uint8, 1)
     wanted = [(f"s{i}", Role.PARAM, [shape, shape]) for i in range(STACKS)]
     store = ExpertStore(manager)

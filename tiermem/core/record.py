@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiermem.core.block import Block, Extent, Tier
 
@@ -69,6 +69,11 @@ class Record:
     home_writes: int = 0
     fixed: bool = field(default=False)
     still: bool = field(default=False)
+
+    @property
+    def stamp(self) -> tuple[Any, ...]:
+        """What tells which bytes its home has: it differs once they may be others."""
+        return self.writes, self.home_writes, self.home, self.home_extent
 
     @property
     def usable(self) -> bool:

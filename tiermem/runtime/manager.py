@@ -407,9 +407,10 @@ class BlockManager:
             self.replay.end()
             self.parts.planner.begin(key, guess, like=like, again=again)
             outlook, number = self.prefetcher.plan(load)
-            longest = self.parts.pass_timer.estimates.longest(timed(key, load))
-            binds = outlook.link_binds(longest)
-            self.parts.transfers.packed.begin(load, link_binds=binds)
+            packed = self.parts.transfers.packed
+            if packed.hold_dram:
+                longest = self.parts.pass_timer.estimates.longest(timed(key, load))
+                packed.begin(load, link_binds=outlook.link_binds(longest))
             self.parts.evictor.rearrange(self.parts.planner.schedule)
             if not self.replay.begin(outlook, number):
                 self.prefetcher.run()

@@ -150,9 +150,12 @@ class Interceptor:
         self.runtime: ModuleRuntime = scope.wrapped.runtime
         own = module.__dict__.get(self.method)  # what somebody has put in the method's place
         self.former: Any = own.former if isinstance(own, Interceptor) else own
-        self.inner: Callable[..., Any] = self.former or getattr(type(module), self.method).__get__(
-            module
-        )
+        self.inner: Callable[..., Any] = self.former or self._plain()
+
+    def _plain(self) -> Callable[..., Any]:
+        """Returns the method of the module's class."""
+        found: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
+        return found
 
     @property
     def _runtime(self) -> ModuleRuntime:
@@ -466,15 +469,9 @@ class CopyInterceptor(Interceptor):
 
     method = "__deepcopy__"
 
-    def __init__(self, module: nn.Module, scope: Scope) -> None:
-        """Takes over from the module's own ``__deepcopy__``, where it has one."""
-        self.module = module
-        self.scope = scope
-        self.runtime = scope.wrapped.runtime
-        self.former = module.__dict__.get(self.method)
-        own = getattr(type(module), self.method, None)
-        plain = partial(_copy, module) if own is None else own.__get__(module)
-        self.inner = self.former or plain
+    def _plain(self) -> Callable[..., Any]:
+        has = hasattr(type(self.module), self.method)
+        return super()._plain() if has else partial(_copy, self.module)
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
@@ -527,19 +524,13 @@ class StateInterceptor(Interceptor):
 
     method = "__getstate__"
 
-    def __init__(self, module: nn.Module, scope: Scope) -> None:
-        self.module = module
-        self.scope = scope
-        self.runtime = scope.wrapped.runtime
-        self.former = module.__dict__.get(self.method)
+    def _plain(self) -> Callable[..., Any]:
+        has = hasattr(type(self.module), self.method)  # not before Python 3.11
+        return super()._plain() if has else partial(vars, self.module)
 
     def __call__(self) -> Any:
         """Returns the module's state as it would be, were it not wrapped."""
-        if self.former is not None:
-            state = self.former()
-        else:
-            own = getattr(type(self.module), self.method, None)
-            state = self.module.__dict__ if own is None else own(self.module)
+        state = self.inner()
         if not isinstance(state, dict):
             return state
         kept = {name: value for name, value in state.items() if name not in INTERCEPTED}

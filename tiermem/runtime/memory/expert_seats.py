@@ -12,7 +12,6 @@ import torch
 from tiermem.core.block import Block, Extent, TensorSpec, align_up
 from tiermem.core.experts import Popularity, Seats
 from tiermem.core.layout import contiguous_stride
-from tiermem.core.residency import Record
 from tiermem.runtime.memory.slots import typed_view, use_count
 from tiermem.transfer.copy import Event
 from tiermem.transfer.file.mover import FileTransfer
@@ -105,11 +104,6 @@ def stack_of(number: int, block: Block, experts: int) -> Stack | None:
     if any(specs[index].nbytes // experts % 256 for index in rows):
         return None
     return Stack(number, block, experts, rows, Popularity(experts))
-
-
-def stamp_of(record: Record) -> tuple[Any, ...]:
-    """Returns what tells which bytes a stack's home has."""
-    return record.writes, record.home_writes, record.home, record.home_extent
 
 
 def small_pieces(stacks: Iterable[Stack]) -> Counter[int]:

@@ -31,7 +31,6 @@ from tiermem.runtime.memory.expert_seats import (
     Stack,
     Use,
     stack_of,
-    stamp_of,
 )
 from tiermem.runtime.services.expert_room import ExpertRoom
 from tiermem.runtime.services.expert_tensors import Lent, WholeTensors
@@ -224,7 +223,7 @@ class ExpertStore:
             parts.transfers.settle(stack.block.id)
         if record.at_home is not State.VALID:
             return False
-        stamp = stamp_of(record)
+        stamp = record.stamp
         if stack.stamp != stamp:
             self._drop(stack)
             stack.stamp = stamp

@@ -17,7 +17,7 @@ import torch
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.core.experts import moved_whole, whole_tensors
 from tiermem.core.residency import State
-from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, small_pieces, stamp_of
+from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, small_pieces
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.services.piece_copies import copy_up, packed_part
 from tiermem.transfer.copy import Event
@@ -247,7 +247,7 @@ class WholeTensors:
         record = parts.table.get(block_id)
         return (
             record is not None
-            and tensor.stack.stamp == stamp_of(record)
+            and tensor.stack.stamp == record.stamp
             and record.home is Tier.DRAM
             and record.at_home is State.VALID
             and record.in_hbm in (State.ABSENT, State.VALID)

@@ -17,7 +17,7 @@ from tiermem.core.packing import Packed, Part, packed_nbytes, parts_of
 from tiermem.core.residency import Record, State
 from tiermem.errors import CapacityError, InvariantError
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.transfers.packed_copies import PackedCopy, stamp_of
+from tiermem.runtime.transfers.packed_copies import PackedCopy
 from tiermem.transfer.copy import Packer as CopyPacker
 from tiermem.transfer.packing import PIECE, home_nbytes, is_spoiled, room_nbytes
 
@@ -179,7 +179,7 @@ class Packer:
                 parts.homes.release(Tier.DRAM, extent)
             else:
                 packed = Packed(target.data_ptr(), pieces, packed_nbytes(pieces))
-                copy = PackedCopy(packed, extent, stamp_of(record))
+                copy = PackedCopy(packed, extent, record.stamp)
                 parts.transfers.packed.add(record.block, copy)
                 made += 1
         return made

@@ -21,11 +21,6 @@ _MOST_BY_ROWS = 1 << 14
 """Tokens up to which copies of experts take longer than their compute, in any mixture."""
 
 
-def stamp_of(record: Record) -> tuple[Any, ...]:
-    """Returns what tells which bytes the home of a block has."""
-    return record.writes, record.home_writes, record.home, record.home_extent
-
-
 @dataclass(frozen=True, slots=True)
 class PackedCopy:
     """The packed copy of a block's home.
@@ -69,6 +64,11 @@ class PackedCopies:
     def __len__(self) -> int:
         return len(self._copies)
 
+    @property
+    def hold_dram(self) -> bool:
+        """Whether there are any, or DRAM of those that were given up; else a pass uses none."""
+        return bool(self._copies or self._stale)
+
     def __contains__(self, block: Block) -> bool:
         return block.id in self._copies
 
@@ -88,13 +88,10 @@ class PackedCopies:
             load: Its tokens, rounded; 0 where they are not known.
             link_binds: Whether copies of what its schedule has are what it waits for.
         """
-        if self._copies or self._stale:
-            use = link_binds or (load <= _MOST_BY_ROWS and self.by_rows())
-            if not use:  # those that do are looked at as they are used
-                self.drop_stale()
-            self.free_stale()
-        else:
-            use = False
+        use = link_binds or (load <= _MOST_BY_ROWS and self.by_rows())
+        if not use:  # else they are looked at as they are used
+            self.drop_stale()
+        self.free_stale()
         wanted = self._copies if use else {}
         if self.used.keys() != wanted.keys():
             self.used.clear()
@@ -105,26 +102,22 @@ class PackedCopies:
         copy = self.used.get(record.block.id)
         if copy is None:
             return None
-        if copy.stamp != stamp_of(record):
+        if copy.stamp != record.stamp:
             self.drop(record.block)
             return None
         return copy.packed
 
     def drop(self, block: Block) -> None:
         """Gives up the packed copy of a block, if it has one."""
-        self.used.pop(block.id, None)
-        copy = self._copies.pop(block.id, None)
-        if copy is not None:
-            self._stale.append(copy.extent)
+        if block.id in self._copies:
+            self._give_up(block.id)
 
     def drop_stale(self) -> None:
         """Gives up those of blocks that have been written since."""
         for block_id, copy in list(self._copies.items()):
             record = self._table.get(block_id)
-            if record is None or copy.stamp != stamp_of(record):
-                self.used.pop(block_id, None)
-                del self._copies[block_id]
-                self._stale.append(copy.extent)
+            if record is None or copy.stamp != record.stamp:
+                self._give_up(block_id)
 
     def free_stale(self) -> None:
         """Gives back the DRAM of what was given up, once nothing is copied from there any more."""
@@ -135,12 +128,15 @@ class PackedCopies:
 
     def release(self) -> bool:
         """Gives all of them up, for DRAM that others need; returns whether there were any."""
-        self.used.clear()
-        while self._copies:
-            self._stale.append(self._copies.popitem()[1].extent)
+        for block_id in list(self._copies):
+            self._give_up(block_id)
         found = bool(self._stale)
         self.free_stale()
         return found
+
+    def _give_up(self, block_id: int) -> None:
+        self.used.pop(block_id, None)
+        self._stale.append(self._copies.pop(block_id).extent)
 
     def _owned(self) -> Iterator[tuple[Tier, Extent]]:
         for copy in self._copies.values():
