@@ -1015,6 +1015,13 @@ _ELSEWHERE = (
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
+        "packed: experts come up packed by whole tensors although compute binds the pass",
+        "tiermem/runtime/services/expert_way.py",
+        "            kind.unpacks = kind.moved / rate > _UNPACKED * min(kind.packed)\n",
+        "            kind.unpacks = True\n",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
         "packed: DRAM goes back while copies from there are under way",
         "tiermem/runtime/transfers/packed_copies.py",
         "        if self._stale:\n            self._copy.synchronize()\n",

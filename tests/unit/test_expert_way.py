@@ -12,6 +12,7 @@ from support_ctrl_c import cut_short
 from support_experts import VOCABULARY, build, check, gpt_oss, mixtral, twins
 
 from tiermem.core.experts import Way, moved_whole
+from tiermem.runtime.transfers.packed_copies import PackedCopies
 
 MOST, MANY, FEW = 64, 40, 1
 _FILES = ["runtime/services/expert_", "core/experts", "nn/passes/runtime"]
@@ -84,6 +85,29 @@ def test_many_tokens_for_each_expert_go_by_whole_tensors_at_once(
             assert goes(model, plain, tier, MOST)
             assert not goes(model, plain, tier, FEW)
         assert all(goes(model, plain, tier, MOST) for _ in range(6))
+
+
+@pytest.mark.parametrize(("seconds", "unpacks"), [(100.0, False), (1e-12, True)])
+def test_tensors_come_up_packed_only_where_a_pass_waits_for_their_copies(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, unpacks: bool
+) -> None:
+    """Two passes are timed; other kinds of calls go on as they did."""
+    with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
+        scripted(tier, monkeypatch, seconds, 1.0)
+        manager, found = tier._manager, list[bool]()
+        packed, begin = manager.parts.transfers.packed, manager.begin_pass
+        monkeypatch.setattr(PackedCopies, "__len__", lambda _: 1)
+
+        def asked(*args: Any, **options: Any) -> None:
+            found.append(packed.by_rows())
+            begin(*args, **options)
+
+        monkeypatch.setattr(manager, "begin_pass", asked)
+        for _ in range(5):
+            check(model, plain, ids(MOST))
+        assert found == [True, True, *[unpacks] * 3]
+        check(model, plain, ids(FEW))
+        assert found[-1]
 
 
 def test_many_tokens_that_choose_few_experts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

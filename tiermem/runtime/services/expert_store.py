@@ -74,7 +74,7 @@ class ExpertStore:
         self.whole: frozenset[int] = frozenset()
         self.tensors = WholeTensors(parts)
         self.way = ExpertWay(manager, self.stacks, self.room)
-        parts.transfers.packed.by_rows = lambda: self.open
+        parts.transfers.packed.by_rows = lambda: self.open and self.way.unpacks
         limit, more = parts.limit, parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or self.give_way()
         limit.give_way.append(self.close)

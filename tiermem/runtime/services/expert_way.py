@@ -30,6 +30,11 @@ _COMPUTES = 1.5
 """Times the copies of whole tensors that a pass takes of which compute binds."""
 _MANY = 16
 """Tokens for each expert with which all experts are expected to be chosen, before it is known."""
+_UNPACKED = 0.93
+"""Of the time of a pass by whole tensors that came up packed: what their copies take as they are,
+if compute binds that pass and kernels that unpack would only disturb it."""
+_PACKED = 2
+"""Passes by whole tensors that are timed to find that out."""
 _MOST_KINDS = 64
 _MOST_TIMED = 4
 
@@ -45,6 +50,8 @@ class _Kind:
         trial: Which way is faster; None before one is begun.
         moved: Bytes of stacks that a pass moves that goes the way which is tried.
         grouped: Whether all stacks were used in grouped products as it was begun.
+        packed: Seconds of each pass by whole tensors that came up packed, as far as it was timed.
+        unpacks: Whether packed copies are used, of which the copies take a shorter time.
     """
 
     chosen: float | None = None
@@ -53,6 +60,8 @@ class _Kind:
     grouped: bool = False
     trial: Trial | None = None
     moved: int = 0
+    packed: list[float] = field(default_factory=list)
+    unpacks: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +109,11 @@ class ExpertWay:
         """Whether all experts are expected to be chosen in the call under way, or nearly so."""
         return self._now is not None and (self._now.chosen or 0.0) >= _ALL
 
+    @property
+    def unpacks(self) -> bool:
+        """Whether the call under way uses packed copies of experts, if there are any."""
+        return self._now is None or self._now.unpacks
+
     def choose(self, name: Hashable, tokens: int) -> Way:
         """Returns which way a call goes.
 
@@ -130,7 +144,8 @@ class ExpertWay:
             trial = None
         way = Way.EACH if trial is None else trial.way
         self.looks = way is Way.TENSORS and kind.chosen is None
-        if kind.first is None if trial is None else not trial.settled:
+        timed = kind.first is None if trial is None else not trial.settled
+        if timed or (way is Way.TENSORS and self._may_unpack(kind)):
             begin = clock.stamp() if len(self._timed) < _MOST_TIMED else None
             self._open = None if begin is None else _Timed(kind, trial, way, begin)
         return way
@@ -210,9 +225,22 @@ class ExpertWay:
                     timed.trial.note(timed.way, seconds, self._least(timed, seconds))
                 elif timed.kind.first is None:
                     timed.kind.first = seconds
+                if timed.way is Way.TENSORS and self._may_unpack(timed.kind):
+                    self._note_packed(timed.kind, seconds)
                 clock.free(timed.end)
             clock.free(timed.begin)
             self._timed.popleft()
+
+    def _may_unpack(self, kind: _Kind) -> bool:
+        """Whether it is still to be found out if packed copies make a pass by tensors faster."""
+        return len(kind.packed) < _PACKED and len(self._parts.transfers.packed) > 0
+
+    def _note_packed(self, kind: _Kind, seconds: float) -> None:
+        """Enters a pass by whole tensors that came up packed, if there were packed copies then."""
+        kind.packed.append(seconds)
+        if len(kind.packed) == _PACKED:
+            rate = self._parts.pass_timer.estimates.fastest(LINK_UP[Tier.DRAM])
+            kind.unpacks = kind.moved / rate > _UNPACKED * min(kind.packed)
 
     def _trial_of(self, kind: _Kind, *, many: bool) -> Trial | None:
         """Returns the trial of a kind of calls in which all experts are chosen, if it is worth one.
@@ -224,6 +252,7 @@ class ExpertWay:
         if kind.trial is None or kind.grouped is not grouped:
             way, kind.moved = self._worth_a_trial(grouped=grouped)
             kind.trial, kind.grouped = None if way is Way.EACH else Trial(way), grouped
+            kind.packed, kind.unpacks = [], True
             if kind.trial is not None and many and way is Way.TENSORS:
                 kind.trial.settled = True
         return kind.trial

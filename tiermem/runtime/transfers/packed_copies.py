@@ -44,8 +44,8 @@ class PackedCopies:
 
     Attributes:
         used: Those that the pass under way uses, by the id of their blocks.
-        by_rows: Whether parts of blocks come up by themselves: experts, of which more bytes move
-            than of what a schedule has.
+        by_rows: Whether parts of blocks come up by themselves, for which the pass waits: experts,
+            of which more bytes move than of what a schedule has.
     """
 
     def __init__(self, table: ResidencyTable, homes: Homes, copy: CopyEngine) -> None:
