@@ -1015,6 +1015,20 @@ _ELSEWHERE = (
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
+        "transfer: a copy is submitted in the context of the device that is current",
+        "tiermem/transfer/driver.py",
+        "        foreign = self._go_there()\n        code = self._copy(",
+        "        foreign = False\n        code = self._copy(",
+        ("tests/unit/test_driver.py",),
+    ),
+    Mutation(
+        "nn: collectives that ask no class are given stand-ins",
+        "tiermem/nn/compat/collectives.py",
+        "        if _has_any((*args, *kwargs.values()), concerned):\n",
+        "        if False:\n",
+        ("tests/unit/test_nn_torch_versions.py",),
+    ),
+    Mutation(
         "packed: experts come up packed by whole tensors although compute binds the pass",
         "tiermem/runtime/services/expert_way.py",
         "            kind.unpacks = kind.moved / rate > _UNPACKED * min(kind.packed)\n",

@@ -34,6 +34,12 @@ class Logged(DriverCalls):
 
         return call
 
+    def _push(self) -> None:
+        self.log.append(("push",))
+
+    def _leave(self) -> None:
+        self.log.append(("pop",))
+
     def passed(self, handle: int) -> bool:
         self.log.append(("query", handle))
         return True
@@ -84,7 +90,7 @@ def test_a_copy_that_records_an_event_again_is_waited_for_and_asked(
 def test_a_copy_waits_once_for_each_event_that_it_is_given(
     monkeypatch: pytest.MonkeyPatch, device: int
 ) -> None:
-    """By itself, or call by call where another device is current."""
+    """By itself, or call by call where another device is current: then in its own context."""
     monkeypatch.setattr(driver, "_current_device", lambda: device)
     calls = Logged()
     calls.spare = [6, 5, 4]
@@ -92,7 +98,8 @@ def test_a_copy_waits_once_for_each_event_that_it_is_given(
     calls.log.clear()
     copies = [calls.copy_behind(1, [7], 100, 200, 16, None, events)]
     copies.append(calls.copy_behind(1, [7], 100, 200, 16, copies[0], events))
-    own = [("record", 9, 7), ("wait", 1, 9, 0), ("copy", 100, 200, 16, 1), ("record", 6, 1)]
+    copy = [("push",), ("copy", 100, 200, 16, 1), ("pop",)][1 - device : 2 + device]
+    own = [("record", 9, 7), ("wait", 1, 9, 0), *copy, ("record", 6, 1)]
     assert calls.log == [("wait", 1, 4, 0), ("wait", 1, 5, 0), *own, *own]
 
 

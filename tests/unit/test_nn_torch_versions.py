@@ -21,12 +21,15 @@ from hypothesis import strategies as st
 from support_nn import Tiers
 from support_optim import Net, Twins, watched
 from torch import nn
+from torch.overrides import has_torch_function
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiermem
 from tiermem.nn.compat import counters
+from tiermem.nn.compat.collectives import tell
 from tiermem.nn.compat.hookpair import Pair, follow, top_pair
 from tiermem.nn.passes.saved import WithBytes
+from tiermem.nn.tensors.standin import StandIn, _exchange
 
 autograd = torch._C._autograd
 told = getattr(autograd, "_top_saved_tensors_default_hooks", None)
@@ -275,3 +278,52 @@ def test_versions_are_counted_and_kept_by_any_torch(
     counters.increment_versions([])
     assert not counters.keep_versions([])
     assert not counters._takes_several(lambda tensor: tensor._version)
+
+
+def test_collectives_that_ask_no_class_are_told_of_stand_ins() -> None:
+    """As those of torch up to 2.12: what they are given goes to C++, which asks nobody."""
+
+    def broadcast(tensor: torch.Tensor, src: int) -> None:
+        assert type(tensor) is torch.Tensor
+        with torch.no_grad():
+            tensor.add_(src)
+
+    def gather(tensor: torch.Tensor, gather_list: list[torch.Tensor]) -> None:
+        assert all(type(other) is torch.Tensor for other in (tensor, *gather_list))
+        for other in gather_list:
+            other.copy_(tensor)
+
+    def isend(tensor: torch.Tensor) -> None:
+        """Known by identity."""
+
+    def barrier(group: object) -> None:
+        """Takes no tensors."""
+
+    def all_reduce(tensor: torch.Tensor) -> object:
+        return has_torch_function((tensor,))
+
+    functions = {f.__name__: f for f in (broadcast, gather, isend, barrier, all_reduce)}
+    module = SimpleNamespace(__all__=[*functions, "gone"], **functions)
+    package = SimpleNamespace(broadcast=broadcast, gather=None)
+    told = tell(module, package, lambda value: isinstance(value, StandIn), _exchange)
+    assert told == ["broadcast", "gather"] and package.gather is None
+    assert package.broadcast is module.broadcast is not broadcast
+    assert all(getattr(module, name) is functions[name] for name in functions if name not in told)
+
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="4MiB") as tier:
+        model = tier.wrap(nn.Linear(8, 8))
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.1)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        moment = optimizer.state[model.weight]["exp_avg"]
+        wanted, weight = moment + 3, model.weight.detach() + 2
+        assert isinstance(moment, StandIn) and isinstance(model.weight, StandIn)
+        package.broadcast(moment, src=3)
+        package.broadcast(model.weight, src=2)
+        assert torch.equal(optimizer.state[model.weight]["exp_avg"], wanted)
+        assert torch.equal(model.weight, weight)
+        other = torch.zeros(8, 8)
+        module.gather(other, [moment])
+        assert not moment.any()
+        module.gather(tensor=model.weight, gather_list=[other])
+        assert torch.equal(other, weight)

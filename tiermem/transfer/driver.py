@@ -293,9 +293,10 @@ class DriverCalls:
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Submits a copy between addresses of the device and of page-locked memory."""
-        if not self._local.bound:
-            self._bind()
+        foreign = self._go_there()
         code = self._copy(target, source, nbytes, stream)
+        if foreign:
+            self._leave()
         if code:
             self._check(f"cuMemcpyAsync of {nbytes} bytes", code)
 
@@ -343,9 +344,10 @@ class DriverCalls:
 
     def fill(self, stream: int, target: int, value: int, nbytes: int) -> None:
         """Submits setting every byte of device memory to ``value``."""
-        if not self._local.bound:
-            self._bind()
+        foreign = self._go_there()
         code = self._lib.cuMemsetD8Async(target, value, nbytes, stream)
+        if foreign:
+            self._leave()
         if code:
             self._check(f"cuMemsetD8Async of {nbytes} bytes", code)
 
@@ -453,12 +455,23 @@ class DriverCalls:
         kernels = self._kernels
         if kernels is None:
             raise InvariantError("there are no kernels that pack; ask can_pack first")
+        return kernels, self._go_there()
+
+    def _go_there(self) -> bool:
+        """Makes the device's context current, if another one's is.
+
+        Memory that is mapped at reserved addresses belongs to no context: a copy in that of a
+        device which may not use it is refused.
+
+        Returns:
+            Whether :meth:`_leave` must follow.
+        """
         if not self._local.bound:
             self._bind()
         foreign = _current_device() != self.index
         if foreign:
             self._push()
-        return kernels, foreign
+        return foreign
 
     def _push(self) -> None:
         self._check("cuCtxPushCurrent", self._lib.cuCtxPushCurrent_v2(self._context))

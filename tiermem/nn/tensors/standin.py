@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed
 
 from tiermem.errors import REFUSALS, CapacityError
+from tiermem.nn.compat.collectives import collectives, tell
 from tiermem.runtime.placement.no_room import MANY
 
 _GETTERS = [
@@ -82,9 +82,7 @@ _METADATA = _metadata()
 _PASSES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _LISTS = ("_foreach_", "_amp_foreach_")
 _C10D = sys.modules.get("torch.distributed.distributed_c10d")  # not every build of torch has it
-_COLLECTIVES = {
-    found for found in getattr(_C10D, "__dict__", {}).values() if type(found) is FunctionType
-}
+_COLLECTIVES = collectives(_C10D)
 """Exchanges between processes. They write, some of them later, and torch counts none of it."""
 
 
@@ -277,3 +275,6 @@ def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if one is not None:
             results.extend(one)
     return type(first)(results) if results else None
+
+
+tell(_C10D, torch.distributed, lambda value: isinstance(value, StandIn), _exchange)
