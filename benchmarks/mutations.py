@@ -1022,6 +1022,13 @@ _ELSEWHERE = (
         ("tests/unit/test_driver.py",),
     ),
     Mutation(
+        "nn: gradients that processes reduce go to the tiers although HBM has room for all",
+        "tiermem/nn/passes/reduced.py",
+        "        if not self.active or incoming.left:\n",
+        "        if not self.active:\n",
+        ("tests/unit/test_nn_around.py",),
+    ),
+    Mutation(
         "nn: collectives that ask no class are given stand-ins",
         "tiermem/nn/compat/collectives.py",
         "        if _has_any((*args, *kwargs.values()), concerned):\n",

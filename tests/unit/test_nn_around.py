@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,28 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("room", ["256KiB", "1MiB"])
 @pytest.mark.parametrize("case", replicas.CASES)
-def test_data_parallel_around_a_wrapped_model_is_that_of_the_resident_one(case: str) -> None:
-    replicas.run(case)
+def test_data_parallel_around_a_wrapped_model_is_that_of_the_resident_one(
+    case: str, room: str
+) -> None:
+    """Where not all that a step needs fits, and where it does."""
+    replicas.run(case, replace(replicas.ON_HOST, room=room))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("tight", [False, True])
+def test_reduced_gradients_stay_ordinary_tensors_where_there_is_room(tight: bool) -> None:
+    with replace(replicas.ON_HOST, room="1MiB").tier(tight=tight) as tier:
+        model = tier.wrap(replicas.Net())
+        around = DistributedDataParallel(model, init_sync=False)
+        optimizer = tier.optimizer(model, torch.optim.AdamW)
+        for step in range(5):
+            around(torch.ones(2, replicas.WIDTH)).sum().backward()
+            optimizer.step()
+            kinds = {type(param.grad) for param in model.parameters()}
+            assert (kinds == {torch.Tensor}) is (step >= 2 and not tight)
+            optimizer.zero_grad()
 
 
 def test_several_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 Its reducer, in C++, copies every gradient out of ``param.grad`` as soon as it was accumulated, and
 the mean over all processes back into it when backward is over. It cannot use stand-ins. So
 in a backward that it takes part in, gradients are ordinary tensors on the device, as they are for
-a resident model, and they go to the tiers when it is done. They take memory beside the budgets,
-as the reducer's own buckets do.
+a resident model, and they go to the tiers when it is done, unless HBM has room for everything. They
+take memory beside the budgets, as the reducer's own buckets do.
 """
 
 from __future__ import annotations
@@ -149,10 +149,14 @@ class ReducedGradients:
         param.grad = gradient
 
     def end_backward(self) -> None:
-        """Moves the gradients to the tiers, once backward is over and the reducer is done."""
-        if not self.active:
+        """Moves the gradients to the tiers, once backward is over and the reducer is done.
+
+        Where HBM has room for everything they stay what they are.
+        """
+        incoming = self._runtime.backward.incoming
+        if not self.active or incoming.left:
             return
         for group in self._runtime.groups:
             for entry in group.entries:
                 if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
-                    self._runtime.backward.incoming.take_over([entry])
+                    incoming.take_over([entry])

@@ -205,17 +205,13 @@ class Bypass:
 
     def _may_in_backward(self) -> bool:
         """Whether that is so in backward, too, where nothing else moves tensors."""
-        runtime = self._wrapped.runtime
-        return (
-            self._may()
-            and runtime.activations.store is None
-            and not runtime.backward.reduced.active
-        )
+        return self._may() and self._wrapped.runtime.activations.store is None
 
     def _may_leave_graph_out(self) -> bool:
         """Whether a forward's graph may have the blocks: nothing needs their room, and no hook."""
         return (
             self._may_in_backward()
+            and not self._wrapped.runtime.backward.reduced.active
             and self._wrapped.runtime.saved.may_be_left_out()
             and self._fits(self._gradients(new=True))
         )
