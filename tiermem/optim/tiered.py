@@ -75,7 +75,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             **settings: The class's own.
 
         Raises:
-            StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
+            ConfigError: If an option has no such value.
+            StepError: If the class cannot be stepped block by block, or a dtype does not suit the
+                parameters.
             CapacityError: If a budget cannot hold a step or its state; nothing is changed.
         """
         self._runtime = runtime
@@ -196,7 +198,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             micro_batches: At least 1, which it is without this call.
 
         Raises:
-            StepError: If it is no such number, or blocks are stepped and ``step()`` is to come.
+            ConfigError: If it is no such number.
+            StepError: If blocks are stepped and ``step()`` is to come.
         """
         self._refuse_if_closed("accumulate()")
         self._timing.accumulate(micro_batches)
