@@ -83,8 +83,9 @@ def check_module(model: object, manager_id: int) -> nn.Module:
                     "weights are gone with it (close(discard=True), or it is the parent "
                     "process's); make the module anew"
                 )
+            inside = ", then wrap the whole (adapters are added before tier.wrap)" if name else ""
             raise WrapError(
-                f"{what} is wrapped already; call tier.unwrap(module) first, {_OR_AS_ONE}"
+                f"{what} is wrapped already; call tier.unwrap(module) first{inside}, {_OR_AS_ONE}"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(
