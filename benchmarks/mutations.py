@@ -69,6 +69,13 @@ _NEW_GRADS = ("tests/property/test_new_gradients.py",)
 _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
+    Mutation(
+        "a block that is lost is filled with values of another shape",
+        "tiermem/nn/wrap/statedict.py",
+        "            if value.shape == tensor.shape or (tensor.dim() == 0 and value.numel() == 1):",
+        "            if True:",
+        ("tests/faults/test_nn_faults.py",),
+    ),
     # leases, aliases, dirty marks
     Mutation(
         "an acquire that takes no lease",
@@ -2955,6 +2962,13 @@ MUTATIONS = (
                 "or not torch.equal(known, value):",
                 "or True:",
                 "test_nn_around_passes",
+            ),
+            (
+                "empty memory is taken for a copy to the host",
+                "nn/wrap/applied.py",
+                ' or "non_blocking" not in names',
+                "",
+                "test_nn_applied",
             ),
             (
                 "rows that functions of torch write are read one by one",

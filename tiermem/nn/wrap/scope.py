@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import is_grad_enabled, nn
 
-from tiermem.errors import REFUSALS, CapacityError, WrapError
+from tiermem.errors import REFUSALS, CapacityError, CheckpointError, WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
 from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import OUTSIDE, outside
@@ -29,7 +29,7 @@ from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import is_made_in
 from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.wrap.statedict import check_state, given_values
+from tiermem.nn.wrap.statedict import given_values
 from tiermem.runtime.base.functorch import transforming
 
 if TYPE_CHECKING:
@@ -571,7 +571,7 @@ class LoadInterceptor(Interceptor):
 
 
 class LoadAllInterceptor(Interceptor):
-    """Refuses a checkpoint of another shape before anything of it is loaded."""
+    """Has blocks that their disk has lost filled with what is loaded."""
 
     __slots__ = ()
 
@@ -579,9 +579,17 @@ class LoadAllInterceptor(Interceptor):
 
     @entrance
     def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Checks every shape, then loads."""
+        """Loads; where something does not fit, the rest is loaded first, as in torch.
+
+        Raises:
+            CheckpointError: With ``assign``, before anything is loaded.
+        """
         self.runtime.manager.gate.guard()
-        check_state(self.module, state_dict, *args, **kwargs)
+        if kwargs.get("assign", args[1] if args[1:] else False):
+            raise CheckpointError(
+                "load_state_dict(assign=True) would replace tensors that live in the tiers; leave "
+                "assign out, the values are copied in"
+            )
         dicts = self.scope.wrapped.dicts
         dicts.given = given_values(self.module, state_dict)
         try:

@@ -1,4 +1,4 @@
-"""Loading a state dict: checks before anything is loaded, and refills blocks that are lost."""
+"""State dicts of wrapped models; while one is loaded, blocks that are lost are filled from it."""
 
 from __future__ import annotations
 
@@ -10,43 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import CheckpointError, StorageError
+from tiermem.errors import StorageError
 from tiermem.nn.groups.group import Group
 from tiermem.runtime.manager import BlockManager
-
-
-def check_state(module: nn.Module, state: Any, strict: bool = True, assign: bool = False) -> None:
-    """Refuses a state dict whose tensors have other shapes than the module's.
-
-    Args:
-        module: What is to be loaded.
-        state: As given to ``load_state_dict``, like the rest.
-        strict: As torch has it; missing and unexpected names are checked by torch.
-        assign: Not possible here.
-
-    Raises:
-        CheckpointError: Naming the first tensor that differs.
-    """
-    if assign:
-        raise CheckpointError(
-            "load_state_dict(assign=True) would replace tensors that live in the tiers; leave "
-            "assign out, the values are copied in"
-        )
-    if not isinstance(state, Mapping):
-        return
-    for name, part in module.named_modules():
-        if part._load_state_dict_pre_hooks or not _loads_plainly(part):
-            continue  # it may reshape what it is given
-        for own, tensor in [*part._parameters.items(), *part._buffers.items()]:
-            key = f"{name}.{own}" if name else own
-            value = state.get(key)
-            if tensor is None or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape != tensor.shape and not (tensor.dim() == 0 and value.numel() == 1):
-                raise CheckpointError(
-                    f"size mismatch for {key!r}: it has shape {tuple(value.shape)} in the "
-                    f"checkpoint, {tuple(tensor.shape)} in the model; nothing was loaded"
-                )
 
 
 def _loads_plainly(module: nn.Module) -> bool:
@@ -55,7 +21,7 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 
 def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
-    """Returns a state dict's value for each tensor of a module, by the tensor's id."""
+    """Returns a state dict's value for each tensor of a module that it fits, by the tensor's id."""
     found: dict[int, torch.Tensor] = {}
     if not isinstance(state, Mapping):
         return found
@@ -64,7 +30,9 @@ def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
             continue  # it may transform its values
         for own, tensor in [*part._parameters.items(), *part._buffers.items()]:
             value = state.get(f"{name}.{own}" if name else own)
-            if tensor is not None and isinstance(value, torch.Tensor):
+            if tensor is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == tensor.shape or (tensor.dim() == 0 and value.numel() == 1):
                 found[id(tensor)] = value
     return found
 
