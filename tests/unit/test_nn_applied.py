@@ -59,7 +59,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "to like a tensor": lambda m: m.to(torch.zeros(1, dtype=torch.float64)),
     "channels_last": lambda m: m.to(memory_format=torch.channels_last),
     "to_empty": lambda m: m.to_empty(device="cpu"),
-    "to_empty with a number": lambda m: m.to_empty(device="cpu:0"),
+    "to_empty with a number": lambda m: m.to_empty(device=torch.device("cpu:0")),
     "to both with a number": lambda m: m.to("cpu:0", torch.float64),
     "share_memory": lambda m: m.share_memory(),
     "in place": lambda m: m._apply(lambda t: t.add_(1) if t.is_floating_point() else t),
