@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
+from operator import contains
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +86,9 @@ class InterceptedModules:
         self.group_of: dict[int, Group] = {}
         self.uncounted = False
         self._looked_at: set[int] = set()
+        self._listed = list(modules.values())
+        self._names = [vars(module) for module in self._listed]
+        self._forwards = {i: names.get("forward") for i, names in enumerate(self._names)}
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
@@ -129,8 +133,18 @@ class InterceptedModules:
         if hook_may(module, hook):
             self._suspect_now(module, None)
 
-    def look_at_hooks_of_all(self) -> None:
-        """Looks at the forward hooks of all modules, as a pass begins."""
+    def look_at_new_code(self) -> None:
+        """Looks, as a pass begins, at code that has come since the last one.
+
+        That is forward hooks of all modules, and functions in the place of a module's forward.
+        """
+        there = any(map(contains, self._names, repeat("forward")))  # in every pass: this is quick
+        for number, names in enumerate(self._names if there else ()):
+            if "forward" in names and self._forwards.get(number) is not names["forward"]:
+                module, forward = self._listed[number], names["forward"]
+                self._forwards[number] = forward
+                if hook_may(module, forward):
+                    self._suspect_now(module, None)
         for hooks in _HOOKS_OF_ALL:
             for key in [key for key in hooks if key not in self._looked_at] if hooks else ():
                 self._looked_at.add(key)

@@ -316,7 +316,7 @@ class CallInterceptor(Interceptor):
             try:
                 if not self._bypass.goes_on(self.scope):
                     runtime.begin_forward(self.module, self.scope, args, kwargs)
-                self.scope.wrapped.modules.look_at_hooks_of_all()
+                self.scope.wrapped.modules.look_at_new_code()
             except BaseException:
                 with manager.lock:
                     self._threads.leave()
