@@ -2344,7 +2344,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scripts: a state dict that is to have the parameters has them",
-        "tiermem/nn/wrap/scope.py",
+        "tiermem/nn/wrap/statedict.py",
         "        if keep_vars:\n",
         "        if False:\n",
         _SCRIPTS,
@@ -3021,9 +3021,9 @@ MUTATIONS = (
             ),
             (
                 "copy.copy runs the module that was copied",
-                "nn/wrap/scope.py",
-                "kept = {name: value for name, value in state.items() if name not in INTERCEPTED}",
-                "kept = {name: value for name, value in state.items()}",
+                "nn/wrap/copies.py",
+                "state.items() if not isinstance(value, Interceptor)}",
+                "state.items()}",
                 "test_nn_parameters",
             ),
             (

@@ -18,29 +18,42 @@ from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
 from tiermem.nn.wrap.applied import ApplyInterceptor
+from tiermem.nn.wrap.copies import CopyInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
-    OF_ALL,
-    OF_AROUND,
-    OF_SCOPES,
+    AroundInterceptor,
     CallInterceptor,
+    CompileInterceptor,
     Inside,
     Interceptor,
     Scope,
 )
+from tiermem.nn.wrap.statedict import LoadAllInterceptor, LoadInterceptor, SaveInterceptor
 
 if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
 
+_OF_SCOPES: tuple[type[Interceptor], ...] = (
+    CallInterceptor,
+    CompileInterceptor,
+    SaveInterceptor,
+    LoadInterceptor,
+)
+"""What stands in modules whose calls are intercepted."""
 _OF_ALL: tuple[type[Interceptor], ...] = (
     ApplyInterceptor,
     HookInterceptor,
     PreHookInterceptor,
-    *OF_ALL,
+    LoadAllInterceptor,
+    CopyInterceptor,
+    StateInterceptor,
 )
+"""What stands in every module of a wrapped model."""
+_OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
+"""What stands in modules that have no tensors themselves, and blocks inside."""
 _HOOKS_OF_ALL = (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
 _TENSORS = ("_parameters", "_buffers")
 _MOST_PLACES = 4
@@ -49,7 +62,7 @@ _MOST_PLACES = 4
 _REPLACED = (
     *_TENSORS,
     "_compiled_call_impl",
-    *(kind.method for kind in (*OF_SCOPES, *_OF_ALL)),
+    *(kind.method for kind in (*_OF_SCOPES, *_OF_ALL)),
 )
 
 
@@ -252,7 +265,7 @@ class InterceptedModules:
         """Puts the interceptors in."""
         for name, scope in self.scopes.items():
             module = self._modules[name]
-            for kind in OF_SCOPES:
+            for kind in _OF_SCOPES:
                 if kind is not CallInterceptor:
                     module.__dict__[kind.method] = kind(module, scope)
                 elif scope.called:
@@ -260,7 +273,7 @@ class InterceptedModules:
             self._intercept_names(module)
         for name, scope in self._around.items():
             module = self._modules[name]
-            for kind in OF_AROUND:
+            for kind in _OF_AROUND:
                 module.__dict__[kind.method] = kind(module, scope)
         self._leave_compiled()
         root = self.scopes[""]
@@ -291,7 +304,7 @@ class InterceptedModules:
             call = module.__dict__.get(CallInterceptor.method)
             if isinstance(call, CallInterceptor):
                 call.give_back()
-            _take_out(module, OF_SCOPES)
+            _take_out(module, _OF_SCOPES)
             _plain_names(module)
         for module in self._modules.values():
             _take_out(module, _OF_ALL)

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import StorageError
+from tiermem.errors import CheckpointError, StorageError
+from tiermem.nn.compat.entrances import entrance
+from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.group import Group
+from tiermem.nn.wrap.scope import Interceptor
 from tiermem.runtime.manager import BlockManager
 
 
@@ -198,3 +201,61 @@ class StateDicts:
         finally:
             for group in reversed(held):
                 group.let_go()
+
+
+class SaveInterceptor(Interceptor):
+    """Puts real tensors into ``state_dict()``."""
+
+    __slots__ = ()
+
+    method = "_save_to_state_dict"
+
+    @entrance
+    def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
+        outside(self.inner, destination, prefix, keep_vars)
+        if keep_vars:
+            return  # the parameters themselves: programs ask them for `requires_grad`
+        self.scope.wrapped.dicts.export(self.module, destination, prefix)
+
+
+class LoadInterceptor(Interceptor):
+    """Holds a module's blocks while its state is loaded."""
+
+    __slots__ = ()
+
+    method = "_load_from_state_dict"
+
+    @entrance
+    def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the blocks."""
+        with self.scope.wrapped.dicts.holding(self.module):
+            return outside(self.inner, state_dict, prefix, *args, **kwargs)
+
+
+class LoadAllInterceptor(Interceptor):
+    """Has blocks that their disk has lost filled with what is loaded."""
+
+    __slots__ = ()
+
+    method = "load_state_dict"
+
+    @entrance
+    def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads; where something does not fit, the rest is loaded first, as in torch.
+
+        Raises:
+            CheckpointError: With ``assign``, before anything is loaded.
+        """
+        self.runtime.manager.gate.guard()
+        if kwargs.get("assign", args[1] if args[1:] else False):
+            raise CheckpointError(
+                "load_state_dict(assign=True) would replace tensors that live in the tiers; leave "
+                "assign out, the values are copied in"
+            )
+        dicts = self.scope.wrapped.dicts
+        dicts.given = given_values(self.module, state_dict)
+        try:
+            return outside(self.inner, state_dict, *args, **kwargs)
+        finally:
+            dicts.given = {}
