@@ -733,6 +733,26 @@ def test_tracing_is_refused() -> None:
         pair.both(step)
 
 
+class Scripted(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+def test_code_that_reads_weights_in_cpp_is_not_made_of_a_wrapped_module() -> None:
+    """It would find them where they are not, at its first call."""
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        model = tier.wrap(Scripted())
+        for module in (model, model[0], nn.Sequential(nn.ReLU(), model)):
+            with pytest.raises(tiermem.WrapError, match=r"torch\.jit\.script.*tier\.unwrap"):
+                torch.jit.script(module)
+        copied, x = copy.deepcopy(model), torch.ones(2, 8)
+        assert same_bits(torch.jit.script(copied)(x), copied(x))
+        tier.unwrap(model)
+        assert same_bits(torch.jit.script(model)(x), copied(x))
+
+
 def test_scaled_losses() -> None:
     def use(model: nn.Module, optimizer: Any) -> Any:
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -1,4 +1,4 @@
-"""Copies of wrapped modules are ordinary ones, without interceptors."""
+"""Copies of wrapped modules are ordinary ones; such as read weights in C++ are refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from tiermem.errors import WrapError
 from tiermem.nn.groups.inspect import is_made_in
 from tiermem.nn.wrap.scope import Interceptor
 
@@ -85,6 +86,33 @@ class StateInterceptor(Interceptor):
             return state
         kept = {name: value for name, value in state.items() if not isinstance(value, Interceptor)}
         return kept | _formers(self.module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies nothing: a copied module has that of its class."""
+
+
+class ScriptInterceptor(Interceptor):
+    """Refuses ``torch.jit.script``: its code reads weights in C++, where nothing fetches them."""
+
+    __slots__ = ()
+
+    method = "__prepare_scriptable__"
+
+    def _plain(self) -> Callable[..., Any]:
+        has = hasattr(type(self.module), self.method)
+        return super()._plain() if has else lambda: self.module
+
+    def __call__(self) -> Any:
+        """Refuses to be compiled.
+
+        Raises:
+            WrapError: Always.
+        """
+        raise WrapError(
+            "torch.jit.script makes code that reads weights where they are, and those of a "
+            "wrapped module come and go: call tier.unwrap(module) first, or use torch.compile, "
+            "which compiles block by block"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copies nothing: a copied module has that of its class."""

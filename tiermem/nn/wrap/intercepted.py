@@ -18,7 +18,7 @@ from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
 from tiermem.nn.wrap.applied import ApplyInterceptor
-from tiermem.nn.wrap.copies import CopyInterceptor, StateInterceptor
+from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
@@ -50,6 +50,7 @@ _OF_ALL: tuple[type[Interceptor], ...] = (
     LoadAllInterceptor,
     CopyInterceptor,
     StateInterceptor,
+    ScriptInterceptor,
 )
 """What stands in every module of a wrapped model."""
 _OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
