@@ -69,6 +69,41 @@ _NEW_GRADS = ("tests/property/test_new_gradients.py",)
 _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
+    Mutation(
+        "a block that is lost is filled with values of another shape",
+        "tiermem/nn/wrap/statedict.py",
+        "            if value.shape == tensor.shape or (tensor.dim() == 0 and value.numel() == 1):",
+        "            if True:",
+        ("tests/faults/test_nn_faults.py",),
+    ),
+    Mutation(
+        "stamps are lost with what an exception cuts short",
+        _RUNTIME + "metrics/pass_timer.py",
+        "        self._free(*self._stamps())\n",
+        "",
+        ("tests/unit/test_pass_timer.py",),
+    ),
+    Mutation(
+        "checksums of lost places are kept",
+        "tiermem/storage/swapfile.py",
+        "                del self.sums[key]\n",
+        "                pass\n",
+        ("tests/unit/test_swapfile.py",),
+    ),
+    Mutation(
+        "a group that is refused leaves its dtype of gradients behind",
+        "tiermem/optim/tiered.py",
+        "                if undo is not None:\n                    undo()\n",
+        "",
+        ("tests/unit/test_optim_groups.py",),
+    ),
+    Mutation(
+        "functions that take the place of forward after wrap are not looked at",
+        "tiermem/nn/wrap/intercepted.py",
+        "                if hook_may(module, forward):\n",
+        "                if False:\n",
+        ("tests/unit/test_nn_scripts.py",),
+    ),
     # leases, aliases, dirty marks
     Mutation(
         "an acquire that takes no lease",
@@ -2337,7 +2372,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scripts: a state dict that is to have the parameters has them",
-        "tiermem/nn/wrap/scope.py",
+        "tiermem/nn/wrap/statedict.py",
         "        if keep_vars:\n",
         "        if False:\n",
         _SCRIPTS,
@@ -2985,6 +3020,13 @@ MUTATIONS = (
                 "test_nn_around_passes",
             ),
             (
+                "empty memory is taken for a copy to the host",
+                "nn/wrap/applied.py",
+                ' or "non_blocking" not in names',
+                "",
+                "test_nn_applied",
+            ),
+            (
                 "rows that functions of torch write are read one by one",
                 "nn/compat/stacks.py",
                 "if _is_module(node.func.value, around):",
@@ -3007,9 +3049,9 @@ MUTATIONS = (
             ),
             (
                 "copy.copy runs the module that was copied",
-                "nn/wrap/scope.py",
-                "kept = {name: value for name, value in state.items() if name not in INTERCEPTED}",
-                "kept = {name: value for name, value in state.items()}",
+                "nn/wrap/copies.py",
+                "state.items() if not isinstance(value, Interceptor)}",
+                "state.items()}",
                 "test_nn_parameters",
             ),
             (

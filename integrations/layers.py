@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ def recompute_layers(model: nn.Module) -> int:
             f"recomputation works layer by layer, and {type(model).__name__} has no list of "
             "layers of one class; turn it off, or put torch.utils.checkpoint into the model"
         )
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable = _checkpointing(model, "enable")
+    if enable is not None:
+        enable({"use_reentrant": False})
     else:
         for layer in layers:
             layer.__class__ = _recomputing(type(layer))  # type: ignore[arg-type, unused-ignore]
@@ -71,14 +72,23 @@ def recompute_layers(model: nn.Module) -> int:
 
 def restore_layers(model: nn.Module) -> None:
     """Undoes :func:`recompute_layers`."""
-    disable = getattr(model, "gradient_checkpointing_disable", None)
-    if callable(disable):
+    disable = _checkpointing(model, "disable")
+    if disable is not None:
         disable()
         return
     for module in model.modules():
         plain = getattr(type(module), "_not_recomputing", None)
         if plain is not None:
             module.__class__ = plain
+
+
+def _checkpointing(model: nn.Module, what: str) -> Callable[..., Any] | None:
+    """Returns the method by which a model of transformers enables or disables it, if it is one."""
+    names = (
+        f"{kind}_checkpointing_{what}" for kind in ("activation", "gradient")
+    )  # the later first
+    found = (getattr(model, name, None) for name in names)
+    return next((method for method in found if callable(method)), None)
 
 
 @functools.cache

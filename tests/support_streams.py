@@ -247,6 +247,14 @@ class Streamed:
         self.device.stream = 1 - self.device.stream
         self.device.wait(self.device.stream, event)
 
+    def __enter__(self) -> Streamed:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Looks at everything once more; fails if any byte was ever another than expected."""
+        self.finish()
+        assert kind or not self.wrong, self.wrong[:3]
+
     def finish(self) -> None:
         """Looks at everything once more, and at what came home."""
         for number in range(len(self.blocks)):

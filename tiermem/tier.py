@@ -289,8 +289,9 @@ class TierManager:
             the manager is closed.
 
         Raises:
+            ConfigError: If an option has no such value.
             StepError: If the class cannot be stepped block by block, none of the parameters is in
-                the tiers, or a dtype cannot be had.
+                the tiers, or a dtype does not suit them.
             CapacityError: If a budget cannot hold its state or a step.
         """
         self._optimizers += 1

@@ -490,6 +490,10 @@ def test_a_block_that_the_disk_lost_is_given_again_by_load_state_dict(
         lost = {name: value.clone() for name, value in saved.items() if not name.startswith("0.")}
         with pytest.raises(tiermem.StorageError):
             model.load_state_dict(lost, strict=False)  # that block is not given as a whole
+        with pytest.raises(tiermem.StorageError):
+            model.load_state_dict(
+                {**saved, "0.0.weight": torch.zeros(3)}
+            )  # nor is it here, in its shape
         model.load_state_dict(saved)
         disk.heal()
         plain = net()
@@ -497,5 +501,5 @@ def test_a_block_that_the_disk_lost_is_given_again_by_load_state_dict(
         assert_same(plain.state_dict(), model.state_dict(), "given again")
         x = data(1)
         assert same_bits(plain(x), model(x))
-        with pytest.raises(tiermem.CheckpointError):
+        with pytest.raises(RuntimeError, match="size mismatch"):
             model.load_state_dict({**saved, "0.0.weight": torch.zeros(3)})

@@ -397,3 +397,16 @@ def test_adapters_before_wrap_merge_and_save(tmp_path: Path) -> None:
     assert same(plain.state_dict(), again.state_dict())
     merged, other = model.merge_and_unload(), plain.merge_and_unload()
     assert same(other.state_dict(), merged.state_dict())
+
+
+def test_a_vocabulary_that_is_resized_inside_materialize_can_be_resized_after_unwrap() -> None:
+    with tiermem.TierManager(**BUDGETS) as tier:
+        model = tier.wrap(llama())
+        with pytest.raises(tiermem.ParameterError, match=r"a config.*tier\.unwrap.*wrap it anew"):
+            with tier.materialize(model):
+                model.resize_token_embeddings(80)
+        tier.unwrap(model)
+        model.resize_token_embeddings(80)
+        tier.wrap(model)
+        tokens = torch.full((1, 4), 79)
+        assert model(input_ids=tokens, labels=tokens).logits.shape == (1, 4, 80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,7 +258,9 @@ def test_recomputation(reentrant: bool) -> None:
     resident = peft.get_peft_model(made(), config)
     expected = run(resident, torch.optim.SGD(trained(resident), lr=0.1))
     model = made()
-    tiermem.add_adapters(model, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        tiermem.add_adapters(model, config)
     with tiermem.TierManager(device="cpu", hbm=budget(model, 0.5), dram="16MiB") as tier:
         tier.wrap(model)
         plain = torch.optim.SGD(trained(model), lr=0.1)  # adapters are in HBM all the time

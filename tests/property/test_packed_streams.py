@@ -27,7 +27,7 @@ def test_nothing_packed_is_read_or_overwritten_too_soon(case: Case) -> None:
         loop = [random.randrange(case.blocks) for _ in range(case.blocks)]
         always_used(bench.manager)
         made = 0
-        try:
+        with bench:
             for round_number in range(5):
                 made += packed_again(bench, random)
                 bench.manager.begin_pass("loop")
@@ -41,9 +41,6 @@ def test_nothing_packed_is_read_or_overwritten_too_soon(case: Case) -> None:
                     bench.run_on(random)
                 if round_number == 2:
                     random.shuffle(loop)
-        finally:
-            bench.finish()
-        assert not bench.wrong, bench.wrong[:3]
         assert made
 
 
@@ -57,7 +54,7 @@ def test_nor_in_a_loop_that_repeats(case: Case) -> None:
         random = Random(case.seed + 1)
         always_used(bench.manager)
         packed_again(bench, random)
-        try:
+        with bench:
             for round_number in range(8):
                 bench.manager.begin_pass("loop")
                 for number in range(case.blocks):
@@ -66,9 +63,6 @@ def test_nor_in_a_loop_that_repeats(case: Case) -> None:
                     if random.random() < 0.1:
                         bench.switch()
                     bench.run_on(random)
-        finally:
-            bench.finish()
-        assert not bench.wrong, bench.wrong[:3]
 
 
 @settings(max_examples=100)
@@ -78,7 +72,7 @@ def test_nor_where_the_host_writes_homes_or_others_get_them(case: Case) -> None:
         bench = Streamed(case)
         random = Random(case.seed + 1)
         always_used(bench.manager)
-        try:
+        with bench:
             for round_number in range(4):
                 packed_again(bench, random)
                 bench.manager.begin_pass("loop")
@@ -91,6 +85,3 @@ def test_nor_where_the_host_writes_homes_or_others_get_them(case: Case) -> None:
                     elif kind < 0.85 and round_number:
                         bench.replace(number)
                     bench.run_on(random)
-        finally:
-            bench.finish()
-        assert not bench.wrong, bench.wrong[:3]

@@ -26,7 +26,7 @@ def test_nothing_is_read_or_overwritten_too_soon(case: Case) -> None:
     bench = Streamed(case)
     random = Random(case.seed + 1)
     loop = [random.randrange(case.blocks) for _ in range(case.blocks)]
-    try:
+    with bench:
         for round_number in range(4):
             bench.manager.begin_pass("loop")
             for number in loop:
@@ -37,9 +37,6 @@ def test_nothing_is_read_or_overwritten_too_soon(case: Case) -> None:
                 bench.run_on(random)
             if round_number == 2:
                 random.shuffle(loop)
-    finally:
-        bench.finish()
-    assert not bench.wrong, bench.wrong[:3]
 
 
 @settings(max_examples=150)
@@ -48,7 +45,7 @@ def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(case: Case)
     """Looks in place among writes in HBM, writes by the host, and homes that go to others."""
     bench, blocks = Streamed(case), case.blocks
     random = Random(case.seed + 1)
-    try:
+    with bench:
         for round_number in range(4):
             bench.manager.begin_pass("loop")
             for number in range(blocks):
@@ -64,9 +61,6 @@ def test_nothing_is_written_in_dram_while_a_kernel_looks_at_it_there(case: Case)
                 elif kind < 0.8 and round_number:
                     bench.replace(number)
                 bench.run_on(random)
-    finally:
-        bench.finish()
-    assert not bench.wrong, bench.wrong[:3]
     assert bench.glances, "no kernel looked at anything in place"
 
 
@@ -78,7 +72,7 @@ def test_nothing_is_read_too_soon_in_a_loop_that_repeats(case: Case) -> None:
     bench.manager.parts.pass_timer.estimates.wants = lambda _: False  # type: ignore[method-assign]
     random = Random(case.seed + 1)
     repeated = 0
-    try:
+    with bench:
         for round_number in range(8):
             bench.manager.begin_pass("loop")
             repeated += bench.manager.replay.repeating
@@ -88,9 +82,6 @@ def test_nothing_is_read_too_soon_in_a_loop_that_repeats(case: Case) -> None:
                 if random.random() < 0.1:
                     bench.switch()
                 bench.run_on(random)
-    finally:
-        bench.finish()
-    assert not bench.wrong, bench.wrong[:3]
     if case.depth + 2 <= case.slots < blocks:  # else a block is missed in every pass
         assert repeated, "no pass was taken for one that repeats"
 
@@ -116,7 +107,7 @@ def stream_from_files(case: Case, folder: str) -> int:
     bench, blocks = Streamed(case, folder), case.blocks
     random = Random(case.seed + 1)
     loop = [random.randrange(2 * blocks) for _ in range(2 * blocks)]
-    try:
+    with bench:
         for _ in range(4):
             bench.manager.begin_pass("loop")
             for number in loop:
@@ -127,9 +118,6 @@ def stream_from_files(case: Case, folder: str) -> int:
                 for _ in range(random.randint(0, 3)):
                     bench.landing.work(random)
                 bench.run_on(random)
-    finally:
-        bench.finish()
-    assert not bench.wrong, bench.wrong[:3]
     return bench.landing.landed
 
 

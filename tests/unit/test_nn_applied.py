@@ -59,6 +59,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "to like a tensor": lambda m: m.to(torch.zeros(1, dtype=torch.float64)),
     "channels_last": lambda m: m.to(memory_format=torch.channels_last),
     "to_empty": lambda m: m.to_empty(device="cpu"),
+    "to_empty with a number": lambda m: m.to_empty(device=torch.device("cpu:0")),
+    "to both with a number": lambda m: m.to("cpu:0", torch.float64),
     "share_memory": lambda m: m.share_memory(),
     "in place": lambda m: m._apply(lambda t: t.add_(1) if t.is_floating_point() else t),
     "copy": lambda m: m._apply(torch.clone),
@@ -71,6 +73,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 }
 ALLOWED: dict[str, Callable[[Any], Any]] = {
     "to device": lambda m: m.to("cpu"),
+    "to device with a number": lambda m: m.to("cpu:0"),  # torch copies for it
     "to device object": lambda m: m.to(torch.device("cpu"), non_blocking=True),
     "cpu": lambda m: m.cpu(),
     "float": lambda m: m.conv.float(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import support_replicas as replicas
 import torch
 import torch.distributed as dist
-from support_nn import same_bits, seed
+from support_nn import assert_same, same_bits, seed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +92,7 @@ def test_a_broadcast_of_all_weights_without_room_says_what_to_do(
     tier: tiermem.TierManager,
 ) -> None:
     model = tier.wrap(replicas.Net())
-    with pytest.raises(tiermem.CapacityError, match="init_sync=False"):
+    with pytest.raises(tiermem.CapacityError, match=r"init_sync=False.*prepare_model"):
         DistributedDataParallel(model)
     DistributedDataParallel(model, init_sync=False)(torch.ones(2, replicas.WIDTH)).sum().backward()
 
@@ -265,6 +266,22 @@ def test_what_fsdp_has_sharded_is_refused_by_name() -> None:
         pytest.raises(tiermem.WrapError, match="sharded by torch's FSDP"),
     ):
         tier.wrap(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_fsdp_around_a_wrapped_model_is_refused_by_name(tier: tiermem.TierManager) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    model = tier.wrap(replicas.Net())
+    before = model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process, which shards nothing
+        with pytest.raises(tiermem.WrapError, match="either FSDP or tiers"):
+            FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    assert_same(model.state_dict(), before, "as it was")
+    with pytest.raises(tiermem.ParameterError, match="either FSDP or tiers"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
 
 def test_buffers_that_forwards_have_made_are_moved_with_the_model(

@@ -76,3 +76,12 @@ def test_a_stand_in_is_used_again_where_no_program_could_tell(
         assert step() is not held
         assert torch.equal(held, changed) and not torch.equal(held, before)
         assert torch.equal(step(), before)
+
+
+def test_other_memory_for_a_gradient_is_refused_with_what_to_do() -> None:
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB") as tier:
+        model = tier.wrap(nn.Linear(8, 8))
+        model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(tiermem.ParameterError, match=r"\(8, 8\).*copy_\(\).*param\.grad = "):
+            model.weight.grad.set_(torch.ones(8, 8))
+        assert model.weight.grad.sum() == 128

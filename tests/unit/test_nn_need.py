@@ -263,6 +263,24 @@ def test_the_command_line_names_its_own_options(
     assert re.search(r"give --hbm at least \d+", said) and "hbm=" not in said
 
 
+def test_all_weights_at_once_as_an_average_wants_them(
+    tiers: Callable[..., tiermem.TierManager],
+) -> None:
+    """The least budget for one block more is said, and the one for all of them."""
+    model = build()
+    tier = tiers(hbm="48KiB")
+    tier.wrap(model)
+    with pytest.raises(tiermem.CapacityError) as caught:
+        [param.detach() for param in model.parameters()]
+    match = re.search(r", or (\d+) for all weights at once", str(caught.value))
+    assert match is not None, caught.value
+    tier.unwrap(model)
+    del caught
+    other = tiers(hbm=int(match[1]))
+    other.wrap(model)
+    assert len([param.detach() for param in model.parameters()]) == 8
+
+
 # -- the arithmetic ----------------------------------------------------------
 
 

@@ -547,28 +547,32 @@ def test_state_dicts_between_plain_and_tiered() -> None:
         pair.finish()
 
 
-def test_a_checkpoint_of_another_shape_changes_nothing() -> None:
+@pytest.mark.parametrize("key", ["decoder.2.weight", "norm.running_mean"])
+def test_a_checkpoint_of_another_shape_is_loaded_but_for_that(key: str) -> None:
+    """As in torch, which raises at the end."""
     with Pair(Net, DRAM) as pair:
-        wrong = copy.deepcopy(pair.plain.state_dict())
-        for value in wrong.values():
-            value.add_(1)
-        for key in ("decoder.2.weight", "norm.running_mean"):
-            bad = {**wrong, key: torch.zeros(7)}
-            with pytest.raises(tiermem.CheckpointError, match=key.replace(".", r"\.")):
-                pair.model.load_state_dict(bad)
-            with pytest.raises(tiermem.CheckpointError, match="nothing was loaded"):
-                pair.model.load_state_dict(bad, strict=False)
+        wrong = {name: value + 1 for name, value in pair.plain.state_dict().items()}
+        wrong[key] = torch.zeros(7)
+        said = []
+        for model in (pair.plain, pair.model):
+            with pytest.raises(RuntimeError, match="size mismatch") as caught:
+                model.load_state_dict(wrong)
+            said.append(str(caught.value))
+        assert said[0] == said[1]
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "state")
         with pytest.raises(tiermem.CheckpointError, match="assign"):
-            pair.model.load_state_dict(wrong, assign=True)
+            pair.model.load_state_dict(pair.plain.state_dict(), assign=True)
+        pair.both(step, 4)
         pair.finish()
 
 
-def test_a_submodules_checkpoint_of_another_shape_changes_nothing() -> None:
+def test_a_submodules_checkpoint_of_another_shape_is_loaded_but_for_that() -> None:
     with Pair(Net, DRAM) as pair:
         wrong = {k: v + 1 for k, v in pair.plain.decoder.state_dict().items()}
         wrong["2.bias"] = torch.zeros(3)
-        with pytest.raises((tiermem.CheckpointError, RuntimeError), match=r"2\.bias"):
-            pair.model.decoder.load_state_dict(wrong)
+        for model in (pair.plain, pair.model):
+            with pytest.raises(RuntimeError, match=r"2\.bias"):
+                model.decoder.load_state_dict(wrong, strict=False)
         pair.finish()
 
 
@@ -727,6 +731,26 @@ def test_tracing_is_refused() -> None:
         with pytest.raises(tiermem.WrapError, match=r"tier\.unwrap"):
             torch.jit.trace(pair.model, data())
         pair.both(step)
+
+
+class Scripted(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")
+def test_code_that_reads_weights_in_cpp_is_not_made_of_a_wrapped_module() -> None:
+    """It would find them where they are not, at its first call."""
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        model = tier.wrap(Scripted())
+        for module in (model, model[0], nn.Sequential(nn.ReLU(), model)):
+            with pytest.raises(tiermem.WrapError, match=r"torch\.jit\.script.*tier\.unwrap"):
+                torch.jit.script(module)
+        copied, x = copy.deepcopy(model), torch.ones(2, 8)
+        assert same_bits(torch.jit.script(copied)(x), copied(x))
+        tier.unwrap(model)
+        assert same_bits(torch.jit.script(model)(x), copied(x))
 
 
 def test_scaled_losses() -> None:

@@ -287,9 +287,12 @@ def test_an_optimizer_that_is_closed_or_refused_looks_at_no_backward() -> None:
 def test_other_words_are_refused() -> None:
     with tiermem.TierManager(device="cpu", hbm="2MiB", dram="16MiB") as tier:
         model = tier.wrap(Net(torch.float32))
-        with pytest.raises(tiermem.StepError, match="'auto', False"):
+        with pytest.raises(tiermem.ConfigError, match="'auto', False"):
             tier.optimizer(model, torch.optim.AdamW, overlap="later")
-        with pytest.raises(tiermem.StepError, match="'device', 'host' or 'both'"):
+        with pytest.raises(tiermem.ConfigError, match="'device', 'host' or 'both'"):
             tier.optimizer(model, torch.optim.AdamW, where="cloud")
-        with pytest.raises(tiermem.StepError, match="host_share"):
+        with pytest.raises(tiermem.ConfigError, match="host_share"):
             tier.optimizer(model, torch.optim.AdamW, host_share=0.5)
+        for name in ("master_dtype", "grad_dtype"):
+            with pytest.raises(tiermem.ConfigError, match=f"{name} must be a floating dtype"):
+                tier.optimizer(model, torch.optim.AdamW, **{name: "bfloat16"})

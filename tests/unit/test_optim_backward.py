@@ -142,7 +142,7 @@ def test_accumulation_that_is_announced() -> None:
 
 @pytest.mark.parametrize("micro_batches", [0, -1, 1.5, True, "2"])
 def test_numbers_of_backwards_that_cannot_be(micro_batches: Any) -> None:
-    with twins() as pair, pytest.raises(tiermem.StepError, match="accumulate"):
+    with twins() as pair, pytest.raises(tiermem.ConfigError, match="accumulate"):
         pair.optimizer.accumulate(micro_batches)
 
 
@@ -644,7 +644,7 @@ def test_a_disk_that_fails_inside_backward(tmp_path: Path, passes: bool) -> None
 
 
 def test_other_spellings_are_refused() -> None:
-    with pytest.raises(tiermem.StepError, match="overlap='later'"):
+    with pytest.raises(tiermem.ConfigError, match="overlap='later'"):
         Twins(Net, DRAM, overlap="later")
     for overlap in (True, "forward"):
         with Twins(Net, DRAM, overlap=overlap) as pair:

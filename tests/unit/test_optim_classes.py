@@ -389,6 +389,21 @@ def test_a_model_that_was_never_wrapped_is_refused() -> None:
             tier.optimizer(model, torch.optim.AdamW)
 
 
+def test_what_came_into_a_model_after_wrap_is_named() -> None:
+    """As where peft's adapters are put in then."""
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", policy=POLICY) as tier:
+        model = tier.wrap(Net())
+        model.layers[0].adapter = nn.Linear(2, 2)
+        late = list(model.layers[0].adapter.parameters())
+        with pytest.raises(
+            tiermem.StepError, match=r"'layers\.0\.adapter\.weight' and 1 more.*add_"
+        ):
+            tier.optimizer(late, torch.optim.AdamW)
+        around = nn.Sequential(model)
+        with pytest.raises(tiermem.WrapError, match=r"'0' is wrapped already.*adapters are added"):
+            tier.wrap(around)
+
+
 def test_parameters_of_another_manager_are_refused() -> None:
     budgets = {"hbm": "64KiB", "dram": "1MiB", "policy": POLICY}
     with tiermem.TierManager("cpu", **budgets) as tier:

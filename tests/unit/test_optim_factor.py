@@ -124,9 +124,11 @@ def test_the_hosts_share(share: float) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(("where", "share"), [("device", 0.5), ("both", 1.5), ("host", 1.0)])
-def test_a_share_without_both_sides_is_refused(where: Any, share: float) -> None:
+@pytest.mark.parametrize(
+    ("where", "share"), [("device", 0.5), ("both", 1.5), ("host", 1.0), ("both", "half")]
+)
+def test_a_share_without_both_sides_is_refused(where: Any, share: Any) -> None:
     with tiermem.TierManager("cpu", hbm="128KiB", dram="4MiB") as tier:
         model = tier.wrap(build())
-        with pytest.raises(tiermem.StepError, match="a share from 0 to 1"):
+        with pytest.raises(tiermem.ConfigError, match="a share from 0 to 1"):
             tier.optimizer(model, torch.optim.AdamW, where=where, host_share=share)

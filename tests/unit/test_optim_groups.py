@@ -349,6 +349,23 @@ def test_a_group_added_after_a_state_was_loaded_has_torchs_settings() -> None:
         both.check()
 
 
+def test_what_is_refused_leaves_the_dtype_of_gradients_as_it_was() -> None:
+    """A group that has no room, and an optimizer that has none."""
+    sizes = {"hbm": "128KiB", "dram": "160KiB"}
+    with tiermem.TierManager("cpu", **sizes, policy={"params": "dram"}) as tier:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(128, 128)).bfloat16()
+        tier.wrap(model, ["0", "1"])
+        large, options = list(model[1].parameters()), {"grad_dtype": torch.float32}
+        with pytest.raises(tiermem.CapacityError):
+            tier.optimizer(large, torch.optim.AdamW, **options)
+        optimizer = tier.optimizer(model[0], torch.optim.AdamW, **options)
+        with pytest.raises(tiermem.CapacityError):
+            optimizer.add_param_group({"params": large})
+        for layer, dtype in ((model[0], torch.float32), (model[1], torch.bfloat16)):
+            layer(torch.ones(1, layer.in_features, dtype=torch.bfloat16)).sum().backward()
+            assert layer.weight.grad.dtype is dtype
+
+
 def test_parameters_taken_out_of_a_group_are_refused() -> None:
     with Both() as both:
         both.train(0)

@@ -302,7 +302,7 @@ def test_dtypes_that_cannot_be_had() -> None:
         model = tier.wrap(Net(torch.float32))
         with pytest.raises(tiermem.StepError, match="narrower"):
             tier.optimizer(model, torch.optim.SGD, lr=0.1, master_dtype=torch.bfloat16)
-        with pytest.raises(tiermem.StepError, match="floating dtype"):
+        with pytest.raises(tiermem.ConfigError, match="floating dtype"):
             tier.optimizer(model, torch.optim.SGD, lr=0.1, master_dtype=torch.int32)
         loss_of(model, 1).backward()
         with pytest.raises(tiermem.StepError, match="before the first backward"):

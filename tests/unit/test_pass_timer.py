@@ -277,6 +277,22 @@ def test_fetches_of_a_pass_that_is_not_measured_further_are_let_go() -> None:
     assert len(player.clock.times) == 0
 
 
+def test_an_exception_anywhere_leaves_no_stamp_behind() -> None:
+    player = Player()
+    player.sweep()  # waits to be read
+    player.pass_timer.begin("f")
+    player.use(0, 0.0, 1.0)
+    player.copy(1, 1.0)
+    player.pass_timer.arrived()
+    player.pass_timer.rising(EXTENT, None)
+    assert player.clock.times
+    player.pass_timer.cut_short()
+    assert not player.clock.times
+    player.sweep()
+    player.read_all()
+    assert not player.clock.times
+
+
 def test_first_estimates_are_the_machine_profile() -> None:
     assert estimates_from(None).best_rate("dram->hbm") is None
     profile = MachineProfile(

@@ -221,6 +221,20 @@ def test_a_piece_counts_only_when_its_own_write_ended(store: SwapFile) -> None:
     assert store.sums == {}, "a freed extent stays forgotten"
 
 
+def test_lost_extents_are_forgotten(store: SwapFile) -> None:
+    store.grow(4 * CHUNK)
+    lost, kept = store.allocate(2 * CHUNK), store.allocate(2 * CHUNK)
+    for extent in (lost, kept):
+        pieces = store.pieces(extent)
+        generation = store.begin_write(extent, pieces)
+        for piece in pieces:
+            store.end_write(extent, piece, generation, 7)
+    store.keep_only([kept])
+    assert all(store.written(kept, piece) for piece in store.pieces(kept))
+    assert store.allocate(2 * CHUNK) == lost
+    assert not any(store.written(lost, piece) for piece in store.pieces(lost))
+
+
 def test_bad_folders_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     good = tmp_path / "good"
     good.mkdir()

@@ -171,7 +171,10 @@ def add_adapters(model: nn.Module, lora: Any) -> list[str]:
     for param in trained_biases(model, wish).values():
         param.requires_grad_(True)
     model.__dict__[_SETTINGS] = wish
-    if getattr(model, "is_gradient_checkpointing", False):
+    recomputes = getattr(model, "is_activation_checkpointing", None)  # its name in later releases
+    if recomputes is None:
+        recomputes = getattr(model, "is_gradient_checkpointing", False)
+    if recomputes:
         # without it torch's reentrant checkpoints would see no input that takes a gradient
         enable: Callable[[], None] | None = getattr(model, "enable_input_require_grads", None)
         if enable is not None:

@@ -64,12 +64,32 @@ def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], give
     refuse_others(runtime, groups, names)
     params = [param for group in groups for param in group["params"]]
     if params and not any(id(param) in mine for param in params):
+        _refuse_late(runtime, params)
         raise StepError(
             f"none of these {len(params)} parameters is in the tiers (the first of them is "
             f"{_name(params[0], 0, names)}), so its optimizer would use memory outside all "
             "budgets: call tier.wrap(model) before tier.optimizer, or use the torch optimizer "
             "itself for what stays outside the tiers"
         )
+
+
+def _refuse_late(runtime: ModuleRuntime, params: Sequence[torch.Tensor]) -> None:
+    """Raises for parameters that were put into a model after it was wrapped.
+
+    Raises:
+        StepError: If these are any.
+    """
+    ids = {id(param) for param in params}
+    for wrapped in runtime.models.values():
+        late = [name for name, param in wrapped.model.named_parameters() if id(param) in ids]
+        if late:
+            more = f" and {len(late) - 1} more" if late[1:] else ""
+            raise StepError(
+                f"none of these {len(params)} parameters is in the tiers: {late[0]!r}{more} came "
+                "into the model after tier.wrap. Add adapters before it: call tier.unwrap(model), "
+                "then tiermem.add_adapters or peft's get_peft_model, then tier.wrap; or give "
+                "tier.optimizer the whole model, which has these stepped outside the budgets"
+            )
 
 
 def refuse_others(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from tiermem.errors import StepError
+from tiermem.errors import ConfigError
 from tiermem.optim.host.devicebits import DeviceBits, Movable
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.share import Speeds
@@ -26,15 +26,18 @@ def check_where(where: Where, host_share: float | None) -> None:
     """Checks where steps are to be made.
 
     Raises:
-        StepError: If it is no such place, or a share is given that is not asked for.
+        ConfigError: If it is no such place, or a share is given that is not asked for.
     """
     if where not in ("auto", "device", "host", "both"):
-        raise StepError(
+        raise ConfigError(
             f"where={where!r}: a step is made on 'device', 'host' or 'both', or where it is "
             "fastest with the device's bits ('auto')"
         )
-    if host_share is not None and (where != "both" or not 0 <= host_share <= 1):
-        raise StepError(
+    if host_share is None:
+        return
+    is_share = isinstance(host_share, int | float) and 0 <= host_share <= 1
+    if where != "both" or not is_share:
+        raise ConfigError(
             f"host_share={host_share!r}, where={where!r}: it is a share from 0 to 1 of what "
             "where='both' has the host step"
         )

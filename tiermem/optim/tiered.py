@@ -75,7 +75,9 @@ class TieredOptimizer(torch.optim.Optimizer):
             **settings: The class's own.
 
         Raises:
-            StepError: If the class cannot be stepped block by block, or a dtype cannot be had.
+            ConfigError: If an option has no such value.
+            StepError: If the class cannot be stepped block by block, or a dtype does not suit the
+                parameters.
             CapacityError: If a budget cannot hold a step or its state; nothing is changed.
         """
         self._runtime = runtime
@@ -102,8 +104,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._timing = StepTiming(parts, self._host, overlap, self._take_in_edits)
         self._tried.learn(self.param_groups, range(len(self.param_groups)))
         self._intake = Intake(parts, self._host, self._timing)
-        self._keep_gradients(self.param_groups)
-        self._intake.take_wanted(self.param_groups)
+        undo = self._keep_gradients(self.param_groups)
+        try:
+            self._intake.take_wanted(self.param_groups)
+        except BaseException:
+            undo()
+            raise
         self._intake.register(self, self._before_forward)
         self._timing.begin()
 
@@ -196,7 +202,8 @@ class TieredOptimizer(torch.optim.Optimizer):
             micro_batches: At least 1, which it is without this call.
 
         Raises:
-            StepError: If it is no such number, or blocks are stepped and ``step()`` is to come.
+            ConfigError: If it is no such number.
+            StepError: If blocks are stepped and ``step()`` is to come.
         """
         self._refuse_if_closed("accumulate()")
         self._timing.accumulate(micro_batches)
@@ -336,13 +343,16 @@ class TieredOptimizer(torch.optim.Optimizer):
         count = len(self.param_groups)
         (group,) = self._complete(groups_of([param_group]))
         refuse_others(self._runtime, [group])
+        undo = None
         try:
             with told_of_duplicates():
                 outside(super().add_param_group, group)
-            self._keep_gradients([group])
+            undo = self._keep_gradients([group])
             self._intake.take_wanted(self.param_groups)
         except BaseException:
             if not self._intake.has_any_of(count):
+                if undo is not None:
+                    undo()
                 del self.param_groups[count:]
                 self._tried.forget(count)
                 self._units.members.list_anew()
@@ -519,10 +529,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._step_supports_amp_scaling = self._tried.undoes_scale  # as a GradScaler asks for it
         return groups
 
-    def _keep_gradients(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Sets the dtype in which gradients are kept, of frozen parameters as well."""
+    def _keep_gradients(self, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
+        """Sets the dtype in which gradients are kept, of frozen parameters too; returns an undo."""
         params = [param for group in groups for param in group["params"]]
-        self._runtime.grads.keep_in(self._grad_dtype, params)
+        return self._runtime.grads.keep_in(self._grad_dtype, params)
 
     def _before_forward(self, training: bool) -> None:
         self._timing.before_forward()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from tiermem.errors import StepError
+from tiermem.errors import ConfigError, StepError
 from tiermem.optim.ahead import StepsAhead
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.backward import InBackward
@@ -30,10 +30,12 @@ def check_overlap(overlap: Overlap) -> None:
     """Checks when steps are to be made.
 
     Raises:
-        StepError: If it is no such time.
+        ConfigError: If it is no such time.
     """
     if overlap not in (False, True, "auto", "forward", "backward"):
-        raise StepError(f"overlap={overlap!r}: it is 'auto', False, True, 'forward' or 'backward'")
+        raise ConfigError(
+            f"overlap={overlap!r}: it is 'auto', False, True, 'forward' or 'backward'"
+        )
 
 
 class StepTiming:
@@ -388,7 +390,8 @@ class StepTiming:
         """Sets how many backwards there are for each step (``overlap="backward"``).
 
         Raises:
-            StepError: If it is no such number, or blocks are stepped and ``step()`` is to come.
+            ConfigError: If it is no such number.
+            StepError: If blocks are stepped and ``step()`` is to come.
         """
         if self.inside is not None:
             self.inside.accumulate(micro_batches)

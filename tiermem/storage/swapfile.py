@@ -243,7 +243,12 @@ class SwapFile:
 
     def keep_only(self, extents: Iterable[Extent]) -> None:
         """Sets which extents are handed out: others were lost when a call was cut short."""
-        self._free.rebuild(extents)
+        kept = list(extents)
+        self._free.rebuild(kept)
+        with self._lock:
+            pieces = {e.offset + piece.extent_offset for e in kept for piece in self.pieces(e)}
+            for key in self.sums.keys() - pieces:
+                del self.sums[key]
 
     def pieces(self, extent: Extent) -> list[Piece]:
         """Returns the parts of an extent by ascending offset, cut where the stripes are.

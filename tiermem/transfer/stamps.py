@@ -41,7 +41,7 @@ class Clock(Protocol):
         ...
 
     def free(self, stamp: Stamp) -> None:
-        """Frees a stamp that is not asked about again."""
+        """Frees a stamp that is not asked about again; after an exception maybe once more."""
         ...
 
     def usable(self) -> bool:
@@ -96,7 +96,7 @@ class CudaClock:
         self._engine = engine
         self._calls = engine.calls
         self._up = engine.up_stream.cuda_stream
-        self._free: list[int] = []
+        self._free: set[int] = set()
         self._made = 0
 
     def stamp(self) -> Stamp | None:
@@ -121,7 +121,7 @@ class CudaClock:
 
     def free(self, stamp: Stamp) -> None:
         """Keeps the event for the next stamp."""
-        self._free.append(stamp)
+        self._free.add(stamp)
 
     def host(self) -> float:
         """Returns the host's time, which in a steady state goes at the device's pace."""

@@ -22,6 +22,7 @@ from torch.nn.parallel import distributed
 
 from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.groups.inspect import OR_SHARDED
 from tiermem.nn.groups.olddata import give, keep_old, share
 from tiermem.nn.groups.replaced import named, why_not
 from tiermem.nn.tensors.placeholder import is_placeholder
@@ -36,6 +37,9 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 _BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
+_FLATTENS = "_detach_if_needed"
+"""The function in which FSDP takes the weights that it puts into one; not imported, as it takes
+long."""
 _classes: dict[type, type] = {}
 group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
 """Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is
@@ -150,8 +154,12 @@ class Away(StandIn):
                 raise CapacityError(
                     "DistributedDataParallel broadcasts all weights at once as it is made, and "
                     "HBM has no room for them: start every process from the same weights and "
-                    f"pass init_sync=False to it ({error})"
+                    "pass init_sync=False to it (accelerate does not pass it: give "
+                    "DistributedDataParallel(model, init_sync=False) to "
+                    f"accelerator.prepare_model(..., evaluation_mode=True)); {error}"
                 ) from error
+        if caller.co_name == _FLATTENS and "fsdp" in caller.co_filename:
+            raise WrapError(f"torch's FSDP around a wrapped model: {OR_SHARDED}")
         return (True, self._given(torch.Tensor.detach)) if id(self) in group_of else (False, None)
 
     def _given(self, func: Callable[..., Any]) -> Any:

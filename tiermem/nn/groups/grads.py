@@ -72,7 +72,9 @@ class GradStore:
             self._dtypes.pop(id(entry.param), None)
             self.norms.forget(entry)
 
-    def keep_in(self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]) -> None:
+    def keep_in(
+        self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]
+    ) -> Callable[[], None]:
         """Sets the dtype in which gradients are accumulated and kept.
 
         ``param.grad`` shows that dtype.
@@ -81,11 +83,14 @@ class GradStore:
             dtype: A floating dtype; None changes nothing.
             params: Whose gradients; those that are not managed, or not floating, are passed over.
 
+        Returns:
+            What undoes it, before there are any gradients.
+
         Raises:
             StepError: If a gradient is there already in another dtype.
         """
         if dtype is None:
-            return
+            return lambda: None
         ids = {id(param) for param in params if param.is_floating_point()}
         entries = [e for g in self._runtime.groups for e in g.entries if id(e.param) in ids]
         units: dict[int, GradUnit] = {}
@@ -102,7 +107,17 @@ class GradStore:
                     "zero_grad() on the model first"
                 )
         self.unreserve(list(units.values()))
+        former = {id(e.param): self._dtypes.get(id(e.param)) for e in entries}
         self._dtypes.update((id(entry.param), dtype) for entry in entries)
+
+        def undo() -> None:
+            for key, known in former.items():
+                if known is None:
+                    self._dtypes.pop(key, None)
+                else:
+                    self._dtypes[key] = known
+
+        return undo
 
     def reserve(self, groups: Iterable[Group]) -> list[GradUnit]:
         """Reserves homes for the gradients of every trainable parameter that has none yet.

@@ -18,6 +18,10 @@ owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter to the id of the manager that has it."""
 
 _OR_AS_ONE = "or wrap models that share it as one: tier.wrap(nn.ModuleList([first, second]))"
+OR_SHARDED = (
+    "FSDP moves and replaces weights itself, so that a model has either FSDP or tiers; with "
+    "several processes use DistributedDataParallel(tier.wrap(model))"
+)
 
 
 @dataclass(slots=True)
@@ -83,8 +87,9 @@ def check_module(model: object, manager_id: int) -> nn.Module:
                     "weights are gone with it (close(discard=True), or it is the parent "
                     "process's); make the module anew"
                 )
+            inside = ", then wrap the whole (adapters are added before tier.wrap)" if name else ""
             raise WrapError(
-                f"{what} is wrapped already; call tier.unwrap(module) first, {_OR_AS_ONE}"
+                f"{what} is wrapped already; call tier.unwrap(module) first{inside}, {_OR_AS_ONE}"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise WrapError(
@@ -97,11 +102,7 @@ def check_module(model: object, manager_id: int) -> nn.Module:
                 f"{what} replicates its module; wrap that first: {kind}(tier.wrap(model))"
             )
         if any(cls.__name__ in _SHARDED for cls in type(module).__mro__):
-            raise WrapError(
-                f"{what} is sharded by torch's FSDP, which moves and replaces weights itself, so "
-                "that a model has either FSDP or tiers; with several processes use "
-                "DistributedDataParallel(tier.wrap(model))"
-            )
+            raise WrapError(f"{what} is sharded by torch's FSDP: {OR_SHARDED}")
         _check_hooks(module, what)
     for found in find(model, "_parameters"):
         _check_taken_away(model, found)

@@ -92,7 +92,7 @@ class HeldDict(dict[str, Any]):
             "replaced or removed behind the manager's back; change its values inside "
             "`with tier.materialize(...)`; what puts other tensors in its place (weight_norm, "
             "pruning, another library's offloading) belongs before tier.wrap, or after "
-            "tier.unwrap(module)"
+            "tier.unwrap(module); a model has either FSDP or tiers"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tiermem.errors import ParameterError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.nn.tensors.shells import insides
@@ -94,6 +95,18 @@ class LazyTensor(StandIn, torch.Tensor):
     def _in_a_pass(self) -> Any:
         flush(self)
         return self._load()
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Refuses what torch shows to no ``__torch_function__``.
+
+        Raises:
+            ParameterError: Always.
+        """
+        raise ParameterError(
+            f"a tensor of shape {tuple(self.shape)} that lives in the tiers (a gradient, or state) "
+            "cannot take other memory with set_(): copy_() takes values, and `param.grad = tensor` "
+            "another gradient"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = self._load()

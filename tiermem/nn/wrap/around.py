@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tiermem.errors import WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
 from tiermem.nn.passes.reduced import ReducedGradients
-from tiermem.nn.wrap.scope import LoadAllInterceptor
+from tiermem.nn.wrap.statedict import LoadAllInterceptor
 
 _COMPILED = "OptimizedModule"
 _FRAMES = 5

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
+from operator import contains
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,29 +18,43 @@ from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, names_above
 from tiermem.nn.wrap.applied import ApplyInterceptor
+from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
-    OF_ALL,
-    OF_AROUND,
-    OF_SCOPES,
+    AroundInterceptor,
     CallInterceptor,
+    CompileInterceptor,
     Inside,
     Interceptor,
     Scope,
 )
+from tiermem.nn.wrap.statedict import LoadAllInterceptor, LoadInterceptor, SaveInterceptor
 
 if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
 
+_OF_SCOPES: tuple[type[Interceptor], ...] = (
+    CallInterceptor,
+    CompileInterceptor,
+    SaveInterceptor,
+    LoadInterceptor,
+)
+"""What stands in modules whose calls are intercepted."""
 _OF_ALL: tuple[type[Interceptor], ...] = (
     ApplyInterceptor,
     HookInterceptor,
     PreHookInterceptor,
-    *OF_ALL,
+    LoadAllInterceptor,
+    CopyInterceptor,
+    StateInterceptor,
+    ScriptInterceptor,
 )
+"""What stands in every module of a wrapped model."""
+_OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
+"""What stands in modules that have no tensors themselves, and blocks inside."""
 _HOOKS_OF_ALL = (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
 _TENSORS = ("_parameters", "_buffers")
 _MOST_PLACES = 4
@@ -48,7 +63,7 @@ _MOST_PLACES = 4
 _REPLACED = (
     *_TENSORS,
     "_compiled_call_impl",
-    *(kind.method for kind in (*OF_SCOPES, *_OF_ALL)),
+    *(kind.method for kind in (*_OF_SCOPES, *_OF_ALL)),
 )
 
 
@@ -85,6 +100,9 @@ class InterceptedModules:
         self.group_of: dict[int, Group] = {}
         self.uncounted = False
         self._looked_at: set[int] = set()
+        self._listed = list(modules.values())
+        self._names = [vars(module) for module in self._listed]
+        self._forwards = {i: names.get("forward") for i, names in enumerate(self._names)}
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
@@ -129,8 +147,18 @@ class InterceptedModules:
         if hook_may(module, hook):
             self._suspect_now(module, None)
 
-    def look_at_hooks_of_all(self) -> None:
-        """Looks at the forward hooks of all modules, as a pass begins."""
+    def look_at_new_code(self) -> None:
+        """Looks, as a pass begins, at code that has come since the last one.
+
+        That is forward hooks of all modules, and functions in the place of a module's forward.
+        """
+        there = any(map(contains, self._names, repeat("forward")))  # in every pass: this is quick
+        for number, names in enumerate(self._names if there else ()):
+            if "forward" in names and self._forwards.get(number) is not names["forward"]:
+                module, forward = self._listed[number], names["forward"]
+                self._forwards[number] = forward
+                if hook_may(module, forward):
+                    self._suspect_now(module, None)
         for hooks in _HOOKS_OF_ALL:
             for key in [key for key in hooks if key not in self._looked_at] if hooks else ():
                 self._looked_at.add(key)
@@ -238,7 +266,7 @@ class InterceptedModules:
         """Puts the interceptors in."""
         for name, scope in self.scopes.items():
             module = self._modules[name]
-            for kind in OF_SCOPES:
+            for kind in _OF_SCOPES:
                 if kind is not CallInterceptor:
                     module.__dict__[kind.method] = kind(module, scope)
                 elif scope.called:
@@ -246,7 +274,7 @@ class InterceptedModules:
             self._intercept_names(module)
         for name, scope in self._around.items():
             module = self._modules[name]
-            for kind in OF_AROUND:
+            for kind in _OF_AROUND:
                 module.__dict__[kind.method] = kind(module, scope)
         self._leave_compiled()
         root = self.scopes[""]
@@ -277,7 +305,7 @@ class InterceptedModules:
             call = module.__dict__.get(CallInterceptor.method)
             if isinstance(call, CallInterceptor):
                 call.give_back()
-            _take_out(module, OF_SCOPES)
+            _take_out(module, _OF_SCOPES)
             _plain_names(module)
         for module in self._modules.values():
             _take_out(module, _OF_ALL)

@@ -215,7 +215,9 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
             if value.shape != view.shape or value.dtype is not view.dtype:
                 wrong.append(
                     f"parameter {entry.name!r} became {tuple(value.shape)} {value.dtype} inside "
-                    f"materialize, it was {tuple(view.shape)} {view.dtype}; its old value is kept"
+                    f"materialize, it was {tuple(view.shape)} {view.dtype}; its old value is kept, "
+                    "and what else was changed with it (a config, other modules) is as it is now: "
+                    "call tier.unwrap(model), change it again, and wrap it anew"
                 )
             elif _differ(view, value):
                 dirty = True

@@ -22,14 +22,11 @@ from torch import is_grad_enabled, nn
 
 from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
-from tiermem.nn.compat.entrances import entrance
-from tiermem.nn.compat.outside import OUTSIDE, outside
+from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.refusing import read_elsewhere, was_refused
 from tiermem.nn.groups.group import Group
-from tiermem.nn.groups.inspect import is_made_in
 from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.wrap.statedict import check_state, given_values
 from tiermem.runtime.base.functorch import transforming
 
 if TYPE_CHECKING:
@@ -316,7 +313,7 @@ class CallInterceptor(Interceptor):
             try:
                 if not self._bypass.goes_on(self.scope):
                     runtime.begin_forward(self.module, self.scope, args, kwargs)
-                self.scope.wrapped.modules.look_at_hooks_of_all()
+                self.scope.wrapped.modules.look_at_new_code()
             except BaseException:
                 with manager.lock:
                     self._threads.leave()
@@ -460,151 +457,3 @@ class CompileInterceptor(Interceptor):
 
     def _own(self) -> set[int]:
         return {group.block.id for group in self.scope.groups}
-
-
-class CopyInterceptor(Interceptor):
-    """Makes an ordinary module where a wrapped one is copied, without interceptors."""
-
-    __slots__ = ()
-
-    method = "__deepcopy__"
-
-    def _plain(self) -> Callable[..., Any]:
-        has = hasattr(type(self.module), self.method)
-        return super()._plain() if has else partial(_copy, self.module)
-
-    def __call__(self, memo: dict[int, Any]) -> Any:
-        """Returns the copy, in host memory."""
-        wrapped, device = self.scope.wrapped, self.runtime.manager.parts.device
-        stay, moves = wrapped.staying(), wrapped.modules.group_of
-        for tensor in self.module._buffers.values():
-            if tensor is None or id(tensor) in memo:
-                continue
-            made = id(tensor) not in moves and is_made_in(tensor, device)  # by a forward
-            if id(tensor) in stay or (made and device.type != "cpu"):
-                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
-        copied = self.inner(memo)
-        memo.setdefault(id(self.module), copied)
-        names, formers = getattr(copied, "__dict__", {}), _formers(self.module)
-        for name in INTERCEPTED:
-            names.pop(name, None)
-        names.update({name: deepcopy(former, memo) for name, former in formers.items()})
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies nothing: interceptors that a class copies by itself are taken out afterwards."""
-
-
-def _formers(module: nn.Module) -> dict[str, Any]:
-    """Returns what interceptors of a module have taken the place of, by name."""
-    found = ((name, module.__dict__.get(name)) for name in INTERCEPTED)
-    return {
-        name: value.former
-        for name, value in found
-        if isinstance(value, Interceptor) and value.former is not None
-    }
-
-
-def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Does what ``copy.deepcopy`` does with a module that has no ``__deepcopy__``."""
-    reduced: Any = module.__reduce_ex__(4)
-    make, arguments, state = reduced[:3]
-    copied = make(*deepcopy(arguments, memo))
-    memo[id(module)] = copied  # before what may refer to it
-    if isinstance(state, dict):
-        state = {name: value for name, value in state.items() if name not in INTERCEPTED}
-    copied.__setstate__(deepcopy(state, memo))
-    return copied
-
-
-class StateInterceptor(Interceptor):
-    """Keeps interceptors out of what ``copy.copy`` takes over: they are of this module."""
-
-    __slots__ = ()
-
-    method = "__getstate__"
-
-    def _plain(self) -> Callable[..., Any]:
-        has = hasattr(type(self.module), self.method)  # not before Python 3.11
-        return super()._plain() if has else partial(vars, self.module)
-
-    def __call__(self) -> Any:
-        """Returns the module's state as it would be, were it not wrapped."""
-        state = self.inner()
-        if not isinstance(state, dict):
-            return state
-        kept = {name: value for name, value in state.items() if name not in INTERCEPTED}
-        return kept | _formers(self.module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies nothing: a copied module has that of its class."""
-
-
-class SaveInterceptor(Interceptor):
-    """Puts real tensors into ``state_dict()``."""
-
-    __slots__ = ()
-
-    method = "_save_to_state_dict"
-
-    @entrance
-    def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
-        outside(self.inner, destination, prefix, keep_vars)
-        if keep_vars:
-            return  # the parameters themselves: programs ask them for `requires_grad`
-        self.scope.wrapped.dicts.export(self.module, destination, prefix)
-
-
-class LoadInterceptor(Interceptor):
-    """Holds a module's blocks while its state is loaded."""
-
-    __slots__ = ()
-
-    method = "_load_from_state_dict"
-
-    @entrance
-    def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
-        """Loads into the blocks."""
-        with self.scope.wrapped.dicts.holding(self.module):
-            return outside(self.inner, state_dict, prefix, *args, **kwargs)
-
-
-class LoadAllInterceptor(Interceptor):
-    """Refuses a checkpoint of another shape before anything of it is loaded."""
-
-    __slots__ = ()
-
-    method = "load_state_dict"
-
-    @entrance
-    def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Checks every shape, then loads."""
-        self.runtime.manager.gate.guard()
-        check_state(self.module, state_dict, *args, **kwargs)
-        dicts = self.scope.wrapped.dicts
-        dicts.given = given_values(self.module, state_dict)
-        try:
-            return outside(self.inner, state_dict, *args, **kwargs)
-        finally:
-            dicts.given = {}
-
-
-OF_SCOPES: tuple[type[Interceptor], ...] = (
-    CallInterceptor,
-    CompileInterceptor,
-    SaveInterceptor,
-    LoadInterceptor,
-)
-"""What stands in modules whose calls are intercepted."""
-OF_ALL: tuple[type[Interceptor], ...] = (
-    LoadAllInterceptor,
-    CopyInterceptor,
-    StateInterceptor,
-)
-"""What stands in every module of a wrapped model, beside ``ApplyInterceptor``."""
-OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
-"""What stands in modules that have no tensors themselves, and blocks inside."""
-_ELSEWHERE = ("_apply", "register_forward_hook", "register_forward_pre_hook")
-INTERCEPTED = frozenset([*_ELSEWHERE, *(kind.method for kind in OF_SCOPES + OF_ALL)])
-"""Names in a module's ``__dict__`` that are tiermem's."""

@@ -1,4 +1,4 @@
-"""Loading a state dict: checks before anything is loaded, and refills blocks that are lost."""
+"""State dicts of wrapped models; while one is loaded, blocks that are lost are filled from it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,11 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, StorageError
+from tiermem.nn.compat.entrances import entrance
+from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.group import Group
+from tiermem.nn.wrap.scope import Interceptor
 from tiermem.runtime.manager import BlockManager
-
-
-def check_state(module: nn.Module, state: Any, strict: bool = True, assign: bool = False) -> None:
-    """Refuses a state dict whose tensors have other shapes than the module's.
-
-    Args:
-        module: What is to be loaded.
-        state: As given to ``load_state_dict``, like the rest.
-        strict: As torch has it; missing and unexpected names are checked by torch.
-        assign: Not possible here.
-
-    Raises:
-        CheckpointError: Naming the first tensor that differs.
-    """
-    if assign:
-        raise CheckpointError(
-            "load_state_dict(assign=True) would replace tensors that live in the tiers; leave "
-            "assign out, the values are copied in"
-        )
-    if not isinstance(state, Mapping):
-        return
-    for name, part in module.named_modules():
-        if part._load_state_dict_pre_hooks or not _loads_plainly(part):
-            continue  # it may reshape what it is given
-        for own, tensor in [*part._parameters.items(), *part._buffers.items()]:
-            key = f"{name}.{own}" if name else own
-            value = state.get(key)
-            if tensor is None or not isinstance(value, torch.Tensor):
-                continue
-            if value.shape != tensor.shape and not (tensor.dim() == 0 and value.numel() == 1):
-                raise CheckpointError(
-                    f"size mismatch for {key!r}: it has shape {tuple(value.shape)} in the "
-                    f"checkpoint, {tuple(tensor.shape)} in the model; nothing was loaded"
-                )
 
 
 def _loads_plainly(module: nn.Module) -> bool:
@@ -55,7 +24,7 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 
 def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
-    """Returns a state dict's value for each tensor of a module, by the tensor's id."""
+    """Returns a state dict's value for each tensor of a module that it fits, by the tensor's id."""
     found: dict[int, torch.Tensor] = {}
     if not isinstance(state, Mapping):
         return found
@@ -64,7 +33,9 @@ def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
             continue  # it may transform its values
         for own, tensor in [*part._parameters.items(), *part._buffers.items()]:
             value = state.get(f"{name}.{own}" if name else own)
-            if tensor is not None and isinstance(value, torch.Tensor):
+            if tensor is None or not isinstance(value, torch.Tensor):
+                continue
+            if value.shape == tensor.shape or (tensor.dim() == 0 and value.numel() == 1):
                 found[id(tensor)] = value
     return found
 
@@ -230,3 +201,61 @@ class StateDicts:
         finally:
             for group in reversed(held):
                 group.let_go()
+
+
+class SaveInterceptor(Interceptor):
+    """Puts real tensors into ``state_dict()``."""
+
+    __slots__ = ()
+
+    method = "_save_to_state_dict"
+
+    @entrance
+    def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
+        outside(self.inner, destination, prefix, keep_vars)
+        if keep_vars:
+            return  # the parameters themselves: programs ask them for `requires_grad`
+        self.scope.wrapped.dicts.export(self.module, destination, prefix)
+
+
+class LoadInterceptor(Interceptor):
+    """Holds a module's blocks while its state is loaded."""
+
+    __slots__ = ()
+
+    method = "_load_from_state_dict"
+
+    @entrance
+    def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        """Loads into the blocks."""
+        with self.scope.wrapped.dicts.holding(self.module):
+            return outside(self.inner, state_dict, prefix, *args, **kwargs)
+
+
+class LoadAllInterceptor(Interceptor):
+    """Has blocks that their disk has lost filled with what is loaded."""
+
+    __slots__ = ()
+
+    method = "load_state_dict"
+
+    @entrance
+    def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Loads; where something does not fit, the rest is loaded first, as in torch.
+
+        Raises:
+            CheckpointError: With ``assign``, before anything is loaded.
+        """
+        self.runtime.manager.gate.guard()
+        if kwargs.get("assign", args[1] if args[1:] else False):
+            raise CheckpointError(
+                "load_state_dict(assign=True) would replace tensors that live in the tiers; leave "
+                "assign out, the values are copied in"
+            )
+        dicts = self.scope.wrapped.dicts
+        dicts.given = given_values(self.module, state_dict)
+        try:
+            return outside(self.inner, state_dict, *args, **kwargs)
+        finally:
+            dicts.given = {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import StepError
+from tiermem.errors import ConfigError
 from tiermem.optim.rules.probe import Make, settings_of
 
 Params = nn.Module | Iterable[Any]
@@ -79,11 +79,11 @@ def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
     """Returns a dtype that was given as a setting.
 
     Raises:
-        StepError: If it is none, or not of floating numbers.
+        ConfigError: If it is none, or not of floating numbers.
     """
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
-    raise StepError(f"{name} must be a floating dtype such as torch.float32, not {dtype!r}")
+    raise ConfigError(f"{name} must be a floating dtype such as torch.float32, not {dtype!r}")
 
 
 def frozen(settings: dict[str, Any]) -> dict[str, Any]:

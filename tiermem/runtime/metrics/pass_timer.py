@@ -169,6 +169,7 @@ class PassTimer:
 
     def cut_short(self) -> None:
         """Drops what is being measured, after an exception anywhere."""
+        self._free(*self._stamps())
         self._open = self._begin = None
         self._before = _NOT_ARRIVED
         self._waiting.clear()
@@ -331,6 +332,20 @@ class PassTimer:
         if self._before[0] is not None or self._begin is not None:
             self._free(self._before[0], self._begin)
             self._before, self._begin = _NOT_ARRIVED, None
+
+    def _stamps(self) -> set[Stamp | None]:
+        """Returns the stamps that are not freed, each once."""
+        found = {self._before[0], self._begin}
+        fills = [*self._fills.values(), *self._older.values()]
+        for sample in [*self._waiting, *([] if self._open is None else [self._open])]:
+            found.add(sample.end)
+            fills += sample.fills
+            for use in sample.uses[sample.at :]:
+                found.update((use.before, use.after))
+                fills += [] if use.fill is None else [use.fill]
+        for fill in fills:
+            found.update((fill.begin, fill.end))
+        return found
 
     def _seconds(self, begin: Stamp, end: Stamp) -> float:
         """Returns the seconds between two stamps that have passed; 0 where the second came first.

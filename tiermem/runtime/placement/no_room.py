@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tiermem.config import format_size
-from tiermem.core.block import Block, align_up
+from tiermem.core.block import Block, Role, align_up
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import CapacityError
 from tiermem.runtime.memory.slots import SlotCache
 
+_WEIGHTS = (Role.PARAM, Role.BUFFER)
 _SEEN = "still referred to"
 MANY = (
     "; what needs many weights at once (views of them in a list, torch.func, an average) works "
@@ -26,14 +27,16 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
         table: Where the blocks are.
         slots: Their slots, which count aliases.
     """
-    held = []
+    held, weights, beside = [], 0, 0
     for record in table:
+        weights += align_up(record.block.nbytes) if record.block.role in _WEIGHTS else 0
         slot = slots.current.get(record.block.id)
         if record.extent is None or slot is None:
             continue
         if record.leases or record.fixed or slot.aliased:
             why = "leased" if record.leases else "fixed" if record.fixed else _SEEN
             held.append((record.block.nbytes, record.block.name, why))
+            beside += 0 if record.block.role in _WEIGHTS else align_up(record.block.nbytes)
     for extent in table.orphans():
         held.append((extent.nbytes, "a block that is gone", _SEEN))
     held.sort(reverse=True)
@@ -43,8 +46,11 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     if least <= capacity:  # it would fit if what is free lay together
         pieces = ", and what is free lies in pieces between blocks that cannot be moved"
         least = capacity + align_up(block.nbytes)
+        beside += align_up(block.nbytes)
     names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
     seen = any(why == _SEEN for _, _, why in held)
+    whole = weights + beside + (0 if block.role in _WEIGHTS else align_up(block.nbytes))
+    every = f", or {whole} for all weights at once" if seen and whole > least else ""
     if table.hbm.walled:
         return CapacityError(
             f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
@@ -55,7 +61,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
         f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",
-        f"give hbm= at least {least}",
+        f"give hbm= at least {least}{every}",
         f", or wrap with smaller blocks{MANY if seen else ''}",
     )
 

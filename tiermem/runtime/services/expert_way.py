@@ -194,7 +194,11 @@ class ExpertWay:
 
     def reset(self) -> None:
         """Forgets what is being timed, after an exception anywhere."""
-        # stamps are not given back: where it was cut short, they may have been already
+        clock = self._parts.pass_timer.clock
+        for timed in [*self._timed, *([] if self._open is None else [self._open])]:
+            clock.free(timed.begin)
+            if timed.end is not None:
+                clock.free(timed.end)
         self._open = self._now = self._last = None
         self.looks = False
         self._timed.clear()
