@@ -2817,6 +2817,20 @@ MUTATIONS = (
                 "test_nn_threads",
             ),
             (
+                "attention that asks whether its weights are hidden is told so",
+                "nn/compat/fastpaths.py",
+                "frame.f_lasti in _ASKED.get(frame.f_code, ())",
+                "False",
+                "test_nn_threads",
+            ),
+            (
+                "an encoder that asks whether its weights are hidden is told so",
+                "nn/compat/fastpaths.py",
+                "return frame.f_code is LOOKS or ",
+                "return ",
+                "test_nn_threads",
+            ),
+            (
                 "look-ups are not seen while another thread holds the block",
                 "nn/groups/pointing.py",
                 "held = TieredDict if self.watched else HeldDict",
