@@ -31,6 +31,7 @@ _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
+_EDITS = ("tests/unit/test_optim_edits.py",)
 _BYPASS, _BYPASSED = "tiermem/nn/wrap/bypass.py", ("tests/unit/test_nn_bypass.py",)
 _TRAINED = ("tests/unit/test_nn_bypass_training.py",)
 _ROOMY = ("tests/unit/test_optim_roomy.py",)
@@ -2341,6 +2342,20 @@ MUTATIONS = (
         "return same and first.layout is second.layout",
         "return same",
         _SCRIPTS,
+    ),
+    Mutation(
+        "edits: settings that a class makes of loaded ones are the unit's alone",
+        "tiermem/optim/state.py",
+        "    settings_now.take_over(groups)",
+        "",
+        _EDITS,
+    ),
+    Mutation(
+        "edits: settings that a loaded dict has not are as the optimizer was made",
+        "tiermem/optim/state.py",
+        "group.pop(key)\n        given",
+        "pass\n        given",
+        _EDITS,
     ),
     Mutation(
         "scripts: settings that a loaded state has not are taken away",
