@@ -31,6 +31,7 @@ _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
+_EDITS = ("tests/unit/test_optim_edits.py",)
 _BYPASS, _BYPASSED = "tiermem/nn/wrap/bypass.py", ("tests/unit/test_nn_bypass.py",)
 _TRAINED = ("tests/unit/test_nn_bypass_training.py",)
 _ROOMY = ("tests/unit/test_optim_roomy.py",)
@@ -2406,6 +2407,20 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
+        "edits: settings that a class makes of loaded ones are the unit's alone",
+        "tiermem/optim/state.py",
+        "    settings_now.take_over(groups)",
+        "",
+        _EDITS,
+    ),
+    Mutation(
+        "edits: settings that a loaded dict has not are as the optimizer was made",
+        "tiermem/optim/state.py",
+        "group.pop(key)\n        given",
+        "pass\n        given",
+        _EDITS,
+    ),
+    Mutation(
         "scripts: settings that a loaded state has not are taken away",
         "tiermem/optim/state.py",
         "            del group[key]",
@@ -2877,6 +2892,20 @@ MUTATIONS = (
                 "nn/groups/group.py",
                 "if self.apart and len(self.users) > 1",
                 "if False",
+                "test_nn_threads",
+            ),
+            (
+                "attention that asks whether its weights are hidden is told so",
+                "nn/compat/fastpaths.py",
+                "frame.f_lasti in _ASKED.get(frame.f_code, ())",
+                "False",
+                "test_nn_threads",
+            ),
+            (
+                "an encoder that asks whether its weights are hidden is told so",
+                "nn/compat/fastpaths.py",
+                "return frame.f_code is LOOKS or ",
+                "return ",
                 "test_nn_threads",
             ),
             (

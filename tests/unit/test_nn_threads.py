@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_nn import check_table, same_bits
 from support_threads import in_the_middle, lets_go_first
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -212,3 +213,69 @@ def test_a_backward_goes_on_where_another_threads_forward_has_ended_it() -> None
             patch.setattr(backward, "manager", types.SimpleNamespace(lock=Late()))
             backward.keep_soft(groups[SOFT])
         assert list(backward._soft) == [groups[SOFT]]
+
+
+class Attends(nn.Module):
+    """Evaluates what torch computes with one kernel where no weight intercepts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(FEATURES, 2, FEATURES, batch_first=True)
+        self.attention = nn.MultiheadAttention(FEATURES, 2, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return self.encoder(x, src_key_padding_mask=mask)
+
+
+def _used_apart_by_threads(model: nn.Module, x: torch.Tensor) -> None:
+    """Weights that a thread may use while another one holds them stay hidden from then on."""
+    with torch.no_grad():
+        thread = threading.Thread(target=partial(model, x, None))
+        thread.start()
+        thread.join()
+        for weight in model.parameters():
+            weight.sum()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_attention_takes_torchs_fast_path_after_threads_that_use_weights_apart(
+    mode: Any, padded: bool, frozen: bool
+) -> None:
+    """Its weights stay hidden then, and torch asks for their class; what is padded is zero."""
+    torch.manual_seed(0)
+    model = Attends().eval().requires_grad_(not frozen)
+    plain = copy.deepcopy(model)
+    x, mask = torch.randn(3, 6, FEATURES), None
+    if padded:
+        mask = torch.zeros(3, 6, dtype=torch.bool)
+        mask[1, 3:] = True
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        _used_apart_by_threads(model, x)
+        with mode():
+            for _ in range(2):
+                assert same_bits(model(x, mask), plain(x, mask))
+        check_table(tier)
+
+
+def test_attention_under_autocast_has_the_casts_that_torch_keeps() -> None:
+    """Of weights as they were first used within it, on the fast path as well."""
+    torch.manual_seed(0)
+    model = Attends().eval()
+    plain = copy.deepcopy(model)
+    x = torch.randn(3, 6, FEATURES)
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        _used_apart_by_threads(model, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                assert same_bits(model(x, None), plain(x, None))
+                with torch.no_grad():
+                    for weight in (*model.parameters(), *plain.parameters()):
+                        weight.mul_(0.9)
+                    assert same_bits(model(x, None), plain(x, None))

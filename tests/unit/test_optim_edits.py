@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import Tiers
+from support_nn import Tiers, assert_same
 from support_optim import Net, Twins
 
 from tiermem.core import parts
@@ -56,15 +56,15 @@ def in_parts(request: pytest.FixtureRequest) -> Iterator[bool]:
         yield request.param
 
 
-def twins_of(overlap: Any = False, where: str = "device", **settings: Any) -> Twins:
+def twins_of(
+    overlap: Any = False, where: str = "device", cls: Any = torch.optim.AdamW, **settings: Any
+) -> Twins:
     tiers = Tiers("edits", policy="dram")
     settings = {"lr": 0.01, "foreach": False, **settings}
     options = {"master_dtype": None, "overlap": overlap, "where": where}
     # every parameter in a block of its own, so that the large ones may have parts
     blocks = [name for name, _ in Net().named_modules() if name.count(".") == 2] + ["embed"]
-    return Twins(
-        lambda: Net(torch.float32), tiers, torch.optim.AdamW, settings, blocks=blocks, **options
-    )
+    return Twins(lambda: Net(torch.float32), tiers, cls, settings, blocks=blocks, **options)
 
 
 def train(twins: Twins, *numbers: int) -> None:
@@ -154,4 +154,52 @@ def test_checkpoints_of_old(in_parts: bool) -> None:
                 state["step"] = int(state["step"])
             optimizer.load_state_dict(state_dict)
         train(twins, 2)
+        twins.check()
+
+
+class Converts(torch.optim.AdamW):
+    """Has other settings than it had in its first version, and says so as torch's classes do."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if "rate" in group:
+                group["lr"] = group.pop("rate") / 10
+
+
+@pytest.mark.parametrize("missing", [["amsgrad"], ["maximize"], ["amsgrad", "eps"]])
+def test_settings_that_a_checkpoint_of_old_has_not_are_as_the_class_says(
+    missing: list[str], in_parts: bool
+) -> None:
+    """And not as the optimizer was made; what the class does not set stays as it is."""
+    with twins_of(amsgrad=True, maximize=True) as twins:
+        train(twins, 0, 1)
+        for optimizer, _ in both(twins, LARGE):
+            state_dict = copy.deepcopy(optimizer.state_dict())
+            eps = state_dict["param_groups"][0]["eps"]
+            for key in missing:
+                del state_dict["param_groups"][0][key]
+            optimizer.load_state_dict(state_dict)
+            optimizer.param_groups[0].setdefault("eps", eps)  # torch's own has none now
+        assert not twins.optimizer.param_groups[0][missing[0]]
+        train(twins, 2)
+        expected, found = (o.state_dict() for o, _ in both(twins, LARGE))
+        assert expected["param_groups"] == found["param_groups"]  # in another order
+        assert_same(expected["state"], found["state"], "state")
+        assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")
+
+
+@pytest.mark.parametrize("overlap", [False, "auto"])
+def test_settings_that_a_class_makes_of_those_of_old_are_stepped_with(
+    overlap: Any, in_parts: bool
+) -> None:
+    with twins_of(overlap, cls=Converts) as twins:
+        train(twins, 0, 1, 2)
+        for optimizer, _ in both(twins, LARGE):
+            state_dict = copy.deepcopy(optimizer.state_dict())
+            state_dict["param_groups"][0]["rate"] = state_dict["param_groups"][0]["lr"]
+            optimizer.load_state_dict(state_dict)
+        assert twins.optimizer.param_groups[0]["lr"] == 0.001
+        twins.check()
+        train(twins, 3, 4)
         twins.check()

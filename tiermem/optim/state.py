@@ -42,7 +42,8 @@ def load_state(
         state: The tiered optimizer's, to be kept up to date.
         state_dict: As this or the plain optimizer gave it.
         cls: The class; one that loads in a way of its own does so for each unit.
-        defaults: The settings that the class has; one that is not in the dict stays as it is.
+        defaults: The settings that the class has; one that is not in the dict, and that the class
+            does not set then, stays as it is.
         begin: Called once it is known to fit.
 
     Raises:
@@ -59,15 +60,59 @@ def load_state(
         for key in settings_of(group).keys() - settings.keys() - defaults:
             del group[key]  # a scheduler's, of after the save: the next one would begin from it
         group.update(settings)
+    settings_now = _Settings(loaded)
     loads = cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
     for unit in units:
         if isinstance(unit, PartedUnit):
-            take = partial(_take_part, runtime, groups)
+            take = partial(_take_part, runtime, groups, settings_now)
             unit.take_state(runtime, state, saved.get(unit.ids()[0]), take)
         else:
             found = _cast(unit, groups, saved, state_dict if loads else None)
-            import_state(unit, runtime, groups, state, found)
+            _import_state(unit, runtime, groups, state, found, settings_now)
         import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
+    settings_now.take_over(groups)
+
+
+class _Settings:
+    """Loaded settings, and what the class makes of them: it is asked for each unit."""
+
+    def __init__(self, loaded: Sequence[dict[str, Any]]) -> None:
+        """Takes those of each group."""
+        self._loaded = loaded
+        self._made: dict[int, tuple[set[str], dict[str, Any]]] = {}
+
+    def update(self, unit: StepUnit, optimizer: torch.optim.Optimizer) -> None:
+        """Has a unit's optimizer make of loaded state and settings what its class has today.
+
+        As torch does: settings that the dict has not are as the class says then. What it does not
+        say either comes from the user's groups, as at each step.
+        """
+        numbers = unit.plain.numbers
+        former = [settings_of(group) for group in optimizer.param_groups]
+        for group, number in zip(optimizer.param_groups, numbers, strict=True):
+            for key in settings_of(group).keys() - self._loaded[number].keys():
+                group.pop(key)
+        given = [settings_of(group) for group in optimizer.param_groups]
+        _update(optimizer)
+        found = zip(optimizer.param_groups, numbers, given, former, strict=True)
+        for group, number, before, there in found:
+            now = settings_of(group)
+            changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
+            self._made.setdefault(number, (before.keys() - now.keys(), changed))
+            if unit.host is not None and "fused" in there:
+                group["fused"] = there["fused"]  # the host's kernel stays its own
+
+    def take_over(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Changes the settings that users see in the same way."""
+        for number, (removed, changed) in self._made.items():
+            for key in removed:
+                groups[number].pop(key, None)
+            groups[number].update(changed)
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    outside(optimizer.__setstate__, kept)
 
 
 def _by_param(
@@ -105,12 +150,13 @@ def _by_param(
 def _take_part(
     runtime: ModuleRuntime,
     groups: Sequence[dict[str, Any]],
+    settings: _Settings | None,
     unit: StepUnit,
     state: State,
     share: dict[int, State],
 ) -> None:
     """Loads into the unit of a part its share of a parameter's state."""
-    import_state(unit, runtime, groups, state, _cast(unit, groups, share))
+    _import_state(unit, runtime, groups, state, _cast(unit, groups, share), settings)
 
 
 def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
@@ -269,7 +315,7 @@ def take_in_edits(
             if unit.is_edited(state):
                 kept = state.get(unit.members[0][0], {})
                 values = {key: _value_of(value) for key, value in kept.items()}
-                take = partial(_take_part, runtime, groups)
+                take = partial(_take_part, runtime, groups, None)
                 unit.take_state(runtime, state, values or None, take)
             continue
         for param, _ in unit.members:
@@ -314,12 +360,13 @@ def export_state(
         yield param, values
 
 
-def import_state(
+def _import_state(
     unit: StepUnit,
     runtime: ModuleRuntime,
     groups: Sequence[dict[str, Any]],
     state: State,
     loaded: dict[int, State],
+    settings: _Settings | None,
 ) -> None:
     """Takes state over; ``loaded`` is by the id of the parameter and fits."""
     optimizer = unit.plain.optimizer_for(groups)
@@ -333,9 +380,10 @@ def import_state(
                 state.pop(param, None)
                 if id(param) in loaded:
                     optimizer.state[own] = dict(loaded[id(param)])
-            # as torch does: a class makes of old checkpoints what it has today
-            kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
-            outside(optimizer.__setstate__, kept)
+            if settings is None:
+                _update(optimizer)
+            else:
+                settings.update(unit, optimizer)
             unit.plain.detach(runtime, slot, state)
         finally:
             if unit.block is not None:

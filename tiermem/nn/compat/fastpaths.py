@@ -6,6 +6,8 @@ another way, which rounds differently.
 
 from __future__ import annotations
 
+import dis
+import types
 from typing import Any
 
 from torch import nn
@@ -16,6 +18,29 @@ all layers."""
 
 ASK = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """All of these modules, whose settings say whether they do: to look at them may use a weight."""
+
+
+def _asked(code: types.CodeType) -> range:
+    """Returns where a forward puts together the weights whose class it asks for."""
+    found = list(dis.get_instructions(code))
+    for end, instruction in enumerate(found):
+        if instruction.opname.startswith("STORE") and "tensor_args" in instruction.argrepr:
+            begin = end
+            while found[begin - 1].opname.startswith(("LOAD", "BUILD_TUPLE")):
+                begin -= 1
+            return range(found[begin].offset, instruction.offset)
+    return range(0)
+
+
+_ASKED = {
+    forward.__code__: _asked(forward.__code__)
+    for forward in (nn.MultiheadAttention.forward, nn.TransformerEncoderLayer.forward)
+}
+
+
+def only_asks(frame: types.FrameType) -> bool:
+    """Whether code that looks a weight up just then asks for its class, and does not use it."""
+    return frame.f_code is LOOKS or frame.f_lasti in _ASKED.get(frame.f_code, ())
 
 
 def uses_inside(module: nn.Module) -> bool:

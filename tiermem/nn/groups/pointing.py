@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import is_inference_mode_enabled, nn
+from torch import is_grad_enabled, is_inference_mode_enabled, nn
 
 from tiermem.core.block import Block
 from tiermem.nn.groups.entry import Member
@@ -80,6 +80,18 @@ class Pointing:
     def member_of(self, tensor: torch.Tensor) -> Member | None:
         """Returns the member that a tensor is, None where it is none of the block's."""
         return next((member for member in self.members if member.tensor is tensor), None)
+
+    def ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what code sees that asks whether a veiled tensor intercepts operations.
+
+        It would go another way, which rounds differently. With gradients it goes that way anyhow.
+        """
+        member = self.member_of(tensor)
+        with Plain():
+            trained = tensor.requires_grad and is_grad_enabled()
+        if member is None or trained or member.kind not in ORDINARY:
+            return tensor
+        return member.placeholder
 
     def is_replaced(self) -> bool:
         """Whether modules have other tensors just now (``torch.func.functional_call``)."""

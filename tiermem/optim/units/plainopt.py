@@ -27,6 +27,7 @@ class PlainOptimizer:
         make: Makes the plain optimizer.
         places: Where the unit's block has each tensor of the state.
         private: Whether a step writes settings of its group in place, so that it is given copies.
+        numbers: Which of the user's groups those of the plain optimizer are.
     """
 
     def __init__(self, unit: StepUnit, make: Make) -> None:
@@ -44,7 +45,7 @@ class PlainOptimizer:
         # of each tensor, once a step has left all in their places: the number of the member, the
         # key, its number in the block and its stand-in. References to the state itself are counted.
         self._settled: list[tuple[int, str, int, LazyTensor]] = []
-        self._numbers = list(dict.fromkeys(number for _, number in unit.members))
+        self.numbers = list(dict.fromkeys(number for _, number in unit.members))
 
     def owns(self) -> list[torch.Tensor]:
         """Returns what the plain optimizer is given for each member, in order."""
@@ -96,7 +97,7 @@ class PlainOptimizer:
                             **settings_of(groups[number]),
                             "params": [self._unit.own(p) for p, n in self._members if n == number],
                         }
-                        for number in self._numbers
+                        for number in self.numbers
                     ]
                 )
             number_of = {id(param): number for number, (param, _) in enumerate(self._members)}
@@ -106,7 +107,7 @@ class PlainOptimizer:
             self._optimizer, self._carried = made, []
         if groups is None:
             return self._optimizer
-        for mine, number in zip(self._optimizer.param_groups, self._numbers, strict=True):
+        for mine, number in zip(self._optimizer.param_groups, self.numbers, strict=True):
             settings = groups[number]
             settings = settings_of(settings) if "params" in settings else settings
             settings = copied(settings) if self.private else settings
