@@ -2784,6 +2784,20 @@ MUTATIONS = (
         Mutation(f"names: {name}", f"tiermem/nn/groups/{path}", old, new, (tests,))
         for name, path, old, new, tests in (
             (
+                "a veiled weight sends its own module's call another way",
+                "names.py",
+                "code is LOOKS or (code in HANDS_ON and group.holds and group.is_held_here())",
+                "code is LOOKS",
+                "tests/unit/test_nn_threads.py",
+            ),
+            (
+                "a veiled weight keeps padding in encoders",
+                "names.py",
+                "code is LOOKS or (code in HANDS_ON and group.holds and group.is_held_here())",
+                "code in HANDS_ON and group.holds and group.is_held_here()",
+                "tests/unit/test_nn_threads.py",
+            ),
+            (
                 "any tensor comes back in the place of a parameter with a function",
                 "names.py",
                 "elif value is not None and self.behind.get(name) is value:",

@@ -212,3 +212,42 @@ def test_a_backward_goes_on_where_another_threads_forward_has_ended_it() -> None
             patch.setattr(backward, "manager", types.SimpleNamespace(lock=Late()))
             backward.keep_soft(groups[SOFT])
         assert list(backward._soft) == [groups[SOFT]]
+
+
+def _padded(encoder: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = encoder(x, src_key_padding_mask=torch.arange(5).expand(2, 5) > 2)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda encoder, x: encoder(x),
+        _padded,
+        lambda encoder, x: encoder.layers[0](x),
+        lambda encoder, x: encoder.layers[0].self_attn(x, x, x, need_weights=False)[0],
+    ],
+    ids=["encoder", "padded", "layer", "attention"],
+)
+def test_torchs_fast_path_is_taken_after_a_weight_is_used_by_itself(
+    use: Callable[[Any, torch.Tensor], torch.Tensor], frozen: bool
+) -> None:
+    """It rounds differently, and is for weights of a plain class only."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 3).eval().requires_grad_(not frozen)
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, FEATURES)
+    nbytes = sum(p.nbytes for p in layer.parameters())
+    with (
+        tiermem.TierManager("cpu", hbm=nbytes + BLOCK, dram=1 << 20) as tier,
+        torch.set_grad_enabled(frozen),
+    ):
+        tier.wrap(model)
+        with in_the_middle(model.layers[2], partial(model, x)):
+            pass
+        for number in (0, 1):
+            model.layers[number].linear1.weight.sum()
+            for _ in range(2):
+                assert torch.equal(use(model, x), use(plain, x))

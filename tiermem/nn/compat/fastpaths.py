@@ -14,6 +14,9 @@ LOOKS = nn.TransformerEncoder.forward.__code__
 """Asks that of its first layer's weights before it calls that layer; if not, padding is left out of
 all layers."""
 
+HANDS_ON = (nn.TransformerEncoderLayer.forward.__code__, nn.MultiheadAttention.forward.__code__)
+"""Ask it of weights that their own calls hold, and hand these to the kernel."""
+
 ASK = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """All of these modules, whose settings say whether they do: to look at them may use a weight."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
-from tiermem.nn.compat.fastpaths import LOOKS
+from tiermem.nn.compat.fastpaths import HANDS_ON, LOOKS
 from tiermem.nn.groups.above import Lender
 
 if TYPE_CHECKING:
@@ -120,6 +120,12 @@ class TieredDict(HeldDict):
 
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
+        if group is not None and group.pointing.veiled:
+            code = sys._getframe(2).f_code
+            if code is LOOKS or (code in HANDS_ON and group.holds and group.is_held_here()):
+                plain = group.pointing.plain_of(_item(self, name), read=code is not LOOKS)
+                if plain is not None:
+                    return plain
         if group is not None and not (group.holds and group.is_held_here()):
             rows, lender = group.pointing.rows, self.lender
             if sys._getframe(2).f_code is LOOKS and lender.here.inside:

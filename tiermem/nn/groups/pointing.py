@@ -179,6 +179,26 @@ class Pointing:
             member.point(slot.views[member.index], member.kind if shown else member.away)
             slot.pointed += 1
 
+    def plain_of(self, tensor: torch.Tensor, *, read: bool) -> torch.Tensor | None:
+        """Returns a tensor of a plain class, for code that goes another way with a veiled one.
+
+        Args:
+            tensor: The veiled one.
+            read: Whether it is to have the bytes, of a block that the caller holds.
+
+        Returns:
+            None where the tensor itself will do: where gradients are taken, all go the same way.
+        """
+        member = self.member_of(tensor)
+        with Plain():
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                return None
+        if member is None or member.materialized:
+            return None
+        if not read:
+            return member.placeholder
+        return None if self.slot is None else self.slot.views[member.index]
+
     def hide(self) -> None:
         """Intercepts every operation on the tensors, whether or not their block is held."""
         self.bare = False
