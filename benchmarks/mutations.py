@@ -2784,6 +2784,13 @@ MUTATIONS = (
         Mutation(f"names: {name}", f"tiermem/nn/groups/{path}", old, new, (tests,))
         for name, path, old, new, tests in (
             (
+                "a copied tensor is made as a parameter is",
+                "group.py",
+                "ordinary = entry.kind is torch.Tensor",
+                "ordinary = False",
+                "tests/unit/test_nn_parameters.py",
+            ),
+            (
                 "a veiled weight sends its own module's call another way",
                 "names.py",
                 "code is LOOKS or (code in HANDS_ON and group.holds and group.is_held_here())",

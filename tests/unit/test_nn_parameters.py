@@ -322,6 +322,16 @@ def test_a_wrapped_module_is_copied_as_its_class_says(tier: tiermem.TierManager)
     assert tier.wrap(twin) is twin
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tensor_in_a_parameters_place_is_copied(tier: tiermem.TierManager, trained: bool) -> None:
+    """Code that exchanges weights for a call may leave one (functional_call, of a shared layer)."""
+    model, value = nn.Linear(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=trained)
+    model._parameters["weight"] = value.detach().clone().requires_grad_(trained)
+    twin = copy.deepcopy(tier.wrap(model))
+    assert type(twin.weight) is torch.Tensor and twin.weight.requires_grad is trained
+    assert same_bits(twin.weight, value)
+
+
 @pytest.mark.parametrize("change", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_parametrizations_belong_before_wrap(
     tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential, change: Any

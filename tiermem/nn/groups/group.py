@@ -447,7 +447,10 @@ class Group(Holder):
                     source = entry.param.detach()
             else:
                 source = tensors[entry.index]
-            copy = entry.kind(source.clone(), requires_grad=entry.param.requires_grad)
-            memo[id(entry.param)] = copy
+            own, grad = source.clone(), entry.param.requires_grad
+            ordinary = entry.kind is torch.Tensor  # none that a program has made a parameter
+            memo[id(entry.param)] = (
+                own.requires_grad_(grad) if ordinary else entry.kind(own, requires_grad=grad)
+            )
         for buffer in self.buffers:
             memo[id(buffer.tensor)] = tensors[buffer.index].clone()
