@@ -2364,6 +2364,13 @@ MUTATIONS = (
         _BYPASSED,
     ),
     Mutation(
+        "bypass: a block that was not used before sends a part another way",
+        "tiermem/nn/wrap/scope.py",
+        "        elif held:\n",
+        "        elif True:\n",
+        _BYPASSED,
+    ),
+    Mutation(
         "bypass: what is computed again in backward is intercepted",
         _BYPASS,
         "            self.end(for_good=again)\n",
