@@ -2791,6 +2791,20 @@ MUTATIONS = (
         Mutation(f"names: {name}", f"tiermem/nn/groups/{path}", old, new, (tests,))
         for name, path, old, new, tests in (
             (
+                "buffers that share memory move, each to a place of its own",
+                "inspect.py",
+                "        found |= both & own\n",
+                "",
+                "tests/unit/test_nn_parameters.py",
+            ),
+            (
+                "a buffer may look into a parameter that moves",
+                "inspect.py",
+                "if len(both & own) == 1:",
+                "if False:",
+                "tests/faults/test_nn_faults.py",
+            ),
+            (
                 "a copied tensor is made as a parameter is",
                 "group.py",
                 "ordinary = entry.kind is torch.Tensor",
