@@ -251,3 +251,28 @@ def test_torchs_fast_path_is_taken_after_a_weight_is_used_by_itself(
             model.layers[number].linear1.weight.sum()
             for _ in range(2):
                 assert torch.equal(use(model, x), use(plain, x))
+
+
+_WRAPS: dict[str, Callable[[tiermem.TierManager, Any], object]] = {
+    "layers": lambda tier, encoder: tier.wrap(encoder.layers),
+    "each": lambda tier, encoder: [tier.wrap(layer) for layer in encoder.layers],
+    "attention": lambda tier, encoder: [tier.wrap(layer.self_attn) for layer in encoder.layers],
+    "projection": lambda tier, encoder: [
+        tier.wrap(layer.self_attn.out_proj) for layer in encoder.layers
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("parts", _WRAPS)
+def test_torchs_fast_path_is_taken_where_parts_of_an_encoder_are_wrapped(parts: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 3).eval()
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, FEATURES)
+    nbytes = sum(p.nbytes for p in layer.parameters())
+    with tiermem.TierManager("cpu", hbm=nbytes + BLOCK, dram=1 << 20) as tier, torch.no_grad():
+        _WRAPS[parts](tier, model)
+        for _ in range(3):
+            assert torch.equal(model(x), plain(x))
+            assert torch.equal(_padded(model, x), _padded(plain, x))

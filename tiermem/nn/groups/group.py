@@ -363,8 +363,6 @@ class Group(Holder):
         if not self.holds and self.pointing.slot is not None:
             self.soft = False
             self.pointing.away()
-            if self.pointing.bare:
-                self.pointing.hide()
 
     def rest(self) -> None:
         """Ends the soft hold; tensors that point at the block do so until it leaves.
@@ -375,8 +373,6 @@ class Group(Holder):
             self.soft = False
             if self.pointing.slot is not None:
                 self.pointing.slot.idle = True
-            if self.pointing.bare:
-                self.pointing.hide()
 
     def forked(self) -> None:
         """Hides the tensors in a forked child, where every operation on them is refused."""

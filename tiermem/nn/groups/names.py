@@ -120,18 +120,17 @@ class TieredDict(HeldDict):
 
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
-        if group is not None and group.pointing.veiled:
+        held = group is not None and group.holds and group.is_held_here()
+        if group is not None and (not held or group.pointing.veiled):
             code = sys._getframe(2).f_code
-            if code is LOOKS or (code in HANDS_ON and group.holds and group.is_held_here()):
+            if code is LOOKS or code in HANDS_ON:
+                if code is not LOOKS and not held:  # a layer that is not wrapped as a whole
+                    self.lender.demand(group)
                 plain = group.pointing.plain_of(_item(self, name), read=code is not LOOKS)
                 if plain is not None:
                     return plain
-        if group is not None and not (group.holds and group.is_held_here()):
+        if group is not None and not held:
             rows, lender = group.pointing.rows, self.lender
-            if sys._getframe(2).f_code is LOOKS and lender.here.inside:
-                if not group.holds:
-                    lender.show(group)
-                return _item(self, name)
             if not rows and group.soft and group.apart and lender.here.inside:
                 return _item(self, name)  # it points at its block
             if sys._getframe(1).f_globals.get("__name__") != _SWAPS:  # _is_swap, in line
