@@ -273,6 +273,10 @@ def test_torchs_fast_path_is_taken_where_parts_of_an_encoder_are_wrapped(parts: 
     nbytes = sum(p.nbytes for p in layer.parameters())
     with tiermem.TierManager("cpu", hbm=nbytes + BLOCK, dram=1 << 20) as tier, torch.no_grad():
         _WRAPS[parts](tier, model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            model(x)
+        kernels = {event.key: event.count for event in seen.key_averages()}
+        assert kernels.get("aten::_transformer_encoder_layer_fwd") == len(plain.layers)
         for _ in range(3):
             assert torch.equal(model(x), plain(x))
             assert torch.equal(_padded(model, x), _padded(plain, x))
