@@ -2295,13 +2295,6 @@ MUTATIONS = (
         NN,
     ),
     Mutation(
-        "weights are away again after an encoder has looked at them",
-        "tiermem/nn/groups/group.py",
-        "                self.pointing.slot.idle = True\n            if self.pointing.bare:",
-        "                self.pointing.slot.idle = True\n            if False:",
-        NN,
-    ),
-    Mutation(
         "a buffer without elements is in no block",
         "tiermem/nn/groups/inspect.py",
         "is_ordinary(found) and found.tensor.numel() > 0",
@@ -2439,6 +2432,13 @@ MUTATIONS = (
         _BYPASS,
         "            if isinstance(module, ASK):",
         "            if isinstance(module, ()):",
+        _BYPASSED,
+    ),
+    Mutation(
+        "bypass: a block that was not used before sends a part another way",
+        "tiermem/nn/wrap/scope.py",
+        "        elif held:\n",
+        "        elif True:\n",
         _BYPASSED,
     ),
     Mutation(
@@ -2861,6 +2861,27 @@ MUTATIONS = (
     *(
         Mutation(f"names: {name}", f"tiermem/nn/groups/{path}", old, new, (tests,))
         for name, path, old, new, tests in (
+            (
+                "buffers that share memory move, each to a place of its own",
+                "inspect.py",
+                "        found |= both & own\n",
+                "",
+                "tests/unit/test_nn_parameters.py",
+            ),
+            (
+                "a buffer may look into a parameter that moves",
+                "inspect.py",
+                "if len(both & own) == 1:",
+                "if False:",
+                "tests/faults/test_nn_faults.py",
+            ),
+            (
+                "a copied tensor is made as a parameter is",
+                "group.py",
+                "ordinary = entry.kind is torch.Tensor",
+                "ordinary = False",
+                "tests/unit/test_nn_parameters.py",
+            ),
             (
                 "any tensor comes back in the place of a parameter with a function",
                 "names.py",

@@ -18,7 +18,7 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.blocks import Inventory
 from tiermem.nn.groups.hostbound import rate_up
-from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared
+from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared, set_apart
 from tiermem.nn.groups.need import DtypeFor, Kept, Program
 from tiermem.nn.groups.partition import checked_homes
 from tiermem.nn.groups.resident import Resident
@@ -234,7 +234,10 @@ def _inventory(
     for found, original in zip(params, originals, strict=True):
         if original.same_as is not None:
             found.same_as = params[index[id(original.same_as)]]
-    buffers = [found for found in find(twin, "_buffers") if can_move(found)]
+    every = find(model, "_buffers")
+    apart = set_apart(originals, [found for found in every if can_move(found)])
+    pairs = zip(find(twin, "_buffers"), every, strict=True)
+    buffers = [f for f, original in pairs if can_move(f) and id(original.tensor) not in apart]
     own = checked_homes(homes, dict(twin.named_modules()))
     return Inventory(twin, blocks, params, buffers, own, resident, rate)
 

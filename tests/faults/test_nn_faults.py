@@ -402,6 +402,9 @@ def test_wrapping_what_is_wrapped() -> None:
 def test_what_cannot_be_wrapped() -> None:
     half = nn.Linear(4, 4)
     half.bias = nn.Parameter(half.weight.data[0])
+    looks, norm = nn.Linear(4, 4), nn.LayerNorm(4)
+    looks.register_buffer("copied", norm.weight.detach()[1:3])
+    looks.norm = norm
     with torch.inference_mode():
         inference = nn.Linear(4, 4)
     cases: list[tuple[Any, str]] = [
@@ -409,6 +412,7 @@ def test_what_cannot_be_wrapped() -> None:
         (nn.Linear(4, 4, device="meta"), "meta device"),
         (nn.LazyLinear(4), "one batch"),
         (half, "share part of their memory"),
+        (looks, r"'copied' looks into the memory of parameter 'norm\.weight'"),
         (inference, "inference_mode"),
         (nn.DataParallel(nn.Linear(4, 4)), r"wrap that first: DataParallel\(tier\.wrap\(model\)\)"),
     ]

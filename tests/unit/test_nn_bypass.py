@@ -261,6 +261,38 @@ def test_a_part_that_asks_for_classes_of_weights_is_called_by_itself(name: str) 
         assert same_bits(plain(x, x), model(x, x))
 
 
+class Deeper(nn.Module):
+    """A transformer whose last layers are used when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(5))
+        self.layers = nn.ModuleList(layers)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.deep = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers if self.deep else self.layers[:4]:
+            x = layer(x)
+        return self.attention(x, x, x, need_weights=False)[0] if self.deep else x
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_part_that_was_not_used_before_asks_for_classes_of_weights(frozen: bool) -> None:
+    x = torch.randn(2, 5, 32)
+    with wrapped(make=Deeper) as (plain, model, tier, bypass), torch.set_grad_enabled(frozen):
+        for one in (plain, model):
+            one.eval().requires_grad_(not frozen)
+        for _ in range(4):
+            same(plain, model, x)
+        assert bypass.active
+        assert any(not group.record.usable for group in tier._runtime.groups)
+        for one in (plain, model):
+            one.deep = True
+        for _ in range(6):
+            same(plain, model, x)
+
+
 def test_a_half_that_is_called_by_itself_holds_its_own_blocks() -> None:
     with wrapped() as (plain, model, tier, bypass), torch.no_grad():
         enter(plain, model, bypass)

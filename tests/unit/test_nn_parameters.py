@@ -322,6 +322,43 @@ def test_a_wrapped_module_is_copied_as_its_class_says(tier: tiermem.TierManager)
     assert tier.wrap(twin) is twin
 
 
+@pytest.mark.parametrize("size", [4, 64])
+def test_buffers_that_look_into_each_other_do_so_in_the_tiers(
+    tier: tiermem.TierManager, size: int
+) -> None:
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(size, size)
+            self.register_buffer("all", torch.zeros(size, size))
+            self.register_buffer("first", self.all[0])
+            self.register_buffer("others", self.all[1:])
+            self.register_buffer("apart", torch.zeros(size, size))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.first += x.mean()
+            self.others[0] += self.all[0]
+            self.apart += self.others[0]
+            return self.layer(x) + self.all.sum() + self.apart.sum()
+
+    plain = Windows()
+    model, x = tier.wrap(copy.deepcopy(plain)), torch.ones(2, size)
+    for _ in range(3):
+        assert same_bits(model(x), plain(x))
+    tier.unwrap(model)
+    assert same_bits(model(x), plain(x))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_tensor_in_a_parameters_place_is_copied(tier: tiermem.TierManager, trained: bool) -> None:
+    """Code that exchanges weights for a call may leave one (functional_call, of a shared layer)."""
+    model, value = nn.Linear(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=trained)
+    model._parameters["weight"] = value.detach().clone().requires_grad_(trained)
+    twin = copy.deepcopy(tier.wrap(model))
+    assert type(twin.weight) is torch.Tensor and twin.weight.requires_grad is trained
+    assert same_bits(twin.weight, value)
+
+
 @pytest.mark.parametrize("change", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_parametrizations_belong_before_wrap(
     tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential, change: Any

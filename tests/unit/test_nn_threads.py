@@ -279,3 +279,71 @@ def test_attention_under_autocast_has_the_casts_that_torch_keeps() -> None:
                     for weight in (*model.parameters(), *plain.parameters()):
                         weight.mul_(0.9)
                     assert same_bits(model(x, None), plain(x, None))
+
+
+def _padded(encoder: Any, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = encoder(x, src_key_padding_mask=torch.arange(5).expand(2, 5) > 2)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda encoder, x: encoder(x),
+        _padded,
+        lambda encoder, x: encoder.layers[0](x),
+        lambda encoder, x: encoder.layers[0].self_attn(x, x, x, need_weights=False)[0],
+    ],
+    ids=["encoder", "padded", "layer", "attention"],
+)
+def test_torchs_fast_path_is_taken_after_a_weight_is_used_by_itself(
+    use: Callable[[Any, torch.Tensor], torch.Tensor], frozen: bool
+) -> None:
+    """It rounds differently, and is for weights of a plain class only."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 3).eval().requires_grad_(not frozen)
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, FEATURES)
+    nbytes = sum(p.nbytes for p in layer.parameters())
+    with (
+        tiermem.TierManager("cpu", hbm=nbytes + BLOCK, dram=1 << 20) as tier,
+        torch.set_grad_enabled(frozen),
+    ):
+        tier.wrap(model)
+        with in_the_middle(model.layers[2], partial(model, x)):
+            pass
+        for number in (0, 1):
+            model.layers[number].linear1.weight.sum()
+            for _ in range(2):
+                assert torch.equal(use(model, x), use(plain, x))
+
+
+_WRAPS: dict[str, Callable[[tiermem.TierManager, Any], object]] = {
+    "layers": lambda tier, encoder: tier.wrap(encoder.layers),
+    "each": lambda tier, encoder: [tier.wrap(layer) for layer in encoder.layers],
+    "attention": lambda tier, encoder: [tier.wrap(layer.self_attn) for layer in encoder.layers],
+    "projection": lambda tier, encoder: [
+        tier.wrap(layer.self_attn.out_proj) for layer in encoder.layers
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("parts", _WRAPS)
+def test_torchs_fast_path_is_taken_where_parts_of_an_encoder_are_wrapped(parts: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 3).eval()
+    model, x = copy.deepcopy(plain), torch.randn(2, 5, FEATURES)
+    nbytes = sum(p.nbytes for p in layer.parameters())
+    with tiermem.TierManager("cpu", hbm=nbytes + BLOCK, dram=1 << 20) as tier, torch.no_grad():
+        _WRAPS[parts](tier, model)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            model(x)
+        kernels = {event.key: event.count for event in seen.key_averages()}
+        assert kernels.get("aten::_transformer_encoder_layer_fwd") == len(plain.layers)
+        for _ in range(3):
+            assert torch.equal(model(x), plain(x))
+            assert torch.equal(_padded(model, x), _padded(plain, x))

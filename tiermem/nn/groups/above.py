@@ -78,10 +78,6 @@ class Lender(Protocol):
         """Notes that a tensor of a group is looked up outside its own modules' calls."""
         ...
 
-    def show(self, group: Group) -> None:
-        """Does what :meth:`demand` does, for code that asks for a tensor's class."""
-        ...
-
     def lend(self, group: Group) -> int:
         """Holds a group for one operation; returns the token for :meth:`lent`."""
         ...

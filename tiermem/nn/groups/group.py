@@ -363,8 +363,6 @@ class Group(Holder):
         if not self.holds and self.pointing.slot is not None:
             self.soft = False
             self.pointing.away()
-            if self.pointing.bare:
-                self.pointing.hide()
 
     def rest(self) -> None:
         """Ends the soft hold; tensors that point at the block do so until it leaves.
@@ -375,8 +373,6 @@ class Group(Holder):
             self.soft = False
             if self.pointing.slot is not None:
                 self.pointing.slot.idle = True
-            if self.pointing.bare:
-                self.pointing.hide()
 
     def forked(self) -> None:
         """Hides the tensors in a forked child, where every operation on them is refused."""
@@ -447,7 +443,10 @@ class Group(Holder):
                     source = entry.param.detach()
             else:
                 source = tensors[entry.index]
-            copy = entry.kind(source.clone(), requires_grad=entry.param.requires_grad)
-            memo[id(entry.param)] = copy
+            own, grad = source.clone(), entry.param.requires_grad
+            ordinary = entry.kind is torch.Tensor  # none that a program has made a parameter
+            memo[id(entry.param)] = (
+                own.requires_grad_(grad) if ordinary else entry.kind(own, requires_grad=grad)
+            )
         for buffer in self.buffers:
             memo[id(buffer.tensor)] = tensors[buffer.index].clone()

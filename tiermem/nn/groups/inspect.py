@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -187,7 +187,7 @@ def can_move(found: Found) -> bool:
     return is_ordinary(found) and found.tensor.numel() > 0
 
 
-def stays_apart(found: Found) -> bool:
+def is_empty(found: Found) -> bool:
     """Whether a buffer has no elements yet.
 
     Such are made longer in place (minima that an observer keeps), in a block over what is beside
@@ -227,8 +227,45 @@ def link_shared(params: list[Found]) -> None:
     Raises:
         WrapError: If two overlap in part.
     """
-    spans: dict[int, list[tuple[int, int, Found]]] = {}
-    for found in params:
+    for (start, end, first), (start2, end2, second) in _overlaps(params):
+        a, b = first.tensor, second.tensor
+        same = (start, end) == (start2, end2) and a.shape == b.shape and a.dtype == b.dtype
+        if not same or a.stride() != b.stride():
+            raise WrapError(
+                f"parameters {first.name!r} and {second.name!r} share part of their memory; "
+                "make them one parameter, or clone one of them before tier.wrap"
+            )
+        second.same_as = first.same_as or first
+
+
+def set_apart(params: list[Found], buffers: list[Found]) -> set[int]:
+    """Returns the ids of buffers that look into each other's memory, which they keep.
+
+    Raises:
+        WrapError: If one looks into that of a parameter, which moves.
+    """
+    found = set[int]()
+    own = {id(buffer.tensor) for buffer in buffers}
+    for (_, _, first), (_, _, second) in _overlaps([*params, *buffers]):
+        both = {id(first.tensor), id(second.tensor)}
+        if len(both & own) == 1:
+            param, buffer = (second, first) if id(first.tensor) in own else (first, second)
+            raise WrapError(
+                f"buffer {buffer.name!r} looks into the memory of parameter {param.name!r}, and "
+                "would not have what is written there once that is in the tiers; clone it before "
+                "tier.wrap, or use the parameter itself in its place"
+            )
+        found |= both & own
+    return found
+
+
+_Span = tuple[int, int, Found]
+
+
+def _overlaps(tensors: list[Found]) -> Iterator[tuple[_Span, _Span]]:
+    """Yields tensors that overlap, each with the first of those before it that reaches furthest."""
+    spans: dict[int, list[_Span]] = {}
+    for found in tensors:
         tensor = found.tensor
         if tensor.numel() == 0 or not is_dense(tuple(tensor.shape), tensor.stride()):
             continue
@@ -237,14 +274,9 @@ def link_shared(params: list[Found]) -> None:
         spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, end, found))
     for members in spans.values():
         members.sort(key=lambda span: (span[0], span[1]))
-        for (start, end, first), (start2, end2, second) in pairwise(members):
-            if start2 >= end:
-                continue
-            a, b = first.tensor, second.tensor
-            same = (start, end) == (start2, end2) and a.shape == b.shape and a.dtype == b.dtype
-            if not same or a.stride() != b.stride():
-                raise WrapError(
-                    f"parameters {first.name!r} and {second.name!r} share part of their memory; "
-                    "make them one parameter, or clone one of them before tier.wrap"
-                )
-            second.same_as = first.same_as or first
+        first = members[0]
+        for span in members[1:]:
+            if span[0] < first[1]:
+                yield first, span
+            if span[1] > first[1]:
+                first = span

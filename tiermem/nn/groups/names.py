@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
-from tiermem.nn.compat.fastpaths import LOOKS, only_asks
+from tiermem.nn.compat.fastpaths import only_asks
 from tiermem.nn.groups.above import Lender
 
 if TYPE_CHECKING:
@@ -120,14 +120,17 @@ class TieredDict(HeldDict):
 
     def __getitem__(self, name: str) -> Any:
         group = self.groups.get(name)
-        if group and group.pointing.veiled and only_asks(sys._getframe(2)):
-            return group.pointing.ordinary(_item(self, name))
-        if group is not None and not (group.holds and group.is_held_here()):
+        held = group is not None and group.holds and group.is_held_here()
+        if (
+            group is not None
+            and (not held or group.pointing.veiled)
+            and only_asks(sys._getframe(2))
+        ):
+            plain = group.pointing.plain_of(_item(self, name))
+            if plain is not None:
+                return plain
+        if group is not None and not held:
             rows, lender = group.pointing.rows, self.lender
-            if sys._getframe(2).f_code is LOOKS and lender.here.inside:
-                if not group.holds:
-                    lender.show(group)
-                return _item(self, name)
             if not rows and group.soft and group.apart and lender.here.inside:
                 return _item(self, name)  # it points at its block
             if sys._getframe(1).f_globals.get("__name__") != _SWAPS:  # _is_swap, in line

@@ -30,7 +30,6 @@ class Pointing:
     What is done to them at every use is laid out beforehand, so that it takes a loop each.
 
     Attributes:
-        bare: Whether they may be shown although the block is not held.
         members: What lives in the block: parameters, then buffers.
         tensors: Those that are not materialized, which point here or there.
         plain: Whether those are of classes that intercept nothing while they are shown.
@@ -45,7 +44,7 @@ class Pointing:
     """
 
     __slots__ = (
-        "_apart", "_block", "_indices", "_names", "bare", "hidden", "members", "plain", "rows",
+        "_apart", "_block", "_indices", "_names", "hidden", "members", "plain", "rows",
         "shown", "slot", "tensors", "veiled", "watched",
     )  # fmt: skip
 
@@ -58,7 +57,7 @@ class Pointing:
         self._block = block
         self.members: Sequence[Member] = ()
         self.tensors: Sequence[torch.Tensor] = ()
-        self.plain = self.bare = self.watched = self.veiled = False
+        self.plain = self.watched = self.veiled = False
         self.shown: Sequence[tuple[Any, type]] = ()
         self.hidden: Sequence[tuple[Any, type]] = ()
         self.slot: Slot | None = None
@@ -80,18 +79,6 @@ class Pointing:
     def member_of(self, tensor: torch.Tensor) -> Member | None:
         """Returns the member that a tensor is, None where it is none of the block's."""
         return next((member for member in self.members if member.tensor is tensor), None)
-
-    def ordinary(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns what code sees that asks whether a veiled tensor intercepts operations.
-
-        It would go another way, which rounds differently. With gradients it goes that way anyhow.
-        """
-        member = self.member_of(tensor)
-        with Plain():
-            trained = tensor.requires_grad and is_grad_enabled()
-        if member is None or trained or member.kind not in ORDINARY:
-            return tensor
-        return member.placeholder
 
     def is_replaced(self) -> bool:
         """Whether modules have other tensors just now (``torch.func.functional_call``)."""
@@ -191,19 +178,36 @@ class Pointing:
             member.point(slot.views[member.index], member.kind if shown else member.away)
             slot.pointed += 1
 
+    def plain_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns a tensor of a plain class, for code that asks a hidden one for its class.
+
+        It would go another way, which rounds differently.
+
+        Returns:
+            None where the tensor itself will do: where gradients are taken, or its own class
+            intercepts operations, all go the same way.
+        """
+        member = self.member_of(tensor)
+        with Plain():
+            if is_grad_enabled() and tensor.requires_grad:
+                return None
+        if member is None or member.materialized or _intercepts(member.kind):
+            return None
+        return member.placeholder
+
     def hide(self) -> None:
         """Intercepts every operation on the tensors, whether or not their block is held."""
-        self.bare = False
         _change(self.hidden)
 
     def show(self) -> None:
         """Ends :meth:`hide`."""
         _change(self.shown)
 
-    def show_softly(self) -> None:
-        """Shows tensors that are pointed at their block without a lease, until it may leave."""
-        self.bare = True
-        self.show()
+
+def _intercepts(kind: Any) -> bool:
+    """Whether a class of tensors is one whose operations are intercepted."""
+    plain = torch._C._disabled_torch_function_impl
+    return kind is not torch.Tensor and kind.__torch_function__ is not plain
 
 
 def _change(classes: Sequence[tuple[Any, type]]) -> None:

@@ -62,13 +62,6 @@ class AwayUses:
             group.use_apart()
 
     @inside
-    def show(self, group: Group) -> None:
-        """Fetches a group whose parameter's class is looked at, and shows it as if it were held."""
-        self.demand(group)
-        with self.manager.lock:
-            group.pointing.show_softly()
-
-    @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
         self.manager.gate.guard()

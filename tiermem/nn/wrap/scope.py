@@ -381,7 +381,8 @@ class LeftInterceptor(Interceptor):
     """Stands in for an interceptor that is taken out, until the module is called by itself.
 
     Other modules find out by a use of a weight. One that asks for the class of weights first would
-    go another way for that call.
+    go another way for that call, as it would inside a call that does not hold them: of a block
+    that was not used before.
     """
 
     __slots__ = ("_call", "_here")
@@ -395,9 +396,14 @@ class LeftInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        if self._here.inside or torch._C._current_graph_task_id() != -1:
+        bypass, held = self.scope.wrapped.bypass, all(group.holds for group in self.scope.groups)
+        if not (self._here.inside or torch._C._current_graph_task_id() != -1):
+            bypass.put_back()
+        elif held:
             return self.inner(*args, **kwargs)
-        self.scope.wrapped.bypass.put_back()
+        else:
+            with self.runtime.manager.lock:
+                bypass.used_alone()
         return self._call(*args, **kwargs)
 
 

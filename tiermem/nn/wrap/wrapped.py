@@ -22,10 +22,11 @@ from tiermem.nn.groups.inspect import (
     Found,
     can_move,
     find,
+    is_empty,
     is_made_in,
     link_shared,
     owners,
-    stays_apart,
+    set_apart,
 )
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
@@ -103,8 +104,9 @@ class WrappedModel:
         params = find(model, "_parameters")
         link_shared(params)
         every = find(model, "_buffers")
-        buffers = [f for f in every if can_move(f)]
-        self._apart = [f.tensor for f in every if stays_apart(f)]
+        apart = set_apart(params, [f for f in every if can_move(f)])
+        buffers = [f for f in every if can_move(f) and id(f.tensor) not in apart]
+        self._apart = [f.tensor for f in every if is_empty(f) or id(f.tensor) in apart]
         modules = dict(model.named_modules())
         own = checked_homes(homes, modules)
         inventory = Inventory(model, blocks, params, buffers, own, resident, self._rate_up(params))
@@ -310,7 +312,7 @@ class WrappedModel:
                 group.let_go()
 
     def move_apart(self, device: torch.device) -> None:
-        """Moves the buffers that had no elements and are in no block."""
+        """Moves the buffers that had no elements or share memory, and are in no block."""
         with torch.no_grad():
             for tensor in self._apart:
                 if tensor.device != device:
