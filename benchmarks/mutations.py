@@ -1051,6 +1051,27 @@ _ELSEWHERE = (
         ("tests/unit/test_packing.py",),
     ),
     Mutation(
+        "graphs: what a graph has seen may leave",
+        "tiermem/runtime/acquire.py",
+        "self._captured_views[block_id] = self._current[block_id].views[0].detach()\n",
+        "self._captured_views[block_id] = self._current[block_id].views[0].clone()\n",
+        ("tests/unit/test_runtime_graphs.py", "tests/property/test_streams.py"),
+    ),
+    Mutation(
+        "graphs: a copy ahead that nobody waits for is captured",
+        "tiermem/runtime/acquire.py",
+        "        there = record.usable and (ready is None or ready.waiter != -1)\n",
+        "        there = record.usable\n",
+        ("tests/property/test_streams.py",),
+    ),
+    Mutation(
+        "graphs: what may have to make way is captured",
+        "tiermem/runtime/acquire.py",
+        "        if not (there and self._table.all_fit):\n",
+        "        if not there:\n",
+        ("tests/unit/test_runtime_graphs.py",),
+    ),
+    Mutation(
         "transfer: a copy is submitted in the context of the device that is current",
         "tiermem/transfer/driver.py",
         "        foreign = self._go_there()\n        code = self._copy(",

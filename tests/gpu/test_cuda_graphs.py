@@ -86,11 +86,10 @@ def test_torchs_own_graphed_layer() -> None:
             assert torch.equal(model(x), plain(x))
 
 
-@pytest.mark.parametrize("hbm", ["8MiB", "64MiB"])
-def test_layers_that_may_move_are_refused_and_nothing_is_lost(hbm: str) -> None:
+def test_layers_that_may_move_are_refused_and_nothing_is_lost() -> None:
     plain, model = build(), build()
     x = torch.randn(8, WIDTH, device="cuda")
-    with tiermem.TierManager("cuda", hbm=hbm, dram="64MiB") as tier, torch.no_grad():
+    with tiermem.TierManager("cuda", hbm="8MiB", dram="64MiB") as tier, torch.no_grad():
         tier.wrap(model)
         expected = plain(x)
         warm_up(model, x)
@@ -100,6 +99,39 @@ def test_layers_that_may_move_are_refused_and_nothing_is_lost(hbm: str) -> None:
             model(y)
         for _ in range(3):
             assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("warm", [3, 6])  # with interceptors, and without
+def test_a_model_that_fits_stays_where_a_graph_has_seen_it(warm: int) -> None:
+    """While another model streams beside it, and an optimizer steps it."""
+    plain, model, other = build(), build(), build()
+    x, batch = torch.randn(8, WIDTH, device="cuda"), torch.randn(8, WIDTH, device="cuda")
+    for m in (plain, model):
+        m.requires_grad_(True)
+    with tiermem.TierManager("cuda", hbm="72MiB", dram="256MiB") as tier:
+        tier.wrap(model)
+        optimizers = [
+            torch.optim.AdamW(plain.parameters()),
+            tier.optimizer(model, torch.optim.AdamW),
+        ]
+        with torch.no_grad():
+            for _ in range(warm):
+                model(x)
+        graphs = [record(m, x) for m in (plain, model)]
+        beside = tier.wrap(nn.Sequential(other, *[build() for _ in range(3)]))
+        for _ in range(4):
+            for m, optimizer in zip((plain, model), optimizers, strict=True):
+                m(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                beside(x)
+            x.normal_()
+            for graph, _ in graphs:
+                graph.replay()
+            assert torch.equal(graphs[0][1], graphs[1][1])
+            with torch.no_grad():
+                assert torch.equal(model(x), plain(x))
 
 
 def test_a_graph_of_something_else_beside_a_model_that_streams() -> None:

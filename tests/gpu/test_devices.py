@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -78,3 +80,20 @@ def test_a_tensor_goes_from_one_device_to_the_other() -> None:
         outputs = [b(a(x.cuda(0)).to(DEVICES[1])) for x in inputs]
         for output, value in zip(outputs, expected, strict=True):
             assert torch.equal(output, value)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_come_up_packed_on_a_device_that_is_not_the_current_one(device: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
+    plain, x = plain.to(device, torch.bfloat16).eval(), torch.randn(4, 2048, dtype=torch.bfloat16)
+    model = copy.deepcopy(plain)
+    with (
+        torch.no_grad(),
+        torch.cuda.device(DEVICES[1 - DEVICES.index(device)]),
+        tiermem.TierManager(device, hbm="24MiB", dram="256MiB") as tier,
+    ):
+        tier.wrap(model)
+        for _ in range(4):
+            assert torch.equal(model(x.to(device)), plain(x.to(device)))
+        assert tier.stats().packed_in_dram > 0

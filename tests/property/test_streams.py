@@ -256,6 +256,28 @@ def test_a_circle_of_waits_is_an_error() -> None:
         device.synchronize()
 
 
+def test_a_block_is_captured_once_a_stream_has_waited_for_it_where_all_fit() -> None:
+    """A capture begins when the device is done with what waits: a copy ahead may not be one."""
+    bench = Streamed(Case(0, slots=3, blocks=3, depth=3, lag=0, late=None, poison=True))
+    manager, device = bench.manager, bench.device
+    first, ahead, _ = bench.blocks
+    manager.begin_pass("loop", [block.id for block in bench.blocks])
+    bench.use(0, write=False, discard=False)
+    record = manager.parts.table[ahead.id]
+    assert record.usable and manager.parts.transfers.ready[ahead.id].waiter == -1
+    device.captured = True
+    with pytest.raises(tiermem.ConfigError, match="captured"):
+        manager.acquire(ahead)
+    seen = manager.acquire(first)
+    manager.release(first)
+    device.captured = False
+    for number in (1, 2, 0, 1):
+        bench.use(number, write=True, discard=False)
+    assert manager.parts.slots.current[first.id] is seen and seen.aliased
+    bench.finish()
+    assert not bench.wrong
+
+
 def test_a_block_that_may_move_is_not_captured_in_a_graph() -> None:
     bench = Streamed(Case(0, slots=2, blocks=3, depth=1, lag=0, late=None, poison=True))
     manager = bench.manager

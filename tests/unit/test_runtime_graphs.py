@@ -71,13 +71,57 @@ def test_what_was_captured_stays_where_it_is() -> None:
 def test_weights_that_may_move_are_refused() -> None:
     x = torch.rand(2, 64)
     expected = layers()(x)
-    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier, torch.no_grad():
-        model = tier.wrap(layers())  # everything fits in HBM, but other models may push it out
+    with tiermem.TierManager("cpu", hbm="52KiB", dram="1MiB") as tier, torch.no_grad():
+        model = tier.wrap(layers())
         model(x)
         moved = tier.stats().links
         capture(tier, True)
-        with pytest.raises(tiermem.ConfigError, match=r"block 'Sequential.0-1' .*CUDA graph"):
+        with pytest.raises(tiermem.ConfigError, match=r"block 'Sequential\.\d' .*CUDA graph"):
             model(x)
         assert tier.stats().links == moved
         capture(tier, False)
         assert torch.equal(model(x), expected)
+
+
+def test_weights_that_no_call_has_brought_are_refused() -> None:
+    x = torch.rand(2, 64)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier, torch.no_grad():
+        model = tier.wrap(layers())
+        capture(tier, True)
+        with pytest.raises(tiermem.ConfigError, match="Call the model once before"):
+            model(x)
+        capture(tier, False)
+        assert torch.equal(model(x), layers()(x))
+
+
+def test_weights_that_all_fit_stay_where_a_graph_has_seen_them() -> None:
+    x = torch.rand(2, 64)
+    with tiermem.TierManager("cpu", hbm="256KiB", dram="4MiB") as tier, torch.no_grad():
+        model = tier.wrap(layers())
+        other = tier.wrap(nn.Sequential(*[nn.Linear(64, 64) for _ in range(16)]))
+        table = tier._manager.parts.table
+        model(x)
+        capture(tier, True)
+        with pytest.raises(tiermem.ConfigError):
+            model(x)  # not all fit
+        capture(tier, False)
+        tier.unwrap(other)
+        for _ in range(4):  # with interceptors, and without
+            assert torch.equal(model(x), layers()(x))
+        capture(tier, True)
+        assert torch.equal(model(x), layers()(x))
+        capture(tier, False)
+        places = {r.block.name: r.extent for r in table}
+        assert None not in places.values()
+        other = tier.wrap(nn.Sequential(*[nn.Linear(64, 64) for _ in range(16)]))
+        for _ in range(3):  # it streams beside what the graph has
+            other(x)
+            assert torch.equal(model(x), layers()(x))
+            assert places.items() <= {r.block.name: r.extent for r in table}.items()
+        model[0].weight.mul_(2)  # where a replay reads it
+        wanted = layers()
+        wanted[0].weight.mul_(2)
+        assert torch.equal(model(x), wanted(x))
+        assert places.items() <= {r.block.name: r.extent for r in table}.items()
+        tier.unwrap(model)
+        assert torch.equal(model(x), wanted(x))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record, State
 from tiermem.errors import ConfigError, InvariantError
@@ -46,6 +48,7 @@ class Acquirer:
         self._prefetcher = prefetcher
         self._replay = replay
         self._stream = -1  # of the last look at a block at hand
+        self._captured_views: dict[int, Tensor] = {}  # by the id of the block
 
     def acquire(self, block: Block) -> Slot:
         """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`.
@@ -227,11 +230,12 @@ class Acquirer:
     def _captured(self, record: Record) -> Slot:
         """Leases a block for kernels that a CUDA graph records: its address must hold for good."""
         block = record.block
-        if not record.fixed:
+        if not record.fixed and not self._stays_from_now_on(record):
             raise ConfigError(
                 f"block {block.name!r} (home tier {record.home.value}) cannot be used while a CUDA "
-                "graph is captured: it may be at another address when the graph is replayed. Give "
-                'it the home tier hbm (policy={"params": "hbm"}), or capture and replay inside '
+                "graph is captured: it may be at another address when the graph is replayed. Call "
+                "the model once before, with hbm= for all of its blocks; or give them the home "
+                'tier hbm (policy={"params": "hbm"}), or capture and replay inside '
                 "tier.materialize(module)"
             )
         if not record.still:
@@ -240,3 +244,18 @@ class Acquirer:
                 each.still = each.still or each.fixed
         self._table.lease(block.id)
         return self._current[block.id]
+
+    def _stays_from_now_on(self, record: Record) -> bool:
+        """Keeps a block where it is in HBM, if that has room for all; returns whether it could be.
+
+        A graph sees it as a view does that a program keeps: what has one neither leaves nor moves.
+        """
+        block_id = record.block.id
+        ready = self._ready.get(block_id)
+        # a stream that waits for its copy has been waited for as the capture began
+        there = record.usable and (ready is None or ready.waiter != -1)
+        if not (there and self._table.all_fit):
+            return False
+        if block_id not in self._captured_views:
+            self._captured_views[block_id] = self._current[block_id].views[0].detach()
+        return True
