@@ -179,7 +179,7 @@ def test_weights_in_use_are_refused_before_anything_is_stepped() -> None:
             twins.optimizer.step()
         twins.step()
         twins.check()
-        with pytest.raises(tiermem.StepError, match="where='elsewhere'"):
+        with pytest.raises(tiermem.ConfigError, match="where='elsewhere'"):
             twins.tier.optimizer(twins.model, torch.optim.SGD, lr=0.1, where="elsewhere")
 
 
