@@ -154,7 +154,8 @@ class Away(StandIn):
                 raise CapacityError(
                     "DistributedDataParallel broadcasts all weights at once as it is made, and "
                     "HBM has no room for them: start every process from the same weights and "
-                    "pass init_sync=False to it (accelerate does not pass it: give "
+                    "pass init_sync=False to it (torch 2.6 has no such option; accelerate does not "
+                    "pass it: give "
                     "DistributedDataParallel(model, init_sync=False) to "
                     f"accelerator.prepare_model(..., evaluation_mode=True)); {error}"
                 ) from error
