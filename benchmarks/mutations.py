@@ -629,6 +629,27 @@ _ELSEWHERE = (
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
+        "a checkpoint is given nothing for a weight",
+        _SAVED,
+        "            return _Counted((found, pack(STAND_IN), unpack))\n",
+        "            return found\n",
+        ("tests/unit/test_runtime_saved.py",),
+    ),
+    Mutation(
+        "a checkpoint whose graph has weights alone computes nothing again",
+        _SAVED,
+        "            unpack(inner)  # it computes again what it has to\n",
+        "",
+        ("tests/unit/test_runtime_saved.py",),
+    ),
+    Mutation(
+        "a grouped product saves nothing for its matrices",
+        "tiermem/nn/groups/grouped.py",
+        "ctx.save_for_backward(STAND_IN, offsets)",
+        "ctx.save_for_backward(offsets, STAND_IN)",
+        ("tests/unit/test_nn_frozen_experts.py",),
+    ),
+    Mutation(
         "a checkpoint is given what another one has saved",
         _SAVED,
         "        if pack is not before or pair is None:\n",
