@@ -2428,6 +2428,13 @@ MUTATIONS = (
         _EDITS,
     ),
     Mutation(
+        "edits: state that grows is refused",
+        "tiermem/optim/rules/probe.py",
+        "if len(found) > 1)",
+        "if not found)",
+        _EDITS,
+    ),
+    Mutation(
         "edits: settings that a loaded dict has not are as the optimizer was made",
         "tiermem/optim/state.py",
         "group.pop(key)\n        given",

@@ -203,3 +203,32 @@ def test_settings_that_a_class_makes_of_those_of_old_are_stepped_with(
         twins.check()
         train(twins, 3, 4)
         twins.check()
+
+
+class History(torch.optim.Optimizer):
+    """Goes by the mean of the last gradients, which it keeps."""
+
+    def __init__(self, params: Any, lr: float, foreach: bool) -> None:
+        super().__init__(params, {"lr": lr, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state, last = self.state[param], param.grad[None].clone()
+                    state["last"] = torch.cat([state.get("last", last[:0]), last])[-3:]
+                    param.sub_(state["last"].mean(0), alpha=group["lr"])
+
+
+def test_state_that_grows_is_loaded() -> None:
+    """Into an optimizer that has made no steps, as many, or more."""
+    for steps in (0, 2, 4):
+        with twins_of(cls=History) as first, twins_of(cls=History) as twins:
+            train(first, 0, 1)
+            train(twins, *range(steps))
+            for (mine, _), (other, _) in zip(both(first, LARGE), both(twins, LARGE), strict=True):
+                other.load_state_dict(copy.deepcopy(mine.state_dict()))
+            twins.check()
+            train(twins, 5, 6)
+            twins.check()

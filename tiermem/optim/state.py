@@ -15,6 +15,7 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, forget
 from tiermem.nn.tensors.placeholder import shared_placeholder
+from tiermem.optim.rules.probe import StateProbe
 from tiermem.optim.rules.separable import Make, settings_of
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
@@ -31,6 +32,7 @@ def load_state(
     state_dict: dict[str, Any],
     cls: type[torch.optim.Optimizer],
     defaults: Set[str],
+    probe: StateProbe,
     begin: Callable[[], None] | None = None,
 ) -> None:
     """Checks a state dict against the units, then takes it over.
@@ -44,13 +46,14 @@ def load_state(
         cls: The class; one that loads in a way of its own does so for each unit.
         defaults: The settings that the class has; one that is not in the dict, and that the class
             does not set then, stays as it is.
+        probe: Knows which state changes its shape from step to step.
         begin: Called once it is known to fit.
 
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
     """
     saved, masters = _by_param(groups, state_dict)
-    _check_shapes(units, saved)
+    _check_shapes(units, groups, saved, probe)
     _check_masters(units, masters)
     if begin is not None:
         begin()
@@ -159,11 +162,23 @@ def _take_part(
     _import_state(unit, runtime, groups, state, _cast(unit, groups, share), settings)
 
 
-def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
+def _check_shapes(
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    saved: dict[int, State],
+    probe: StateProbe,
+) -> None:
     for unit in units:
+        number_of = {id(param): number for param, number in unit.members}
         for param, key, name, shape in unit.state_shapes():
             value = saved.get(id(param), {}).get(key)
             if isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
+                number = number_of[id(param)]
+                settings = settings_of(groups[number])
+                if not isinstance(unit, PartedUnit) and key in probe.varying(
+                    unit.own(param), number, settings
+                ):
+                    continue  # a history of gradients, say
                 raise CheckpointError(
                     f"the state dict's {name!r} has shape {tuple(value.shape)}, the "
                     f"optimizer's has {shape}; nothing was loaded"
