@@ -2423,8 +2423,8 @@ MUTATIONS = (
     Mutation(
         "edits: settings that a class makes of loaded ones are the unit's alone",
         "tiermem/optim/state.py",
-        "    settings_now.take_over(groups)",
-        "",
+        "        settings_now.take_over(groups)",
+        "        pass",
         _EDITS,
     ),
     Mutation(
@@ -2432,6 +2432,13 @@ MUTATIONS = (
         "tiermem/optim/rules/probe.py",
         "if len(found) > 1)",
         "if not found)",
+        _EDITS,
+    ),
+    Mutation(
+        "edits: settings that a class changes as it loads are as in the dict",
+        "tiermem/optim/state.py",
+        "loaded if as_class is None else as_class",
+        "loaded",
         _EDITS,
     ),
     Mutation(
