@@ -2428,6 +2428,20 @@ MUTATIONS = (
         _EDITS,
     ),
     Mutation(
+        "scripts: functions that an instance gets later are not looked at",
+        "tiermem/nn/wrap/intercepted.py",
+        "if kinds != self._kinds or sizes != self._sizes:",
+        "if kinds != self._kinds:",
+        _SCRIPTS,
+    ),
+    Mutation(
+        "scripts: a class that a module gets later is not looked at",
+        "tiermem/nn/wrap/intercepted.py",
+        "if kinds != self._kinds or sizes != self._sizes:",
+        "if sizes != self._sizes:",
+        _SCRIPTS,
+    ),
+    Mutation(
         "edits: state that grows is refused",
         "tiermem/optim/rules/probe.py",
         "if len(found) > 1)",
