@@ -2442,6 +2442,13 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
+        "data with other strides is taken over",
+        "tiermem/nn/groups/replaced.py",
+        "    if _steps(value) != _steps(own):",
+        "    if False:",
+        ("tests/unit/test_nn_writes.py",),
+    ),
+    Mutation(
         "edits: state that grows is refused",
         "tiermem/optim/rules/probe.py",
         "if len(found) > 1)",
