@@ -546,6 +546,39 @@ def forwards_that_are_replaced_later(run: Run) -> None:
         run.see(model(x()), model(x()))
 
 
+class Twofold(nn.Linear):
+    """Has a part that may be replaced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Shrinks(Twofold):
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(0.9)
+        return super().inner(x)
+
+
+@script
+def code_that_comes_later(run: Run) -> None:
+    """They write weights in ways that torch does not count."""
+    model = run.wrap(nn.Sequential(*[Twofold(WIDTH, WIDTH) for _ in range(30)]))
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        model[2].weight.data.mul_(0.9)
+        return Twofold.inner(model[2], x)
+
+    with torch.no_grad():
+        run.see(*[model(x()) for _ in range(3)])
+        model[2].inner = inner
+        run.see(*[model(x()) for _ in range(4)])
+        model[4].__class__ = Shrinks
+        run.see(*[model(x()) for _ in range(4)])
+
+
 @contextmanager
 def tiers(homes: str, folder: Path) -> Iterator[tiermem.TierManager]:
     given = dict(HOMES[homes])

@@ -232,3 +232,34 @@ def test_code_around_a_builtin_function_is_looked_at() -> None:
             return relu(super().forward(x))
 
     follow(Around, lambda _module: None)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_data_with_other_strides_is_refused(inside: bool) -> None:
+    """Plain torch computes with them, and may round otherwise; of one dimension it does not."""
+
+    class Assigns(nn.Linear):
+        value: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.value is not None:
+                self.weight.data = self.value
+            return super().forward(x)
+
+    model = Assigns(32, 32)
+    weight, column = torch.rand(32, 32), torch.rand(32, 2)[:, 0]
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB") as tier:
+        tier.wrap(model)
+        before = model.weight.detach().clone()
+        with pytest.raises(tiermem.ParameterError, match=r"strides \(1, 32\).*\.data\.copy_"):
+            if inside:
+                model.value = weight.t()
+                model(torch.rand(2, 32))
+            else:
+                model.weight.data = weight.t()
+        model.value = None
+        assert torch.equal(model.weight.detach(), before)
+        model.weight.data.copy_(weight.t())
+        assert torch.equal(model.weight.detach(), weight.t())
+        model.bias.data = column
+        assert torch.equal(model.bias.detach(), column)

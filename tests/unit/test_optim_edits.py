@@ -203,3 +203,74 @@ def test_settings_that_a_class_makes_of_those_of_old_are_stepped_with(
         twins.check()
         train(twins, 3, 4)
         twins.check()
+
+
+class History(torch.optim.Optimizer):
+    """Goes by the mean of the last gradients, which it keeps."""
+
+    def __init__(self, params: Any, lr: float, foreach: bool) -> None:
+        super().__init__(params, {"lr": lr, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state, last = self.state[param], param.grad[None].clone()
+                    state["last"] = torch.cat([state.get("last", last[:0]), last])[-3:]
+                    param.sub_(state["last"].mean(0), alpha=group["lr"])
+
+
+class Renames(torch.optim.AdamW):
+    """Converts settings as it loads, from a dict that has state or not."""
+
+    needs_state = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        for group in groups:
+            group["lr"] = group.pop("rate", 0.01) / 10
+            assert state_dict["state"] or not self.needs_state
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_settings_that_a_class_changes_as_it_loads_are_stepped_with(
+    steps: int, in_parts: bool
+) -> None:
+    with twins_of(cls=Renames) as twins:
+        train(twins, *range(steps))
+        for optimizer, _ in both(twins, LARGE):
+            state_dict = copy.deepcopy(optimizer.state_dict())
+            state_dict["param_groups"][0]["rate"] = 0.05
+            optimizer.load_state_dict(state_dict)
+        assert twins.optimizer.param_groups[0]["lr"] == 0.005
+        assert "rate" not in twins.optimizer.param_groups[0]
+        twins.check()
+        train(twins, 3, 4)
+        twins.check()
+
+
+def test_a_class_that_loads_state_alone_has_the_settings_of_the_dict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Renames, "needs_state", True)
+    with twins_of(cls=Renames) as twins:
+        train(twins, 0)
+        state_dict = copy.deepcopy(twins.optimizer.state_dict())
+        state_dict["param_groups"][0]["lr"] = 0.02
+        twins.optimizer.load_state_dict(state_dict)
+        assert twins.optimizer.param_groups[0]["lr"] == 0.02
+
+
+def test_state_that_grows_is_loaded() -> None:
+    """Into an optimizer that has made no steps, as many, or more."""
+    for steps in (0, 2, 4):
+        with twins_of(cls=History) as first, twins_of(cls=History) as twins:
+            train(first, 0, 1)
+            train(twins, *range(steps))
+            for (mine, _), (other, _) in zip(both(first, LARGE), both(twins, LARGE), strict=True):
+                other.load_state_dict(copy.deepcopy(mine.state_dict()))
+            twins.check()
+            train(twins, 5, 6)
+            twins.check()

@@ -94,3 +94,42 @@ def test_frozen_weights_in_a_checkpoint(home: str, reentrant: bool) -> None:
         model.load_state_dict(plain.state_dict())
         tier.wrap(model)(x).backward()
         assert torch.equal(model.before.weight.grad.clone(), plain.before.weight.grad)
+
+
+@pytest.mark.parametrize("last", ["weights alone", "a weight", "what a weight made"])
+@pytest.mark.parametrize("home", ["hbm", "dram"])
+def test_a_checkpoint_computes_as_much_again_as_without_tiers(home: str, last: str) -> None:
+    """It stops at the last tensor that was saved, if that is a weight or not."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = nn.Linear(8, 8)
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+            self.register_buffer("calls", torch.zeros(3))
+
+        def part(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls[0] += 1
+            if last == "a weight":
+                x = x.sigmoid()
+                self.calls[1] += 1
+            y: torch.Tensor = self.frozen(x)
+            self.calls[2] += 1
+            return y.sigmoid() if last == "what a weight made" else y
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = checkpoint(self.part, self.before(x), use_reentrant=False)
+            return y.square().sum()
+
+    torch.manual_seed(0)
+    plain = Counts()
+    x = torch.rand(3, 8)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB", policy={"params": home}) as tier:
+        model = Counts()
+        model.load_state_dict(plain.state_dict())
+        tier.wrap(model)
+        for _ in range(5):  # from the third on without hooks, where HBM holds everything
+            plain(x).backward()
+            model(x).backward()
+            assert torch.equal(model.calls.clone(), plain.calls)
+            assert torch.equal(model.before.weight.grad.clone(), plain.before.weight.grad)

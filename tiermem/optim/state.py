@@ -15,6 +15,7 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, forget
 from tiermem.nn.tensors.placeholder import shared_placeholder
+from tiermem.optim.rules.probe import StateProbe
 from tiermem.optim.rules.separable import Make, settings_of
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
@@ -31,6 +32,8 @@ def load_state(
     state_dict: dict[str, Any],
     cls: type[torch.optim.Optimizer],
     defaults: Set[str],
+    probe: StateProbe,
+    make: Make,
     begin: Callable[[], None] | None = None,
 ) -> None:
     """Checks a state dict against the units, then takes it over.
@@ -44,24 +47,28 @@ def load_state(
         cls: The class; one that loads in a way of its own does so for each unit.
         defaults: The settings that the class has; one that is not in the dict, and that the class
             does not set then, stays as it is.
+        probe: Knows which state changes its shape from step to step.
+        make: Makes an optimizer of the class.
         begin: Called once it is known to fit.
 
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
     """
     saved, masters = _by_param(groups, state_dict)
-    _check_shapes(units, saved)
+    _check_shapes(units, groups, saved, probe)
     _check_masters(units, masters)
     if begin is not None:
         begin()
     # a tensor learning rate is written in place, and may be that of several groups
     loaded = deepcopy([settings_of(group) for group in state_dict["param_groups"]])
+    loads = cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
+    as_class = _loaded_by_class(groups, state_dict, make) if loads else None
+    loaded = loaded if as_class is None else as_class
     for group, settings in zip(groups, loaded, strict=True):
         for key in settings_of(group).keys() - settings.keys() - defaults:
             del group[key]  # a scheduler's, of after the save: the next one would begin from it
         group.update(settings)
-    settings_now = _Settings(loaded)
-    loads = cls.load_state_dict is not torch.optim.Optimizer.load_state_dict
+    settings_now = _Settings(loaded) if as_class is None else None
     for unit in units:
         if isinstance(unit, PartedUnit):
             take = partial(_take_part, runtime, groups, settings_now)
@@ -70,7 +77,33 @@ def load_state(
             found = _cast(unit, groups, saved, state_dict if loads else None)
             _import_state(unit, runtime, groups, state, found, settings_now)
         import_masters(unit, runtime, {i: masters[i] for i in unit.ids() if i in masters})
-    settings_now.take_over(groups)
+    if settings_now is not None:
+        settings_now.take_over(groups)
+
+
+def _loaded_by_class(
+    groups: Sequence[dict[str, Any]], state_dict: dict[str, Any], make: Make
+) -> list[dict[str, Any]] | None:
+    """Returns what a class with a ``load_state_dict`` of its own makes of the loaded settings.
+
+    It is given no state here. Where it cannot do without, that is not known: None, and they are
+    as in the dict.
+    """
+
+    def stand_in(param: torch.Tensor) -> nn.Parameter:
+        return nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)
+
+    given = [
+        {**deepcopy(settings_of(group)), "params": [stand_in(p) for p in group["params"]]}
+        for group in groups
+    ]
+    try:
+        scratch = make(given)
+        saved = deepcopy(state_dict["param_groups"])
+        outside(scratch.load_state_dict, {**state_dict, "state": {}, "param_groups": saved})
+    except Exception:
+        return None
+    return [settings_of(group) for group in scratch.param_groups]
 
 
 class _Settings:
@@ -159,11 +192,23 @@ def _take_part(
     _import_state(unit, runtime, groups, state, _cast(unit, groups, share), settings)
 
 
-def _check_shapes(units: Sequence[StepUnit], saved: dict[int, State]) -> None:
+def _check_shapes(
+    units: Sequence[StepUnit],
+    groups: Sequence[dict[str, Any]],
+    saved: dict[int, State],
+    probe: StateProbe,
+) -> None:
     for unit in units:
+        number_of = {id(param): number for param, number in unit.members}
         for param, key, name, shape in unit.state_shapes():
             value = saved.get(id(param), {}).get(key)
             if isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
+                number = number_of[id(param)]
+                settings = settings_of(groups[number])
+                if not isinstance(unit, PartedUnit) and key in probe.varying(
+                    unit.own(param), number, settings
+                ):
+                    continue  # a history of gradients, say
                 raise CheckpointError(
                     f"the state dict's {name!r} has shape {tuple(value.shape)}, the "
                     f"optimizer's has {shape}; nothing was loaded"

@@ -397,7 +397,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._intake.take_on(self._units.members.of_state(state_dict), self.param_groups)
         begin = self.abandon_step if self._timing.rounds else None
         args = self._runtime, self._units, self.param_groups, self._state
-        load_state(*args, state_dict, self._tried.cls, self.defaults.keys(), begin)
+        tried = self._tried
+        known = tried.cls, self.defaults.keys(), tried.probe, tried.make
+        load_state(*args, state_dict, *known, begin)
         self.defaults.setdefault("differentiable", False)  # as torch's __setstate__ does then
         for post in self._optimizer_load_state_dict_post_hooks.values():
             outside(post, self)

@@ -18,6 +18,9 @@ import torch
 
 Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
+STAND_IN = torch.empty(0, device="cpu")
+"""What checkpoints are given for a weight: they count what is saved."""
+
 
 class _Pairs(threading.local):
     """The pairs that a thread has pushed, the last one on top."""

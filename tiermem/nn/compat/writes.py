@@ -30,7 +30,7 @@ _UNCOUNTED = frozenset(
     }
 )
 _DEPTH = 5
-_TRUSTED = ("torch",)
+_TRUSTED = ("torch", "tiermem")
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
 _MERGES = ("merge", "unmerge")
 _known: dict[tuple[type, bool], tuple[bool, frozenset[str]]] = {}

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tiermem.nn.compat.hookpair import STAND_IN
+
 _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
 their rows, is better than a kernel for each."""
@@ -113,19 +115,19 @@ class Groups:
 class _Product(torch.autograd.Function):
     """A grouped product with matrices of which no gradients are taken.
 
-    It saves the offsets, as torch's own does beside the matrices: what recomputes a layer may take
-    the one or the other, and has to find as many saved tensors as before.
+    It saves the offsets, as torch's own does after the matrices: what recomputes a layer may take
+    the one or the other, and has to find the same saved tensors as before.
     """
 
     @staticmethod
     def forward(
         ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, groups: Groups
     ) -> torch.Tensor:
-        ctx.save_for_backward(offsets)
+        ctx.save_for_backward(STAND_IN, offsets)
         ctx.groups = groups
         return groups.product(rows, offsets)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (offsets,) = ctx.saved_tensors
+        _, offsets = ctx.saved_tensors
         return ctx.groups.turned_again()(gradient, offsets), None, None

@@ -1,8 +1,8 @@
 """Assignments of other memory to a tensor by users: ``weight.data = ...``.
 
-The memory has to stay the block's, so the values are copied. Values of another shape, dtype or
-device are refused: another library that moves weights to a device for each call would find them
-where they were, and put copies of its own in the place of trained ones.
+The memory has to stay the block's, so the values are copied. Values of another shape, dtype, device
+or other strides are refused: another library that moves weights to a device for each call would
+find them where they were, and put copies of its own in the place of trained ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,19 @@ def why_not(
             "use one of the two: remove its hooks, or call tier.unwrap(module) first; where only "
             f"the values are meant, use `.data.copy_(value)` or `.data = value.to({str(here)!r})`"
         )
+    if _steps(value) != _steps(own):  # plain torch would compute with them, and round otherwise
+        return ParameterError(
+            f"{what} cannot have strides {value.stride()}, its memory has {own.stride()}; where "
+            "only the values are meant, use `.data.copy_(value)`, with which plain torch keeps its "
+            "strides as well, else call tier.unwrap(module) first"
+        )
     return None
+
+
+def _steps(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Returns the dimensions that have more than one element, and their strides, if two have."""
+    found = tuple((n, tensor.stride(n)) for n, size in enumerate(tensor.shape) if size > 1)
+    return found if len(found) > 1 else ()
 
 
 def reshaped(group: Group, slot: Slot) -> ParameterError | None:

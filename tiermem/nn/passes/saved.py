@@ -13,6 +13,7 @@ Saved-tensor hooks do not chain: only the innermost pair sees a tensor. So each
 pair here remembers the pair it covers (``checkpoint``'s, or the user's). The user's
 sees every tensor, weights too, as it does without tiermem: what it returns may be
 another value. Those that only keep tensors elsewhere see those that are no weights.
+A checkpoint's sees a stand-in for each weight, as it counts them.
 Where none is covered, what is no weight goes to :mod:`tiermem.nn.passes.activations`.
 """
 
@@ -29,6 +30,7 @@ from tiermem.core.block import Block, Role
 from tiermem.errors import REFUSALS, ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import (
+    STAND_IN,
     Pair,
     change_pushed,
     is_of_checkpoint,
@@ -60,6 +62,12 @@ _Plain = torch._C.DisableTorchFunctionSubclass
 
 class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
     """The result of a covered pair's pack hook, and its unpack hook."""
+
+    __slots__ = ()
+
+
+class _Counted(tuple[SavedView, Any, Callable[[Any], torch.Tensor]]):
+    """A weight, with what a checkpoint made of its stand-in, and the checkpoint's unpack hook."""
 
     __slots__ = ()
 
@@ -284,6 +292,11 @@ class SavedHooks:
             return tensor if type(tensor) in _PLAIN_TYPES else _bytes_of(tensor)
         if isinstance(packed, SavedView):
             return packed.hooks.view(packed)
+        if kind is _Counted:
+            weight, inner, unpack = packed
+            unpack(inner)  # it computes again what it has to
+            view: torch.Tensor = weight.hooks.view(weight)
+            return view
         if kind is _Handed:
             inner, unpack = packed
             if isinstance(inner, SavedView):
@@ -500,7 +513,7 @@ class _Covering:
         self.recomputing = is_recomputation(outer)
         if isinstance(outer[1], Again):
             outer[1].covered = True
-        self.only_keeps = self.recomputes or _only_keeps(outer)
+        self.only_keeps = _only_keeps(outer)
 
     @property
     def _checkpoint_internal(self) -> bool:
@@ -536,6 +549,10 @@ class _Covering:
             if type(found) is SavedCopies:
                 return self._given(tensor, None)  # it counts them where the whole block is used
             found.version = -1
+            # it counts what it sees, and computes again up to the last of it, whatever has side
+            # effects there; the weight itself it would hold in HBM
+            pack, unpack = self.outer
+            return _Counted((found, pack(STAND_IN), unpack))
         if self.only_keeps:
             return found
         return self._given(tensor, found)

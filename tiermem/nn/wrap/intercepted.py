@@ -103,6 +103,9 @@ class InterceptedModules:
         self._listed = list(modules.values())
         self._names = [vars(module) for module in self._listed]
         self._forwards = {i: names.get("forward") for i, names in enumerate(self._names)}
+        self._kinds: list[type] = [*map(type, self._listed)]
+        self._sizes = [-1] * len(self._listed)  # of what they have themselves
+        self._writing: set[int] = set()  # the modules whose code may write
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
@@ -137,6 +140,7 @@ class InterceptedModules:
         self._find_around()
         for name, module in self._modules.items():
             if may_write_uncounted(module):
+                self._writing.add(id(module))
                 only = only_unmerges(module)
                 self.uncounted = self.uncounted or not only
                 for group in needed.get(self._territory[name], {}).values():
@@ -150,8 +154,12 @@ class InterceptedModules:
     def look_at_new_code(self) -> None:
         """Looks, as a pass begins, at code that has come since the last one.
 
-        That is forward hooks of all modules, and functions in the place of a module's forward.
+        That is forward hooks of all modules, functions in the place of a module's forward, other
+        functions that an instance has now, and another class.
         """
+        kinds, sizes = [*map(type, self._listed)], [*map(len, self._names)]  # these are quick, too
+        if kinds != self._kinds or sizes != self._sizes:
+            self._look_at_instances(kinds, sizes)
         there = any(map(contains, self._names, repeat("forward")))  # in every pass: this is quick
         for number, names in enumerate(self._names if there else ()):
             if "forward" in names and self._forwards.get(number) is not names["forward"]:
@@ -165,6 +173,19 @@ class InterceptedModules:
                 if hook_may(self._wrapped.model, hooks[key]):
                     for name in self.scopes:
                         self._suspect_now(self._modules[name], None)
+
+    def _look_at_instances(self, kinds: list[type], sizes: list[int]) -> None:
+        """Looks at modules that have become of another class, or have more attributes, or fewer."""
+        former = zip(self._kinds, self._sizes, strict=True)
+        for module, before, now in zip(
+            self._listed, [*former], [*zip(kinds, sizes, strict=True)], strict=True
+        ):
+            if before == now or (before[0] is now[0] and id(module) in self._writing):
+                continue
+            if may_write_uncounted(module):
+                self._writing.add(id(module))
+                self._suspect_now(module, module if only_unmerges(module) else None)
+        self._kinds, self._sizes = kinds, sizes
 
     def joined(self, parent: nn.Module, child: nn.Module) -> None:
         """Looks at a module that becomes another's child while that is wrapped."""

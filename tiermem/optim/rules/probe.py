@@ -67,6 +67,7 @@ class StateProbe:
         self.sparse = sparse
         self._known: dict[Any, dict[str, StateTensor]] = {}
         self._spoils: dict[Any, bool] = {}
+        self._varying: dict[Any, frozenset[str]] = {}
 
     def state_of(
         self, param: torch.Tensor, stride: tuple[int, ...], group: int, settings: dict[str, Any]
@@ -104,6 +105,40 @@ class StateProbe:
                 self._try_spoil(param, settings, large) for large in (False, True)
             )
         return self._spoils[key]
+
+    def varying(self, param: torch.Tensor, group: int, settings: dict[str, Any]) -> frozenset[str]:
+        """Returns the keys of state tensors whose shape changes from step to step, as a history's.
+
+        Args:
+            param: Its dtype and number of dimensions count.
+            group: Number of its parameter group.
+            settings: Of that group.
+        """
+        key = (param.dim(), param.dtype, group, zeros_of(settings))
+        if key not in self._varying:
+            self._varying[key] = frozenset()
+            for device in self._devices[1:]:
+                try:
+                    with trial():
+                        self._varying[key] = self._varied(param, settings, device)
+                    break
+                except Exception:  # a class may not run there
+                    continue
+        return self._varying[key]
+
+    def _varied(
+        self, param: torch.Tensor, settings: dict[str, Any], device: torch.device
+    ) -> frozenset[str]:
+        (one,) = params = tiny([(4,) * param.dim()], param.dtype, device)
+        optimizer = ready(self._make([{**copied(settings), "params": params}]))
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+        for step in range(_STEPS):
+            give_gradients(params, step, sparse=self.sparse)
+            run_unseen(optimizer)
+            for name, value in optimizer.state[one].items():
+                if isinstance(value, torch.Tensor):
+                    shapes.setdefault(str(name), set()).add(tuple(value.shape))
+        return frozenset(name for name, found in shapes.items() if len(found) > 1)
 
     def _try_spoil(self, param: torch.Tensor, settings: dict[str, Any], large: bool) -> bool:
         """Tries a few steps with gradients far below or above any usual clipping limit."""
