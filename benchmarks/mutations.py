@@ -2330,6 +2330,20 @@ MUTATIONS = (
         ("tests/integrations/test_load_checkpoint.py",),
     ),
     Mutation(
+        "adapters: modules trained whole are found by the ends of names",
+        "tiermem/lora/targets.py",
+        "if n.endswith(each)}",
+        'if f".{n}".endswith(f".{each}")}',
+        ("tests/integrations/test_lora.py",),
+    ),
+    Mutation(
+        "adapters: of a task's heads a model has one",
+        "tiermem/lora/config.py",
+        "tuple(each for each in named if each not in heads), heads",
+        "tuple(named), heads",
+        ("tests/integrations/test_lora.py",),
+    ),
+    Mutation(
         "names for which peft adapts stacked experts are refused",
         "tiermem/lora/experts.py",
         "    if parameters:\n",

@@ -251,8 +251,10 @@ def _check_alike(model: nn.Module, lora: Lora, path: Path) -> None:
         CheckpointError: Naming the module, or the option.
     """
     own: Any = settings_of(model)
-    for option in ("bias", "modules_to_save", "lora_bias"):
-        mine, theirs = getattr(own, option) or None, getattr(lora, option) or None
+    whole = [[name for name, _ in saved_whole(model, each)] for each in (own, lora)]
+    options = [("modules_to_save", *whole)]
+    options += [(name, getattr(own, name), getattr(lora, name)) for name in ("bias", "lora_bias")]
+    for option, mine, theirs in options:
         if mine != theirs:
             raise CheckpointError(
                 f"{path} has adapters with {option}={theirs!r}; those of the model have {mine!r}"
