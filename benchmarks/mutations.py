@@ -2330,6 +2330,27 @@ MUTATIONS = (
         ("tests/integrations/test_load_checkpoint.py",),
     ),
     Mutation(
+        "command line: a folder that takes no file is refused before the work",
+        "tiermem/cli/options.py",
+        "        with tempfile.TemporaryFile(dir=out):\n            return out\n",
+        "        return out\n",
+        ("tests/unit/test_cli_checkpoints.py",),
+    ),
+    Mutation(
+        "command line: where a checkpoint cannot be saved is refused before the work",
+        "tiermem/cli/checkpoints.py",
+        "        folder.check()  #",
+        "        pass  #",
+        ("tests/unit/test_cli_checkpoints.py",),
+    ),
+    Mutation(
+        "command line: --resume finds what a crash left beside the name",
+        "tiermem/cli/checkpoints.py",
+        "        folder.recover()  #",
+        "        pass  #",
+        ("tests/unit/test_cli_checkpoints.py",),
+    ),
+    Mutation(
         "adapters: modules trained whole are found by the ends of names",
         "tiermem/lora/targets.py",
         "if n.endswith(each)}",
