@@ -2330,6 +2330,27 @@ MUTATIONS = (
         ("tests/integrations/test_load_checkpoint.py",),
     ),
     Mutation(
+        "saving: the new folder has the former one's permissions",
+        "tiermem/saving/folder.py",
+        "            self._give_access(fd)\n",
+        "",
+        CRASHES,
+    ),
+    Mutation(
+        "saving: a program inside the folder stays there",
+        "tiermem/saving/folder.py",
+        "                    os.chdir(folder)\n",
+        "",
+        CRASHES,
+    ),
+    Mutation(
+        "saving: empty folders stay",
+        "tiermem/saving/companions.py",
+        "        if where != source and not folders and not names:",
+        "        if False:",
+        CRASHES,
+    ),
+    Mutation(
         "command line: a folder that takes no file is refused before the work",
         "tiermem/cli/options.py",
         "        with tempfile.TemporaryFile(dir=out):\n            return out\n",
