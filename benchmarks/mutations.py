@@ -2330,6 +2330,20 @@ MUTATIONS = (
         ("tests/integrations/test_load_checkpoint.py",),
     ),
     Mutation(
+        "adapters: what safetensors cannot write is a StorageError",
+        "tiermem/lora/files.py",
+        "    except (OSError, SafetensorError) as error:\n        raise StorageError(",
+        "    except OSError as error:\n        raise StorageError(",
+        ("tests/unit/test_lora.py",),
+    ),
+    Mutation(
+        "saving: no tensor is called as the header's own entry",
+        "tiermem/saving/layout.py",
+        "        if spec.name in header:",
+        "        if False:",
+        SAVING,
+    ),
+    Mutation(
         "saving: the new folder has the former one's permissions",
         "tiermem/saving/folder.py",
         "            self._give_access(fd)\n",
