@@ -2344,6 +2344,13 @@ MUTATIONS = (
         SAVING,
     ),
     Mutation(
+        "checkpoints whose path leads elsewhere are given back from the open files",
+        "tiermem/loading/origins.py",
+        "return self._mapped_in(replace(self._files, paths=opened), source)",
+        "pass",
+        CHECKPOINT_HOMES,
+    ),
+    Mutation(
         "saving: the new folder has the former one's permissions",
         "tiermem/saving/folder.py",
         "            self._give_access(fd)\n",
