@@ -22,7 +22,7 @@ from tiermem.saving.folder import CheckpointFolder
 
 OPERATIONS = (
     "make_folder", "open", "close", "reserve", "write", "sync", "lock", "rename", "exchange",
-    "remove_file", "remove_folder", "link",
+    "remove_file", "remove_folder", "link", "give_access",
 )  # fmt: skip
 
 
@@ -323,6 +323,38 @@ class NoLinks(FileOperations):
 
     def link(self, source: str, target: str) -> None:
         raise OSError(errno.EPERM, "no links")
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_what_is_private_stays_private(tmp_path, monkeypatch, exchanges) -> None:
+    monkeypatch.setattr(save, "FILES", FileOperations() if exchanges else NoExchange(nothing))
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    with Small() as run:
+        for mode in (0o700, 0o750, 0o500):
+            path.chmod(mode)
+            run.tier.save(path)
+            assert path.stat().st_mode & 0o777 == mode | 0o700
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_program_may_work_inside_its_checkpoint(tmp_path, monkeypatch, exchanges) -> None:
+    """The folder of that name is another one after each save; what was empty in it is there."""
+    monkeypatch.setattr(save, "FILES", FileOperations() if exchanges else NoExchange(nothing))
+    path = tmp_path / "run"
+    (path / "logs" / "deep").mkdir(parents=True)
+    with Small() as run:
+        for where in (path, path / "logs" / "deep", tmp_path):
+            monkeypatch.chdir(where)
+            for _ in range(2):
+                run.tier.save(path)
+                assert os.getcwd() == str(where)
+                assert (path / "logs" / "deep").is_dir()
+        monkeypatch.chdir(path)
+        run.tier.save(".")
+        Path("notes").write_text("of mine")
+        run.tier.load(".")
+    assert (path / "notes").exists()
 
 
 @pytest.mark.parametrize("files", [FileOperations, NoLinks])

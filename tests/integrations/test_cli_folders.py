@@ -366,6 +366,17 @@ def test_what_fine_tuning_refuses(
     assert not (tmp_path / "adapters").exists()
 
 
+@pytest.mark.parametrize("option", ["--out", "--save"])
+def test_adapters_that_could_not_be_kept_are_not_trained(
+    words: Path, tmp_path: Path, option: str, capfd: Any, monkeypatch: Any
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(adapting, "train", lambda *_: pytest.fail("they were trained"))
+    more = ["--lora", "r=4", "--hbm", "1MiB", option, str(tmp_path / "file")]
+    assert adapt(words, tmp_path / "adapters", *more) == 2
+    assert str(tmp_path / "file") in capfd.readouterr().err
+
+
 def test_options_of_adapters() -> None:
     assert finetune._READ.keys() <= {each.name for each in fields(tiermem.Lora)}
     found = finetune.parse_lora(

@@ -192,6 +192,8 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype, dict[str, Any]]] = {
             "layers_to_transform": [1, 2],
         },
     ),
+    # peft takes names by their ends: "norm" is also that of each layer
+    "norms": (llama, F32, {"target_modules": Q_V, "modules_to_save": ["norm"]}),
 }
 
 
@@ -243,6 +245,56 @@ def _check_files(
     tiermem.load_adapters(plain, tmp_path / "theirs")
     assert torch.equal(state, torch.get_rng_state())
     assert_weights(plain, resident)
+
+
+def distilbert(kind: str) -> Any:
+    config = transformers.DistilBertConfig(vocab_size=64, dim=32, hidden_dim=32, n_layers=2)
+    config.n_heads = 2
+    return getattr(transformers, f"DistilBertFor{kind}")(config)
+
+
+@pytest.mark.parametrize(
+    "task, kind, heads",
+    [
+        ("SEQ_CLS", "SequenceClassification", {"pre_classifier", "classifier"}),
+        ("TOKEN_CLS", "TokenClassification", {"classifier"}),
+        ("QUESTION_ANS", "QuestionAnswering", {"qa_outputs"}),
+    ],
+)
+def test_heads_of_a_task_are_those_that_peft_trains(
+    task: str, kind: str, heads: set[str], tmp_path: Path
+) -> None:
+    def make() -> Any:
+        return distilbert(kind)
+
+    resident = peft.get_peft_model(
+        built(make), peft.LoraConfig(task_type=task, target_modules=["q_lin"])
+    )
+    resident.save_pretrained(tmp_path / "theirs")  # with heads that the model has not
+    model = built(make)
+    tiermem.add_adapters(model, peft.LoraConfig(task_type=task, target_modules=["q_lin"]))
+    names = {name for name, param in model.named_parameters() if param.requires_grad}
+    theirs = {name for name, param in resident.named_parameters() if param.requires_grad}
+    assert names == {peft_name(name) for name in theirs}
+    assert {name.partition(".")[0] for name in names} == heads | {"distilbert"}
+    tiermem.load_adapters(model, tmp_path / "theirs")
+    assert_weights(model, resident)
+    plain = built(make)
+    tiermem.load_adapters(plain, tmp_path / "theirs")
+    assert_weights(plain, resident)
+    tiermem.save_adapters(plain, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(built(make), tmp_path / "ours").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in resident.state_dict().items())
+
+
+def test_what_would_be_adapted_and_trained_whole_is_refused() -> None:
+    model = built(lambda: distilbert("SequenceClassification"))
+    options = {"task_type": "SEQ_CLS", "target_modules": "all-linear"}
+    with pytest.raises(tiermem.ConfigError, match="'pre_classifier' is trained whole, too"):
+        tiermem.add_adapters(model, tiermem.Lora(**options))
+    assert all(param.requires_grad for param in model.parameters())
+    tiermem.add_adapters(model, tiermem.Lora(**options, exclude_modules=["pre_classifier"]))
+    assert model.pre_classifier.weight.requires_grad
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

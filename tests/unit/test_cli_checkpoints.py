@@ -11,7 +11,7 @@ import pytest
 from support_process import child
 
 from tiermem import cli, errors
-from tiermem.cli import checkpoints
+from tiermem.cli import checkpoints, training
 
 LINE = (
     "train --device cpu --layers 1 --width 16 --heads 2 --context 8 --batch 2 --accumulate 2 "
@@ -73,6 +73,36 @@ def test_a_killed_run_goes_on(tmp_path, data, monkeypatch) -> None:
 def test_options_that_do_not_go_together(tmp_path, data, capsys, more, match) -> None:
     assert train(tmp_path, data, *more) == 2
     assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "where", "match"),
+    [
+        ("--save", "nowhere/run", "there is no folder"),
+        ("--save", "file", "is a file, not a checkpoint"),
+        ("--out", "file", "--out"),
+        ("--out", "/proc", "--out /proc: "),
+    ],
+)
+def test_where_nothing_can_be_kept_no_step_is_made(
+    tmp_path, data, capsys, monkeypatch, option, where, match
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(training, "run_steps", lambda *_, **__: pytest.fail("it was trained"))
+    assert train(tmp_path, data, option, str(tmp_path / where)) == 2
+    assert match in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_a_crash_left_beside_its_name_is_gone_on_with(
+    tmp_path, data, capsys
+) -> None:
+    """File systems that exchange no two names have an instant without the name."""
+    save = ["--save", str(tmp_path / "run"), "--no-compare"]
+    assert train(tmp_path, data, *save) == 0
+    (tmp_path / "run").rename(tmp_path / ".run.tiermem-00000000")
+    assert train(tmp_path, data, *save, "--resume", "--lr", "0.5") == 2
+    assert "is of a run with lr 0.001" in capsys.readouterr().err  # it was found
+    assert os.listdir(tmp_path / "run")
 
 
 def test_another_run_is_not_gone_on_with(tmp_path, data, capsys) -> None:

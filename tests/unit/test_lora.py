@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import signal
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,9 +178,31 @@ def test_a_failed_save_leaves_the_former_files(
         raise OSError(28, "no space left")
 
     monkeypatch.setattr("tiermem.lora.files.os.fsync", full)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(tiermem.StorageError, match=f"errno 28.*path {tmp_path}"):
         tiermem.save_adapters(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_what_safetensors_cannot_write_is_a_storage_error(tmp_path: Path) -> None:
+    """Its own errors have no number, and are of a class that is no ``OSError``."""
+    model = made()
+    tiermem.add_adapters(model, tiermem.Lora())
+
+    def most(nbytes: int) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE)[0], signal.SIGXFSZ
+    ignored = signal.signal(handler, signal.SIG_IGN)
+    try:
+        most(100)
+        with pytest.raises(tiermem.StorageError, match=r"save them elsewhere \(errno 27") as found:
+            tiermem.save_adapters(model, tmp_path / "out")
+    finally:
+        most(before)
+        signal.signal(handler, ignored)
+    assert found.value.errno == errno.EFBIG and found.value.path == str(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
 
 
 # -- parameters that stay in HBM -------------------------------------------

@@ -276,3 +276,26 @@ def test_a_read_of_files_that_fails_leaves_no_address(
                 read()
             assert set(parts.homes.sources._ranges) == known
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("removed", [True, False])
+def test_files_that_are_removed_or_replaced_are_given_back(
+    tmp_path: Path, removed: bool, aligned: bool
+) -> None:
+    """As by a program that saves to the folder that it has loaded: the file is open, and whole."""
+    plain, path = build(), tmp_path / "model.safetensors"
+    save_file(plain.state_dict(), path)
+    if not aligned:  # such a header is none of the library's writer, and valid
+        data = path.read_bytes()
+        header = data[8 : 8 + int.from_bytes(data[:8], "little")] + b" "
+        path.write_bytes(len(header).to_bytes(8, "little") + header + data[7 + len(header) :])
+    with tiermem.TierManager("cpu", hbm=4 * UNIT, dram=STAGING) as tier, torch.no_grad():
+        model = tiermem.load_checkpoint(build, path, tier=tier)
+        assert same_bits(model(X), plain(X))
+        path.unlink()
+        if not removed:
+            save_file({name: value + 1 for name, value in plain.state_dict().items()}, path)
+        assert same_bits(model(X), plain(X))
+    check(model, plain, 1)
+    assert all(map(same_bits, model.state_dict().values(), plain.state_dict().values()))

@@ -263,6 +263,17 @@ class Counting(nn.Module):
         self.count = state["count"]
 
 
+def test_a_name_that_safetensors_keep_for_themselves(tmp_path) -> None:
+    """It was saved, and could not be loaded."""
+    model = nn.Module()
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(3)))
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        with pytest.raises(tiermem.CheckpointError, match="'__metadata__' is the name of a tensor"):
+            tier.save(tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_modules_keep_themselves(tmp_path) -> None:
     model = Counting()
     with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:

@@ -33,8 +33,13 @@ def read_saving(path: str | None, every: int | None, resume: bool) -> Saving | N
     """Checks the options; returns None where nothing is to be saved.
 
     Raises:
+        CheckpointError: If a checkpoint cannot be saved there.
         ConfigError: If they do not go together.
+        StorageError: If the file system cannot be looked at.
     """
+    from tiermem.saving.folder import CheckpointFolder, told_of
+    from tiermem.saving.save import FILES
+
     if path is None:
         if every is not None or resume:
             option = "--save-every" if every is not None else "--resume"
@@ -42,6 +47,10 @@ def read_saving(path: str | None, every: int | None, resume: bool) -> Saving | N
         return None
     if every is not None and every < 1:
         raise ConfigError(f"--save-every must be at least 1, not {every}")
+    folder = CheckpointFolder(path, FILES)
+    with told_of(folder.path, "a checkpoint cannot be saved to"):
+        folder.recover()  # else --resume would begin anew where a crash has left it beside its name
+        folder.check()  # before the work that it is to keep
     return Saving(path, every or 0, resume)
 
 

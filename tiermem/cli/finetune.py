@@ -15,11 +15,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiermem.cli.options import (
     activation_options,
+    out_folder,
     parse_depth,
     pick_device,
     policy_of,
@@ -374,7 +374,7 @@ def _train(
 
     corpus = corpus_of(arguments.data, folder.tokens)
     corpus.check(plan.context)
-    out = Path(arguments.out or OUT)
+    out = out_folder(arguments.out or OUT)
     progress = Progress()
     with (
         tiermem.TierManager(plan.device, **_manager_options(arguments, tiers)) as tier,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import tempfile
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from tiermem.config import Home, Policy, parse_size
@@ -26,6 +28,21 @@ _SETTING = re.compile(r"\b(hbm|dram|nvme|nvme_bytes|policy|prefetch_depth)= ?")
 def with_options(message: str) -> str:
     """Returns an error's message with the command line's options for the library's settings."""
     return _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')} ", message)
+
+
+def out_folder(path: str) -> Path:
+    """Returns the folder of ``--out``, made if need be, before anything is worked out for it.
+
+    Raises:
+        ConfigError: If it cannot be made, or takes no file.
+    """
+    out = Path(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return out
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}; name another folder") from error
 
 
 def parse_seed(text: str) -> int:

@@ -24,6 +24,7 @@ from tiermem.cli import finetune
 from tiermem.cli.options import (
     activation_options,
     add_activation_arguments,
+    out_folder,
     parse_bytes,
     parse_depth,
     parse_seed,
@@ -201,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
     tiers = read_tiers(arguments, settings)
     saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
     corpus = load_corpus(arguments.data)
-    out = _folder(arguments.out or "demo-out")
+    out = out_folder(arguments.out or "demo-out")
     quiet = arguments.quiet or arguments.json
     console = Console(highlight=False, quiet=arguments.json)
     if not quiet:
@@ -467,12 +468,3 @@ def _dtype(name: str) -> Any:
 
 def _size(text: str | None, default: int, name: str) -> int:
     return default if text is None else parse_bytes(text, name)
-
-
-def _folder(path: str) -> Path:
-    out = Path(path)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror}") from error
-    return out

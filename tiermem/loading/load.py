@@ -101,7 +101,9 @@ def _wrap(
         by_id = {id(wanted[name]): source for name, source in sources.items()}
         names = {id(wanted[name]): name for name in sources}
         first = manager.attach_files(files.paths, files.check_unchanged)
-        origins = FileOrigins(files, first, by_id, names, manager.read_files)
+        store = manager.parts.homes.open_sources()
+        fds = [store.fds[2 * file + 1] for file in range(first, first + len(files.paths))]
+        origins = FileOrigins(files, first, by_id, names, manager.read_files, fds)
         wrapped = tier._wrap_model(model, blocks, origins=origins)
     except BaseException:
         untouched.undo()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 import torch
 
 from tiermem.core.layout import contiguous_stride
-from tiermem.errors import CheckpointError
+from tiermem.errors import CheckpointError, StorageError
 from tiermem.loading.sources import Converted, Source, view_of
 from tiermem.loading.traced import StoredView
 from tiermem.runtime.memory.homes import StoredBlock
@@ -25,6 +28,7 @@ class FileOrigins:
         sources: By the id of each tensor.
         names: By the same; for messages.
         read: Reads runs of bytes of the files, numbered as by the manager, past the page cache.
+        fds: A descriptor of each file, which the manager has open.
     """
 
     def __init__(
@@ -34,12 +38,14 @@ class FileOrigins:
         sources: Mapping[int, Source],
         names: Mapping[int, str],
         read: Callable[[Sequence[SourceRange], int], torch.Tensor],
+        fds: Sequence[int],
     ) -> None:
         self._files = files
         self._first = first
         self._sources = sources
         self._names = names
         self._read = read
+        self._fds = fds
         self._mapped: dict[int, torch.UntypedStorage] = {}
 
     def stored(self, tensors: Sequence[torch.Tensor]) -> StoredBlock | None:
@@ -91,13 +97,23 @@ class FileOrigins:
         source = self._sources[id(tensor)]
         if isinstance(source, Converted):
             raise CheckpointError(f"{self._names[id(tensor)]!r} is not in the files as it is")
+        try:
+            return self._mapped_in(self._files, source)
+        except (CheckpointError, StorageError):
+            # a file was removed, or another has its name by now: it is open, and whole, still
+            opened = tuple(Path(f"/proc/self/fd/{fd}") for fd in self._fds)
+            with suppress(CheckpointError, StorageError):
+                return self._mapped_in(replace(self._files, paths=opened), source)
+            raise
+
+    def _mapped_in(self, files: CheckpointFiles, source: StoredView) -> torch.Tensor:
         itemsize = source.dtype.itemsize
         if len(source.runs) != 1 or source.runs[0].offset % itemsize:
-            return self._files.read_view(source.shape, source.dtype, source.runs)
+            return files.read_view(source.shape, source.dtype, source.runs)
         run = source.runs[0]
         storage = self._mapped.get(run.file)
         if storage is None:
-            storage = self._mapped[run.file] = self._files.map_file(run.file)
+            storage = self._mapped[run.file] = files.map_file(run.file)
         flat = torch.empty(0, dtype=source.dtype)
         stride = contiguous_stride(source.shape)
         return flat.set_(storage, run.offset // itemsize, source.shape, stride)

@@ -13,8 +13,10 @@ Names = str | Iterable[str] | None
 
 _INITS = {True: "default", False: "random", "gaussian": "gaussian"}
 _BIASES = ("none", "all", "lora_only")
-_CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
-_HEADS = ("classifier", "score")  # of transformers' classes for those tasks
+_CLASSIFIER = ("classifier", "score")
+_HEADS = {"SEQ_CLS": _CLASSIFIER, "TOKEN_CLS": _CLASSIFIER, "QUESTION_ANS": ("qa_outputs",)}
+"""Heads of transformers' classes for a task, which peft trains where it is told the task."""
+
 
 _PEFT = {
     "r": "r",
@@ -192,12 +194,14 @@ class Lora:
         return found
 
     def saved_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns names of modules that are trained whole: those asked for, and usual heads.
+        """Returns names of modules that are trained whole: those asked for, and the task's heads.
 
-        peft trains the heads of classifiers, where it is told that the model is one.
+        Of the latter a model has one. peft writes all of them into its configuration, as if they
+        had been asked for.
         """
         named: Any = self.modules_to_save or ()
-        return tuple(named), _HEADS if self.task_type in _CLASSIFIERS else ()
+        heads = _HEADS.get(self.task_type or "", ())
+        return tuple(each for each in named if each not in heads), heads
 
     def scaling(self, r: int, alpha: float) -> float:
         """Returns the factor of an adapter's output."""

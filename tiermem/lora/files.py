@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from tiermem.errors import CheckpointError, ConfigError
+from tiermem.errors import CheckpointError, ConfigError, StorageError
 from tiermem.lora.adapters import (
     adapted,
     add_adapters,
@@ -48,7 +49,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
 
     Raises:
         CheckpointError: If the model has no adapters.
-        OSError: If a file cannot be written; the former ones are whole.
+        StorageError: If a file cannot be written; the former ones are whole.
     """
     lora = settings_of(model)
     if lora is None:
@@ -64,9 +65,15 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
                 tensors[f"{_PREFIX}{name}.{key}"] = _copy_of(value)
     text = json.dumps(peft_options(model, lora), indent=2, sort_keys=True, default=list)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / WEIGHTS, lambda new: save_file(tensors, new, metadata={"format": "pt"}))
-    _replace(folder / SETTINGS, lambda new: Path(new).write_text(text, encoding="utf-8"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / WEIGHTS, lambda new: save_file(tensors, new, metadata={"format": "pt"}))
+        _replace(folder / SETTINGS, lambda new: Path(new).write_text(text, encoding="utf-8"))
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            "the adapters cannot be written; the model has them still: save them elsewhere",
+            path=str(folder), errno=_number_of(error),
+        ) from error  # fmt: skip
 
 
 def load_adapters(model: nn.Module, path: PathLike) -> None:
@@ -251,8 +258,10 @@ def _check_alike(model: nn.Module, lora: Lora, path: Path) -> None:
         CheckpointError: Naming the module, or the option.
     """
     own: Any = settings_of(model)
-    for option in ("bias", "modules_to_save", "lora_bias"):
-        mine, theirs = getattr(own, option) or None, getattr(lora, option) or None
+    whole = [[name for name, _ in saved_whole(model, each)] for each in (own, lora)]
+    options = [("modules_to_save", *whole)]
+    options += [(name, getattr(own, name), getattr(lora, name)) for name in ("bias", "lora_bias")]
+    for option, mine, theirs in options:
         if mine != theirs:
             raise CheckpointError(
                 f"{path} has adapters with {option}={theirs!r}; those of the model have {mine!r}"
@@ -350,6 +359,14 @@ def _set(param: torch.Tensor, value: torch.Tensor) -> None:
     """Writes a tensor where it has other values: a block that is not written stays clean."""
     if param.requires_grad or not torch.equal(param.cpu(), value.to(param.dtype)):
         param.copy_(value)
+
+
+def _number_of(error: OSError | SafetensorError) -> int | None:
+    """Returns the system's number of an error, which safetensors has in its text alone."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 def _replace(path: Path, write: Callable[[str], object]) -> None:

@@ -115,7 +115,7 @@ def chosen(model: nn.Module, lora: Lora) -> list[Target]:
         names = {name for name, _ in model.named_modules() if name and _matches(name, targets)}
     if lora.target_modules is not None and stacked_experts(model):
         check_names(model, targets, names, lambda name, target: _matches(name, (target,)))
-    kept = _kept(model, lora, isinstance(targets, str) and targets != ALL_LINEAR)
+    kept = _kept(lora, isinstance(targets, str) and targets != ALL_LINEAR)
     found = [
         Target(name, module, r, lora.scaling(r, by_pattern(name, lora.alpha_pattern, lora.alpha)))
         for name, module in model.named_modules()
@@ -128,8 +128,14 @@ def chosen(model: nn.Module, lora: Lora) -> list[Target]:
             "a name that is not excluded or saved whole"
         )
     places = _places(model)
+    whole = [name for name, _ in saved_whole(model, lora)]
     for target in found:
         _check(target, lora, places)
+        if any(f"{target.name}.".startswith(f"{each}.") for each in whole):
+            raise ConfigError(
+                f"target module {target.name!r} is trained whole, too: its name has the end of one "
+                "in modules_to_save, or of a head of the task; exclude it with exclude_modules"
+            )
     return found
 
 
@@ -151,17 +157,16 @@ def _all_linear(model: nn.Module, lora: Lora) -> Iterator[str]:
             yield name
 
 
-def _kept(model: nn.Module, lora: Lora, by_expression: bool) -> Callable[[str], bool]:
+def _kept(lora: Lora, by_expression: bool) -> Callable[[str], bool]:
     """Returns a predicate of the names that neither are excluded nor lie in other layers."""
-    named, usual = lora.saved_names()
-    whole = [name for name, _ in saved_whole(model, lora)] if named or usual else []
+    named, heads = lora.saved_names()
     excluded: Any = lora.exclude_modules or ()
 
     def kept(name: str) -> bool:
         if _matches(name, excluded):
             return False
-        if any(name == each or name.startswith(f"{each}.") for each in whole):
-            return False
+        if any(f".{each}." in f".{name}." for each in (*named, *heads)):
+            return False  # it is trained whole, or inside what is
         return by_expression or _in_layers(name, lora)
 
     return kept
@@ -228,14 +233,17 @@ def _check(target: Target, lora: Lora, places: dict[int, set[tuple[int, str]]]) 
 def saved_whole(model: nn.Module, lora: Lora) -> list[tuple[str, nn.Module]]:
     """Returns the modules that are trained and saved whole, by qualified name.
 
+    As in peft a name stands for every module whose name has that end: "norm" for "input_layernorm",
+    too, and "classifier" for "pre_classifier".
+
     Raises:
         ConfigError: If one is not there, or has a weight in common with a module that is not.
     """
-    named, usual = lora.saved_names()
+    named, heads = lora.saved_names()
     modules = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
-    for each in (*named, *usual):
-        fitting = {n: m for n, m in modules.items() if n == each or n.endswith(f".{each}")}
+    for each in (*named, *heads):
+        fitting = {n: m for n, m in modules.items() if n.endswith(each)}
         if not fitting and each in named:
             raise ConfigError(f"modules_to_save names {each!r}; the model has no such module")
         found.update(fitting)

@@ -75,6 +75,18 @@ def take_over(files: FileOperations, names: Sequence[str], source: str, target: 
         sync_folder(files, folder)
 
 
+def take_over_folders(files: FileOperations, source: str, target: str) -> None:
+    """Makes the empty folders of one folder in another: somebody may be about to write there.
+
+    Raises:
+        OSError: If the file system fails.
+    """
+    for where, folders, names in os.walk(source):
+        if where != source and not folders and not names:
+            for changed in _make_folders(files, target, os.path.relpath(where, source)):
+                sync_folder(files, changed)
+
+
 def _make_folders(files: FileOperations, root: str, below: str) -> set[str]:
     """Makes a folder in ``root``, and those above it; returns the folders that changed."""
     if not below or os.path.isdir(os.path.join(root, below)):

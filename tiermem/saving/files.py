@@ -7,7 +7,9 @@ import errno
 import fcntl
 import functools
 import os
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 
 _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE, see renameat2(2)
@@ -82,6 +84,15 @@ class FileOperations:
     def link(self, source: str, target: str) -> None:
         """Gives a file, or a symbolic link itself, a second name."""
         os.link(source, target, follow_symlinks=False)
+
+    def give_access(self, fd: int, group: int, mode: int) -> None:
+        """Gives a folder a group, where this user may, and permissions."""
+        found = os.fstat(fd)
+        if group != found.st_gid:
+            with suppress(PermissionError):
+                os.fchown(fd, -1, group)
+        if mode != stat.S_IMODE(found.st_mode):
+            os.fchmod(fd, mode)
 
     def remove_file(self, path: str) -> None:
         """Removes a file."""

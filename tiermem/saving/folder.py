@@ -23,7 +23,7 @@ from typing import Any
 
 from tiermem.config import format_size
 from tiermem.errors import CapacityError, CheckpointError, StorageError
-from tiermem.saving.companions import refused, take_over, walk
+from tiermem.saving.companions import refused, take_over, take_over_folders, walk
 from tiermem.saving.files import FileOperations, sync_folder, write_all
 
 MANIFEST = "tiermem.json"
@@ -217,6 +217,7 @@ class CheckpointFolder:
         try:
             fd = self._files.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
             self._files.lock(fd)
+            self._give_access(fd)
             self.write(temporary, MANIFEST, _UNFINISHED)
             for name in folders:
                 self._files.make_folder(os.path.join(temporary, name))
@@ -224,6 +225,7 @@ class CheckpointFolder:
             for name in folders:
                 sync_folder(self._files, os.path.join(temporary, name))
             take_over(self._files, self.foreign(), self.path, temporary)
+            take_over_folders(self._files, self.path, temporary)
             self._files.sync(fd)
             self._publish(temporary)
         except BaseException:
@@ -234,6 +236,13 @@ class CheckpointFolder:
         finally:
             if fd >= 0:
                 self._files.close(fd)
+
+    def _give_access(self, fd: int) -> None:
+        """Gives the new folder the former one's permissions: what was private stays so."""
+        with suppress(FileNotFoundError):
+            former = os.stat(self.path)
+            mode = stat.S_IMODE(former.st_mode) | stat.S_IRWXU  # it is written to
+            self._files.give_access(fd, former.st_gid, mode)
 
     def write(self, folder: str, name: str, data: bytes) -> None:
         """Writes a small file and syncs it to the disk.
@@ -260,9 +269,11 @@ class CheckpointFolder:
 
     def _publish(self, temporary: str) -> None:
         """Gives the new folder the name; the former one is removed."""
+        here = _working_folder()
         if not os.path.lexists(self.path) or not os.listdir(self.path):
             self._files.rename(temporary, self.path)  # nothing, or an empty folder
             self._exchanged = True
+            self._stay(here)
             sync_folder(self._files, self._parent)
             return
         former = temporary
@@ -275,11 +286,24 @@ class CheckpointFolder:
                 self._files.rename(former, self.path)
                 raise
         self._exchanged = True
+        self._stay(here)
         sync_folder(self._files, self._parent)
         with suppress(OSError):  # the new one is there; the next save tries it again
             late = CheckpointFolder(former, self._files).foreign()
             take_over(self._files, late, former, self.path)  # put there just now
             self._remove(former)
+
+    def _stay(self, here: str) -> None:
+        """Leaves a program that works inside the former folder, which goes, where it was by name.
+
+        Args:
+            here: Its working folder before.
+        """
+        if f"{here}/".startswith(f"{self.path}/"):
+            for folder in (here, self.path):
+                with suppress(OSError):
+                    os.chdir(folder)
+                    return
 
     def _remove(self, folder: str) -> None:
         """Removes a folder that tiermem made; its manifest is removed last."""
@@ -292,6 +316,14 @@ class CheckpointFolder:
         if MANIFEST in names:
             self._files.remove_file(os.path.join(folder, MANIFEST))
         self._files.remove_folder(folder)
+
+
+def _working_folder() -> str:
+    """Returns the program's working folder; empty where it has been removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def _is_ours(folder: str) -> bool:

@@ -147,6 +147,11 @@ def _lay_out(path: str, specs: list[Spec], metadata: Mapping[str, str]) -> FileP
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for spec in ordered:
+        if spec.name in header:
+            raise CheckpointError(
+                f"{spec.name!r} is the name of a tensor, and in {path} that of something else: "
+                "call it otherwise"
+            )
         header[spec.name] = {
             "dtype": dtype_name(spec.dtype, repr(spec.name)),
             "shape": list(spec.shape),
