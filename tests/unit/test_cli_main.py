@@ -46,6 +46,7 @@ def test_version(capsys) -> None:
         ["train", "--width", "10", "--heads", "3"],
         ["train", "--steps", "0"],
         ["train", "--lr", "nan"],
+        ["train", "--lr", "inf"],
         ["train", "--hbm", "-5"],
         ["train", "--policy", "params=moon"],
         ["train", "--policy", "wings=dram"],

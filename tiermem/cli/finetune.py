@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import copy
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -127,6 +128,8 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
     for name in ("lr", "clip", "loss_chunks"):
         if not getattr(arguments, name) >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
+    if arguments.lr == math.inf:
+        raise ConfigError("--lr must be a number from 0 on, not inf")
     return Plan(
         batch=arguments.batch,
         accumulate=arguments.accumulate,

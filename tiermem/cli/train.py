@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -319,8 +320,8 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
             raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
     if arguments.loss_chunks < 0:
         raise ConfigError(f"--loss-chunks must not be negative, not {arguments.loss_chunks}")
-    if not arguments.lr >= 0:
-        raise ConfigError(f"--lr must not be negative, not {arguments.lr}")
+    if not 0 <= arguments.lr < math.inf:
+        raise ConfigError(f"--lr must be a number from 0 on, not {arguments.lr}")
     if not arguments.clip >= 0:
         raise ConfigError(f"--clip must not be negative, not {arguments.clip}")
     if arguments.overlap == "backward" and arguments.clip:

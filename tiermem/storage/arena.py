@@ -135,7 +135,8 @@ class HostArena(Arena):
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError, OverflowError) as error:
             raise CapacityError(
-                f"tier {self.tier.value}: no {nbytes} bytes of host memory: {error}"
+                f"tier {self.tier.value}: no {nbytes} bytes of host memory ({error}); give it a "
+                "smaller budget, or the machine more memory"
             ) from error
 
     @property
