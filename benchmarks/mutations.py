@@ -2542,8 +2542,15 @@ MUTATIONS = (
     Mutation(
         "data with other strides is taken over",
         "tiermem/nn/groups/replaced.py",
-        "    if _steps(value) != _steps(own):",
+        "    if steps[0] != steps[1]:",
         "    if False:",
+        ("tests/unit/test_nn_writes.py",),
+    ),
+    Mutation(
+        "nn: strides are compared with those of a placeholder",
+        "tiermem/nn/groups/replaced.py",
+        "strides = own.stride() if member is None else ",
+        "strides = own.stride() if True else ",
         ("tests/unit/test_nn_writes.py",),
     ),
     Mutation(

@@ -263,3 +263,19 @@ def test_data_with_other_strides_is_refused(inside: bool) -> None:
         assert torch.equal(model.weight.detach(), weight.t())
         model.bias.data = column
         assert torch.equal(model.bias.detach(), column)
+
+
+def test_data_is_assigned_to_weights_that_are_away() -> None:
+    """Their placeholders have strides of their own."""
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(4)])
+    values = [torch.rand(32, 32) for _ in model]
+    with tiermem.TierManager("cpu", hbm="12KiB", dram="1MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        for _ in range(2):
+            model(torch.rand(1, 32))
+        for weight, value in zip(model.parameters(), values, strict=True):
+            with pytest.raises(tiermem.ParameterError, match=r"its memory has \(32, 1\)"):
+                weight.data = value.t()
+            weight.data = value
+        for layer, value in zip(model, values, strict=True):
+            assert torch.equal(layer.weight, value)

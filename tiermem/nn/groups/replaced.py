@@ -7,6 +7,7 @@ find them where they were, and put copies of its own in the place of trained one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,19 +45,23 @@ def why_not(
             "use one of the two: remove its hooks, or call tier.unwrap(module) first; where only "
             f"the values are meant, use `.data.copy_(value)` or `.data = value.to({str(here)!r})`"
         )
-    if _steps(value) != _steps(own):  # plain torch would compute with them, and round otherwise
+    member = group.pointing.member_of(tensor)
+    # not those of ``own``, which may be a placeholder
+    strides = own.stride() if member is None else group.block.tensors[member.index].stride
+    steps = [_steps(value.shape, of) for of in (value.stride(), strides)]
+    if steps[0] != steps[1]:  # plain torch would compute with them, and round otherwise
         return ParameterError(
-            f"{what} cannot have strides {value.stride()}, its memory has {own.stride()}; where "
+            f"{what} cannot have strides {value.stride()}, its memory has {tuple(strides)}; where "
             "only the values are meant, use `.data.copy_(value)`, with which plain torch keeps its "
             "strides as well, else call tier.unwrap(module) first"
         )
     return None
 
 
-def _steps(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the dimensions that have more than one element, and their strides, if two have."""
-    found = tuple((n, tensor.stride(n)) for n, size in enumerate(tensor.shape) if size > 1)
-    return found if len(found) > 1 else ()
+    found = [(n, strides[n]) for n, size in enumerate(shape) if size > 1]
+    return found if len(found) > 1 else []
 
 
 def reshaped(group: Group, slot: Slot) -> ParameterError | None:
