@@ -48,6 +48,16 @@ def record(call, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     return graph, y
 
 
+def replays_as_resident(graphs, x: torch.Tensor, plain: nn.Module, model: nn.Module) -> None:
+    """Checks both graphs, and both models, with new values."""
+    x.normal_()
+    for graph, _ in graphs:
+        graph.replay()
+    assert torch.equal(graphs[0][1], graphs[1][1])
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+
+
 def test_a_captured_layer_replays_the_bits_of_the_resident_one() -> None:
     plain, model = build(), build()
     x = torch.randn(8, WIDTH, device="cuda")
@@ -58,12 +68,7 @@ def test_a_captured_layer_replays_the_bits_of_the_resident_one() -> None:
         for part in (lambda m: m[2], lambda m: m):
             graphs = [record(part(m), x) for m in (plain, model)]
             for _ in range(3):
-                x.normal_()
-                for graph, _ in graphs:
-                    graph.replay()
-                assert torch.equal(graphs[0][1], graphs[1][1])
-                with torch.no_grad():
-                    assert torch.equal(model(x), plain(x))
+                replays_as_resident(graphs, x, plain, model)
             with torch.no_grad():  # what is written later is what the graph reads
                 for m in (plain, model):
                     m[2].up.weight.mul_(1.5)
@@ -126,12 +131,7 @@ def test_a_model_that_fits_stays_where_a_graph_has_seen_it(warm: int) -> None:
                 optimizer.zero_grad()
             with torch.no_grad():
                 beside(x)
-            x.normal_()
-            for graph, _ in graphs:
-                graph.replay()
-            assert torch.equal(graphs[0][1], graphs[1][1])
-            with torch.no_grad():
-                assert torch.equal(model(x), plain(x))
+            replays_as_resident(graphs, x, plain, model)
 
 
 def test_a_graph_of_something_else_beside_a_model_that_streams() -> None:

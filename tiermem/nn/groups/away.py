@@ -155,8 +155,7 @@ class Away(StandIn):
                     "DistributedDataParallel broadcasts all weights at once as it is made, and "
                     "HBM has no room for them: start every process from the same weights and "
                     "pass init_sync=False to it (torch 2.6 has no such option; accelerate does not "
-                    "pass it: give "
-                    "DistributedDataParallel(model, init_sync=False) to "
+                    "pass it: give DistributedDataParallel(model, init_sync=False) to "
                     f"accelerator.prepare_model(..., evaluation_mode=True)); {error}"
                 ) from error
         if caller.co_name == _FLATTENS and "fsdp" in caller.co_filename:

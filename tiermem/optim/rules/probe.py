@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ from tiermem.optim.rules.trial import trial
 __all__ = ["Make", "StateProbe", "StateTensor", "settings_of"]
 
 _STEPS = 3
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +104,10 @@ class StateProbe:
         """
         key = (param.dim(), param.dtype, group, zeros_of(settings))
         if key not in self._spoils:
+            # with gradients far below and above any usual clipping limit
             self._spoils[key] = any(
-                self._try_spoil(param, settings, large) for large in (False, True)
+                self._try_tiny(param, settings, partial(self._spoiled, factor), or_else=True)
+                for factor in (0.01, 100.0)
             )
         return self._spoils[key]
 
@@ -116,47 +121,51 @@ class StateProbe:
         """
         key = (param.dim(), param.dtype, group, zeros_of(settings))
         if key not in self._varying:
-            self._varying[key] = frozenset()
-            for device in self._devices[1:]:
-                try:
-                    with trial():
-                        self._varying[key] = self._varied(param, settings, device)
-                    break
-                except Exception:  # a class may not run there
-                    continue
+            self._varying[key] = self._try_tiny(
+                param, settings, self._varied, or_else=frozenset[str]()
+            )
         return self._varying[key]
 
-    def _varied(
-        self, param: torch.Tensor, settings: dict[str, Any], device: torch.device
-    ) -> frozenset[str]:
-        (one,) = params = tiny([(4,) * param.dim()], param.dtype, device)
-        optimizer = ready(self._make([{**copied(settings), "params": params}]))
+    def _try_tiny(
+        self,
+        param: torch.Tensor,
+        settings: dict[str, Any],
+        look: Callable[[nn.Parameter, torch.optim.Optimizer], Found],
+        *,
+        or_else: Found,
+    ) -> Found:
+        """Returns what a look at an optimizer of one tiny parameter finds.
+
+        Args:
+            param: Of this dtype and number of dimensions.
+            settings: Of its group.
+            look: Given the tiny parameter and its optimizer, steps it.
+            or_else: What is returned where none can be stepped.
+        """
+        for device in self._devices[1:]:
+            try:
+                with trial():
+                    (one,) = params = tiny([(4,) * param.dim()], param.dtype, device)
+                    return look(one, ready(self._make([{**copied(settings), "params": params}])))
+            except Exception:  # a class may not run there
+                continue
+        return or_else
+
+    def _varied(self, one: nn.Parameter, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+        """Returns the keys of state tensors whose shape differs between a few steps."""
         shapes: dict[str, set[tuple[int, ...]]] = {}
         for step in range(_STEPS):
-            give_gradients(params, step, sparse=self.sparse)
+            give_gradients([one], step, sparse=self.sparse)
             run_unseen(optimizer)
             for name, value in optimizer.state[one].items():
                 if isinstance(value, torch.Tensor):
                     shapes.setdefault(str(name), set()).add(tuple(value.shape))
         return frozenset(name for name, found in shapes.items() if len(found) > 1)
 
-    def _try_spoil(self, param: torch.Tensor, settings: dict[str, Any], large: bool) -> bool:
-        """Tries a few steps with gradients far below or above any usual clipping limit."""
-        for device in self._devices[1:]:
-            try:
-                with trial():
-                    return self._spoiled(param, settings, device, 100.0 if large else 0.01)
-            except Exception:  # a class may not run there
-                continue
-        return True
-
-    def _spoiled(
-        self, param: torch.Tensor, settings: dict[str, Any], device: torch.device, factor: float
-    ) -> bool:
-        (one,) = params = tiny([(4,) * param.dim()], param.dtype, device)
-        optimizer = ready(self._make([{**copied(settings), "params": params}]))
+    def _spoiled(self, factor: float, one: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether one of a few steps writes its gradient, which is multiplied by ``factor``."""
         for step in range(_STEPS):
-            give_gradients(params, step, sparse=self.sparse)
+            give_gradients([one], step, sparse=self.sparse)
             one.grad = kept = factor * torch.as_tensor(one.grad)
             before = kept.to_dense().clone()
             run_unseen(optimizer)
