@@ -194,13 +194,12 @@ class ExpertWay:
 
     def reset(self) -> None:
         """Forgets what is being timed, after an exception anywhere."""
-        clock = self._parts.pass_timer.clock
-        for timed in [*self._timed, *([] if self._open is None else [self._open])]:
-            clock.free(timed.begin)
-            if timed.end is not None:
-                clock.free(timed.end)
-        self._open = self._now = self._last = None
-        self.looks = False
+        self._drop()
+        self._last = None
+        for timed in self._timed:
+            for stamp in (timed.begin, timed.end):
+                if stamp is not None:
+                    self._parts.pass_timer.clock.free(stamp)
         self._timed.clear()
 
     # -- inside ----------------------------------------------------------
