@@ -8,9 +8,10 @@ A round is one pass, or several: forward and then backward.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from typing import NamedTuple
 
 from tiermem.core.layouts import Run, layouts
@@ -60,19 +61,16 @@ class Visit(NamedTuple):
     nbytes: int
 
 
-@dataclass(slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a block is in HBM.
 
     Attributes:
         offset: First byte.
         nbytes: Bytes.
-        free_at: Event from which on it may leave, counted from the begin of the first round.
     """
 
     offset: int
     nbytes: int
-    free_at: int = -1
 
     @property
     def end(self) -> int:
@@ -335,72 +333,73 @@ def play(
     """
     passes, count = len(one.lengths), _LEAD + min(2 * len(layout), 2 + _MOST_PLAYED // one.uses)
     found: list[list[Fetch]] = [[] for _ in range(count * passes)]
-    there = {block: Place(place.offset, place.nbytes) for block, place in inside.items()}
-    begins = sorted((place.offset, block) for block, place in there.items())
-    now = 0
+    # of what is in HBM, by block: where it begins and ends, and the event from which it may leave
+    there = {block: place.offset for block, place in inside.items()}
+    ends = {block: place.end for block, place in inside.items()}
+    free = dict.fromkeys(inside, -1)
+    blocks = {offset: block for block, offset in there.items()}
+    begins = sorted(blocks)
+    now, when = 0, one.find(0)
     late = list(reversed(missing))
     for number in range(count):
         begin = number * one.count
-        for visit, offset in zip(visits, layout[number % len(layout)], strict=True):
-            while late and late[-1].first <= visit.first:
-                _enter_missing(found, late.pop(), one.find(now))
-            free_at = begin + one.freed[visit.last]
-            place = there.get(visit.block)
-            if place is not None and place.offset == offset:
-                place.free_at = free_at
+        for (block, use, last, nbytes), offset in zip(
+            visits, layout[number % len(layout)], strict=True
+        ):
+            while late and late[-1].first <= use:
+                _enter_missing(found, late.pop(), when)
+            own = there.get(block)
+            if own == offset:
+                free[block] = begin + one.freed[last]
                 continue
-            over = _overlapped(there, begins, visit, offset)
-            now = max([now, *(there[block].free_at for block in over)])
-            if now >= begin + one.entered[visit.first]:
-                return None
-            exchanged = len(over) == 1 and there[over[0]].offset == offset
-            at, event, before = one.find(now)
-            use = number * one.uses + visit.first - before
-            block, nbytes = visit.block, visit.nbytes
-            found[at].append(Fetch(event, block, nbytes, offset, tuple(over), exchanged, use))
+            first = bisect_left(begins, offset)
+            first -= first > 0 and ends[blocks[begins[first - 1]]] > offset
+            behind = bisect_left(begins, offset + nbytes, first)
+            over = [blocks[at] for at in begins[first:behind]]
+            apart = own is not None and block not in over
+            exchanged = behind == first + 1 and begins[first] == offset and not apart
+            if apart:
+                over.append(block)
+            event = now
             for other in over:
-                begins.remove((there.pop(other).offset, other))
-            there[block] = Place(offset, nbytes, free_at)
-            insort(begins, (offset, block))
+                event = max(event, free[other])
+            if event >= begin + one.entered[use]:
+                return None
+            if event != now:
+                now, when = event, one.find(event)
+            at, event, before = when
+            to = number * one.uses + use - before
+            found[at].append(Fetch(event, block, nbytes, offset, tuple(over), exchanged, to))
+            for other in over:
+                del blocks[there.pop(other)], ends[other], free[other]
+            begins[first:behind] = [offset]
+            if own is not None and apart:
+                begins.remove(own)
+            there[block], ends[block], blocks[offset] = offset, offset + nbytes, block
+            free[block] = begin + one.freed[last]
         while late:
-            _enter_missing(found, late.pop(), one.find(now))
+            _enter_missing(found, late.pop(), when)
         whole = now // one.count * passes
-        done = _repeated(found[:whole], passes, len(layout) * passes)
+        done = _repeated(found[:whole], *dict.fromkeys((passes, len(layout) * passes)))
         if done is not None:
             return done
     return None
-
-
-def _overlapped(
-    there: Mapping[int, Place], begins: Sequence[tuple[int, int]], visit: Visit, offset: int
-) -> list[int]:
-    """Returns what has to leave for a block to come to an offset, itself included.
-
-    Args:
-        there: What is in HBM, by id.
-        begins: The offset and id of each, ascending.
-        visit: The block that comes.
-        offset: Where to.
-    """
-    first = max(0, bisect_right(begins, (offset, -1)) - 1)
-    if first < len(begins) and there[begins[first][1]].end <= offset:
-        first += 1
-    found = [block for _, block in begins[first : bisect_left(begins, (offset + visit.nbytes, -1))]]
-    if visit.block in there and visit.block not in found:
-        found.append(visit.block)
-    return found
 
 
 def _repeated(found: list[list[Fetch]], *periods: int) -> Rounds | None:
     """Returns the passes up to where they repeat after one of some numbers; None where none do."""
     for length in periods:
         number = len(found) - 2 * length
-        if number < 0:
-            continue
-        alike = [[fetch.same() for fetch in fetches] for fetches in found[number:]]
-        if alike[:length] == alike[length:]:
+        if number >= 0 and all(map(_alike, found[number:-length], found[-length:])):
             return Rounds(found[: number + length], number)
     return None
+
+
+def _alike(one: Sequence[Fetch], other: Sequence[Fetch]) -> bool:
+    """Whether two passes do the same."""
+    if len(one) != len(other):
+        return False
+    return all(map(eq, map(Fetch.same, one), map(Fetch.same, other)))
 
 
 def _enter_missing(found: list[list[Fetch]], block: Missing, when: tuple[int, int, int]) -> None:

@@ -20,7 +20,7 @@ _BISECTIONS = 24
 def layouts(
     blocks: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]
 ) -> Iterator[list[list[int]]]:
-    """Yields ways to lay out what streams in a round.
+    """Yields ways to lay out what streams in a round, no two of them alike.
 
     Where blocks come several times in a round, each to a place of its own first: what closes one
     pass and opens the next, as where backward follows forward, does not move then.
@@ -33,6 +33,17 @@ def layouts(
     Yields:
         The offset of each of them, for each of some rounds after which the first is repeated.
     """
+    known: list[list[list[int]]] = []
+    for layout in _ways(blocks, sizes, runs):
+        if layout not in known:  # laps of several lengths may come to the same
+            known.append(layout)
+            yield layout
+
+
+def _ways(
+    blocks: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]
+) -> Iterator[list[list[int]]]:
+    """Yields what :func:`layouts` does, some of it several times."""
     size_of = dict(zip(blocks, sizes, strict=True))
     if len(size_of) < len(blocks):
         for offsets in _staying(list(size_of.values()), runs):

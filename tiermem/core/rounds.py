@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 _HOST = 200e-6
@@ -211,15 +211,16 @@ def seconds_of(
     device = link = 0.0
     events = _by_event(rounds, lengths)
     count = (len(rounds.fetches) - rounds.again) // len(lengths)
+    hosts = [host_seconds(event) for event in range(sum(lengths) + len(lengths))]
     seconds = 0.0
     for turn in range(2 * count):
         began = device = link = max(device, link)
-        for event, (fetches, use) in enumerate(islice(events, sum(lengths) + len(lengths))):
-            host = began + host_seconds(event)
+        for after, (fetches, use) in zip(hosts, events, strict=False):
+            host = began + after
             for fetch in fetches:
-                link = max(
-                    [link, host, *(free.get(block, 0.0) + latency for block in fetch.leaves)]
-                )
+                link = max(link, host)
+                for block in fetch.leaves:
+                    link = max(link, free.get(block, 0.0) + latency)
                 link += transfer[fetch.block]
                 arrived[fetch.block] = link
             if use >= 0:
