@@ -2542,9 +2542,16 @@ MUTATIONS = (
     Mutation(
         "data with other strides is taken over",
         "tiermem/nn/groups/replaced.py",
-        "    if steps[0] != steps[1]:",
+        "    if not laid_alike(value, strides):",
         "    if False:",
         ("tests/unit/test_nn_writes.py",),
+    ),
+    Mutation(
+        "data with other strides is taken over as materialize ends",
+        "tiermem/nn/wrap/materialize.py",
+        "            elif not laid_alike(value, view.stride()):",
+        "            elif False:",
+        ("tests/unit/test_nn_materialize.py",),
     ),
     Mutation(
         "nn: strides are compared with those of a placeholder",
