@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from tiermem.config import parse_path
 from tiermem.errors import CheckpointError, ConfigError, StorageError
 from tiermem.lora.adapters import (
     adapted,
@@ -48,7 +49,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
         path: A folder; it is made if need be.
 
     Raises:
-        CheckpointError: If the model has no adapters.
+        CheckpointError: If the model has no adapters, or ``path`` can be no folder's.
         StorageError: If a file cannot be written; the former ones are whole.
     """
     lora = settings_of(model)
@@ -57,6 +58,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
             f"{type(model).__name__} has no adapters of tiermem's (tiermem.add_adapters); a model "
             "with peft's is saved by its save_pretrained"
         )
+    folder = Path(parse_path(path, "path", CheckpointError))
     with torch.no_grad():
         tensors = {name: _copy_of(param) for name, param in _own(model).items()}
         tensors.update((name, _copy_of(bias)) for name, bias in _biases(model, lora).items())
@@ -64,7 +66,6 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
             for key, value in module.state_dict().items():
                 tensors[f"{_PREFIX}{name}.{key}"] = _copy_of(value)
     text = json.dumps(peft_options(model, lora), indent=2, sort_keys=True, default=list)
-    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(folder / WEIGHTS, lambda new: save_file(tensors, new, metadata={"format": "pt"}))
@@ -91,7 +92,7 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
         ConfigError: If their adapters are of a kind that cannot be had; nothing is changed.
         WrapError: If the model is wrapped and has no adapters.
     """
-    folder = Path(path)
+    folder = Path(parse_path(path, "path", CheckpointError))
     lora = _read_settings(folder / SETTINGS)
     plain = settings_of(model) is None
     _check_values(model, lora, folder / WEIGHTS)
