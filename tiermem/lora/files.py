@@ -73,7 +73,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
     except (OSError, SafetensorError) as error:
         raise StorageError(
             "the adapters cannot be written; the model has them still: save them elsewhere",
-            path=str(folder), errno=_number_of(error),
+            kind="adapters", path=str(folder), errno=_number_of(error),
         ) from error  # fmt: skip
 
 
