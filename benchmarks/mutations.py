@@ -2547,6 +2547,20 @@ MUTATIONS = (
         ("tests/unit/test_nn_writes.py",),
     ),
     Mutation(
+        "adapters: settings are there while weights are replaced",
+        "tiermem/lora/pair.py",
+        "            _exchange(first, second)\n",
+        "            os.replace(fresh[1], second)\n            os.replace(fresh[0], first)\n",
+        ("tests/faults/test_adapter_files.py",),
+    ),
+    Mutation(
+        "adapters: former files do not come back",
+        "tiermem/lora/pair.py",
+        "            undo.callback(_give_back, old, path)\n",
+        "",
+        ("tests/faults/test_adapter_files.py",),
+    ),
+    Mutation(
         "data with other strides is taken over as materialize ends",
         "tiermem/nn/wrap/materialize.py",
         "            elif not laid_alike(value, view.stride()):",

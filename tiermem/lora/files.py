@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tiermem.lora.adapters import (
     trained_biases,
 )
 from tiermem.lora.config import Lora
+from tiermem.lora.pair import left_beside, replace_pair
 from tiermem.lora.targets import by_pattern, chosen, saved_whole
 
 WEIGHTS = "adapter_model.safetensors"
@@ -42,7 +43,9 @@ PathLike = str | os.PathLike[str]
 def save_adapters(model: nn.Module, path: PathLike) -> None:
     """Writes a model's adapters as peft's files.
 
-    Each file is written beside the former one, synced and renamed over it.
+    Both files are written beside the former ones and synced, then put in their places: a crash
+    leaves the former adapters, the new ones, or a folder without ``adapter_config.json``, which no
+    reader takes for adapters.
 
     Args:
         model: A module with adapters, wrapped or not.
@@ -68,8 +71,12 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
     text = json.dumps(peft_options(model, lora), indent=2, sort_keys=True, default=list)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / WEIGHTS, lambda new: save_file(tensors, new, metadata={"format": "pt"}))
-        _replace(folder / SETTINGS, lambda new: Path(new).write_text(text, encoding="utf-8"))
+        replace_pair(
+            folder / SETTINGS,
+            lambda new: Path(new).write_text(text, encoding="utf-8"),
+            folder / WEIGHTS,
+            lambda new: save_file(tensors, new, metadata={"format": "pt"}),
+        )
     except (OSError, SafetensorError) as error:
         raise StorageError(
             "the adapters cannot be written; the model has them still: save them elsewhere",
@@ -232,7 +239,11 @@ def _read_settings(path: Path) -> Lora:
             raise CheckpointError(f"{path} is too large for a configuration of adapters")
         options = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unlike)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): no adapters") from error
+        left = left_beside(path, path.with_name(WEIGHTS))
+        hint = f"; a save was cut short, the former files are there as {left}: rename them"
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): no adapters{hint if left else ''}"
+        ) from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -368,23 +379,3 @@ def _number_of(error: OSError | SafetensorError) -> int | None:
         return error.errno
     found = re.search(r"os error (\d+)", str(error))
     return int(found[1]) if found else None
-
-
-def _replace(path: Path, write: Callable[[str], object]) -> None:
-    """Writes a file beside another, and puts it in its place when it is whole and synced."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        write(str(new))
-        _sync(new)
-        os.replace(new, path)
-        _sync(path.parent)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
