@@ -29,7 +29,7 @@ def replace_pair(first: Path, write_first: Write, second: Path, write_second: Wr
     """
     fresh = [_beside(path, "new") for path in (first, second)]
     try:
-        for path, write in zip(fresh, (write_first, write_second), strict=True):
+        for path, write in zip(fresh[::-1], (write_second, write_first), strict=True):
             write(str(path))
             _sync(path)
         if _alike(first, fresh[0]):  # one name is left to replace, and that is done at once
