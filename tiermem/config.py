@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from tiermem.core.block import Role
-from tiermem.errors import ConfigError
+from tiermem.errors import ConfigError, TierError
 
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
@@ -66,6 +67,35 @@ def parse_size(value: int | str, name: str = "size", *, besides: str = "") -> in
     if size > _MOST:
         raise _too_large(name, _short(value))
     return size
+
+
+def parse_path(path: object, name: str, error: type[TierError] = ConfigError) -> str:
+    """Reads the path of a file or folder, which need not be there.
+
+    Args:
+        path: Text, or what ``os.fspath`` makes text of.
+        name: The setting's name, for the message.
+        error: What is raised.
+
+    Raises:
+        TierError: Of the class ``error``, if no file can have that path.
+    """
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]  # what is no path is refused here
+    except TypeError as wrong:
+        raise error(f"{name} must be a path, not {path!r}") from wrong
+    if not isinstance(text, str):
+        raise error(f"{name}={text!r} must be text; use os.fsdecode")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as wrong:
+        raise error(
+            f"{name}={text!r} cannot be the path of a file: the system has no name for "
+            f"{text[wrong.start : wrong.end]!r}"
+        ) from wrong
+    if "\0" in text:
+        raise error(f"{name}={text!r} cannot be the path of a file: it has a zero character")
+    return text
 
 
 def parse_budget(value: int | str | None, name: str, total: Callable[[], int]) -> int | None:

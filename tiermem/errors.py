@@ -74,7 +74,8 @@ class StorageError(TierError, OSError):
 
     Attributes:
         block: Name of the block that was moving, or ``""``.
-        tier: Name of the tier, normally ``"nvme"``.
+        tier: Name of the tier, ``"nvme"``; ``""`` where the file is no tier's.
+        kind: What the file is then: ``"checkpoint"`` or ``"adapters"``; else ``""``.
         path: Folder of the file (swap files have no name of their own).
         offset: Byte offset in that file, or -1.
         nbytes: Bytes asked for.
@@ -87,13 +88,14 @@ class StorageError(TierError, OSError):
         *,
         block: str = "",
         tier: str = "nvme",
+        kind: str = "",
         path: str = "",
         offset: int = -1,
         nbytes: int = 0,
         errno: int | None = None,
     ) -> None:
         detail = f" (errno {errno}: {os.strerror(errno)})" if errno else ""
-        where = [f"tier {tier}"]
+        where = [kind or f"tier {tier}"]
         if block:
             where.insert(0, f"block {block!r}")
         if path:
@@ -106,7 +108,8 @@ class StorageError(TierError, OSError):
         super().__init__(errno, message)
         self.message = message
         self.block = block
-        self.tier = tier
+        self.tier = "" if kind else tier
+        self.kind = kind
         self.path = path
         self.offset = offset
         self.nbytes = nbytes

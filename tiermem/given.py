@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from tiermem.config import parse_budget, parse_size
+from tiermem.config import parse_budget, parse_path, parse_size
 from tiermem.errors import ConfigError
 from tiermem.runtime.memory.hostmemory import available_memory, total_memory
 from tiermem.runtime.memory.opening import AT_ONCE
@@ -44,7 +44,7 @@ def folders_of(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
     """Returns the folders of the NVMe tier; none where there is no such tier.
 
     Raises:
-        ConfigError: If one has no name.
+        ConfigError: If one has no name, or one that no folder can have.
     """
     if nvme is None:
         return ()
@@ -59,6 +59,7 @@ def folders_of(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
                 f"nvme={nvme!r} names no folder: write its path (the current folder is '.'), or "
                 "leave nvme out for two tiers only"
             )
+        parse_path(path, "nvme")
     return paths
 
 

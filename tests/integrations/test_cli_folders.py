@@ -335,6 +335,35 @@ def test_a_run_of_adapters_goes_on(words: Path, tmp_path: Path, capfd: Any) -> N
     assert "is of a run with lr 0.01" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("failing", [2, 3])
+def test_adapters_are_kept_where_a_save_fails(
+    words: Path, tmp_path: Path, capfd: Any, monkeypatch: Any, failing: int
+) -> None:
+    """In the midst of the run, or at its end: those of the steps that were made."""
+    lora = ["--lora", "r=4,target_modules=q_proj+v_proj", "--lr", "0.01", "--hbm", "720KiB"]
+    saved = ["--save", str(tmp_path / "run"), "--save-every", "1"]
+    after = checkpoints.Checkpoints.after
+
+    def stopping(error: BaseException) -> Any:
+        def stopped(self: Any, step: int, *more: Any) -> None:
+            if step == failing:
+                raise error
+            after(self, step, *more)
+
+        return stopped
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "after", stopping(KeyboardInterrupt()))
+    assert adapt(words, tmp_path / "whole", *lora, *saved) == cli.INTERRUPTED
+    full = stopping(tiermem.CapacityError("the disk is full"))
+    monkeypatch.setattr(checkpoints.Checkpoints, "after", full)
+    assert adapt(words, tmp_path / "kept", *lora, *saved) == 2
+    assert "error: the disk is full" in capfd.readouterr().err
+    whole, kept = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "kept")
+    )
+    assert all(torch.equal(kept[name], value) for name, value in whole.items())
+
+
 def test_adapters_on_a_byte_gpt_in_parts(byte_gpt: Path, tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "adapters"
     lora = ["--lora", "r=2,target_modules=qkv+out", "--hbm", "500KiB"]

@@ -196,7 +196,9 @@ def test_a_disk_that_fails_at_opening(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(5, "no")
 
     monkeypatch.setattr(os, "open", fail)
-    with pytest.raises(StorageError, match=r"opening failed .errno 5.*a.safetensors"):
+    with pytest.raises(
+        StorageError, match=r"opening failed .errno 5.*: checkpoint, path .*a.safetensors"
+    ):
         CheckpointFiles.open(path)
 
 
@@ -215,7 +217,9 @@ def test_changes_are_noticed(tmp_path: Path) -> None:
     files.check_unchanged(fd, 0)
 
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    with pytest.raises(StorageError, match=f"changed .*: it was written.*path {path}"):
+    with pytest.raises(
+        StorageError, match=f"changed .*: it was written.*: checkpoint, path {path}"
+    ):
         files.check_unchanged(fd, 0)
     os.truncate(path, before.st_size - 1)
     with pytest.raises(StorageError, match=f"had {before.st_size} bytes and has"):

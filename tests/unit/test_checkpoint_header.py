@@ -204,8 +204,10 @@ def test_a_disk_that_fails(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header.os, "preadv", fail)
     with pytest.raises(StorageError, match=r"header failed.*errno 5.*weights.safetensors"):
         CheckpointFiles.open(path)
-    with pytest.raises(StorageError, match=r"tensor 'a' failed.*errno 5.*offset"):
+    with pytest.raises(
+        StorageError, match=r"tensor 'a' failed.*errno 5.*: checkpoint, path .*offset"
+    ):
         files.read_tensor("a")
     monkeypatch.setattr(header.os, "preadv", lambda *_: 0)
-    with pytest.raises(StorageError, match="made shorter"):
+    with pytest.raises(StorageError, match=r"made shorter.*: checkpoint, path "):
         CheckpointFiles.open(path)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tiermem import cli
 from tiermem.cli import disks, measured
+from tiermem.cli.links import MemoryLinks
 from tiermem.cli.measured import Measurement, _draw_disks, picture, rounds
 from tiermem.runtime.metrics import machine_profile as profile
 
@@ -36,6 +37,11 @@ def test_memory(saved, capsys) -> None:
     assert [row["link"] for row in rows] == ["dram->hbm", "hbm->dram", "dram->dram"] * 2
     assert {row["nbytes"] for row in rows} == {64 << 10, 1 << 20}
     assert all(row["gb_per_s"] > 0 for row in rows)
+
+
+def test_both_ways_at_once_without_a_gpu() -> None:
+    with MemoryLinks("cpu", 64 << 10) as links:
+        assert links.both(64 << 10) > 0
 
 
 def test_disks(tmp_path, capsys) -> None:

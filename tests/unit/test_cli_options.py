@@ -76,3 +76,4 @@ def test_errors_name_options() -> None:
     assert with_options(message) == (
         "give --hbm at least 4096 and --nvme-bytes at least 9, or --nvme folder (alone --hbm 12)"
     )
+    assert with_options("none; give TierManager(nvme=folder)") == "none; give --nvme folder"

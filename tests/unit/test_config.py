@@ -91,6 +91,12 @@ def test_policy_fields_are_checked_at_once() -> None:
         Policy(grads="disk")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
+def test_a_folder_that_cannot_be_is_named(name: str) -> None:
+    with pytest.raises(tiermem.ConfigError, match=r"nvme='a.*cannot be the path of a file"):
+        tiermem.TierManager("cpu", hbm="1MiB", nvme=["here", name])
+
+
 def test_a_limit_of_files_wants_files() -> None:
     with pytest.raises(tiermem.ConfigError, match="give nvme=folder"):
         tiermem.TierManager("cpu", hbm="1MiB", nvme_bytes="1GiB")

@@ -178,7 +178,7 @@ def test_a_failed_save_leaves_the_former_files(
         raise OSError(28, "no space left")
 
     monkeypatch.setattr("tiermem.lora.files.os.fsync", full)
-    with pytest.raises(tiermem.StorageError, match=f"errno 28.*path {tmp_path}"):
+    with pytest.raises(tiermem.StorageError, match=f"errno 28.*adapters, path {tmp_path}"):
         tiermem.save_adapters(model, tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

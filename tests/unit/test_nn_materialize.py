@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,3 +45,26 @@ def test_gradients_of_what_was_unfrozen_meanwhile_are_in_the_tiers() -> None:
         model(torch.ones(1, WIDTH)).sum().backward()
         assert [row.role for row in tier.residency()].count("grad") == 1
         assert [param.grad is not None for param in model.parameters()].count(True) == 1
+
+
+def test_data_with_other_strides_is_refused_as_the_block_ends() -> None:
+    """Plain torch would keep them, and round otherwise; outside of ``materialize`` it is alike."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    first, second = model
+    before, column = first.weight.detach().clone(), torch.rand(WIDTH, 2)[:, 0]
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        with (
+            pytest.raises(tiermem.ParameterError, match=r"'0.weight' has strides \(1, 64\).*copy_"),
+            tier.materialize(model),
+        ):
+            first.weight.data = first.weight.data.t().contiguous().t() + 1
+            first.bias.data = column  # with one dimension the strides change no bit
+            second.weight.data = second.weight.data + 1
+            changed = second.weight.detach().clone()
+        assert same_bits(first.weight.detach(), before)
+        assert same_bits(first.bias.detach(), column)
+        assert same_bits(second.weight.detach(), changed)
+        with tier.materialize(model):
+            first.weight.data.copy_(before.t())
+        assert same_bits(first.weight.detach(), before.t())

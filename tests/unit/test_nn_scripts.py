@@ -579,6 +579,62 @@ def code_that_comes_later(run: Run) -> None:
         run.see(*[model(x()) for _ in range(4)])
 
 
+def reading(weight: torch.Tensor) -> torch.Tensor:
+    """Writes nothing."""
+    return weight
+
+
+def shrinking(weight: torch.Tensor) -> torch.Tensor:
+    weight.data.mul_(0.9)
+    return weight
+
+
+def halving(weight: torch.Tensor) -> torch.Tensor:
+    weight.data.mul_(0.5)
+    return weight
+
+
+helper = reading
+
+
+def replaced_again(way: Callable[[Any, Any], None]) -> Script:
+    """Returns a script in which code is replaced under its name, at last by such as writes."""
+
+    def run_it(run: Run) -> None:
+        class Own(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(WIDTH, WIDTH)
+                self.own = reading
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return functional.linear(x, self.part(helper(self.own(self.weight))), self.bias)
+
+            def part(self, weight: torch.Tensor) -> torch.Tensor:
+                return weight
+
+        globals()["helper"] = reading
+        model = run.wrap(nn.Sequential(*[Own() for _ in range(30)]))
+        with torch.no_grad():
+            run.see(*[model(x()) for _ in range(3)])
+            for code in (lambda weight: weight, shrinking, halving):
+                way(model[2], code)
+                run.see(*[model(x()) for _ in range(4)])
+
+    return run_it
+
+
+for _name, _way in {
+    "an_instance_s_function": lambda module, code: setattr(module, "own", code),
+    "an_instance_s_method": lambda module, code: setattr(module, "part", code),
+    "a_class_s_method": lambda module, code: setattr(type(module), "part", staticmethod(code)),
+    "a_class_s_forward": lambda module, code: setattr(
+        type(module), "forward", lambda self, x: functional.linear(x, code(self.weight), self.bias)
+    ),
+    "a_file_s_function": lambda module, code: globals().update(helper=code),
+}.items():
+    SCRIPTS[f"{_name}_that_is_replaced_again"] = replaced_again(_way)
+
+
 @contextmanager
 def tiers(homes: str, folder: Path) -> Iterator[tiermem.TierManager]:
     given = dict(HOMES[homes])

@@ -315,6 +315,8 @@ def test_extra_comes_back_as_it_was(tmp_path) -> None:
         ([torch.zeros(2, device="meta")], "meta"),
         (print, "extra is of the class"),
         ({torch.zeros(1): 1}, "a key of extra is a tensor"),
+        ({"a": [-(2**20_000)]}, r"extra\['a'\]\[0\] is a number of 20001 bits"),
+        ({(2**20_000, 1): 1}, r"a key of extra\[0\] is a number of 20001 bits"),
     ],
 )
 def test_what_cannot_be_kept_is_named(tmp_path, value, path) -> None:
@@ -323,6 +325,27 @@ def test_what_cannot_be_kept_is_named(tmp_path, value, path) -> None:
         with pytest.raises(tiermem.CheckpointError, match=path):
             tier.save(tmp_path / "run", value)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b", b"a"])
+def test_paths_that_no_file_can_have_are_named(tmp_path, name) -> None:
+    path = os.path.join(os.fsencode(tmp_path) if isinstance(name, bytes) else tmp_path, name)
+    model = nn.Sequential(nn.Linear(2, 2))
+    tiermem.add_adapters(model, tiermem.Lora(r=1, target_modules=["0"]))
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        for call in (
+            tier.save,
+            tier.load,
+            lambda path: tier.save(path, wait=False),
+            lambda path: tiermem.save_adapters(model, path),
+            lambda path: tiermem.load_adapters(model, path),
+        ):
+            with pytest.raises(tiermem.CheckpointError, match=r"path=.*a"):
+                call(path)
+        tier.save(tmp_path / "run", {"most": 10**4299, "least": -(10**4299)})
+        assert tier.load(tmp_path / "run") == {"most": 10**4299, "least": -(10**4299)}
+    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_states_of_generators_of_other_kinds(tmp_path) -> None:

@@ -331,7 +331,11 @@ def capped(tier: tiermem.TierManager, tiers: Tiers, device: str) -> Iterator[Non
 
 
 class _Saves:
-    """``--save``, ``--save-every`` and ``--resume``: all of the run, base weights included."""
+    """``--save``, ``--save-every`` and ``--resume``: all of the run, base weights included.
+
+    Attributes:
+        failed: Why one could not be made.
+    """
 
     def __init__(
         self,
@@ -346,6 +350,7 @@ class _Saves:
         described = {**asdict(plan), "lora": arguments.lora}
         del described["device"]
         self._checkpoints = Checkpoints(tier, saving, described)
+        self.failed: tiermem.TierError | None = None
         self._progress = progress
 
     def resume(self, scheduler: Any, generator: torch.Generator) -> int:
@@ -356,7 +361,13 @@ class _Saves:
     def after(
         self, step: int, last: bool, optimizer: Any, scheduler: Any, generator: torch.Generator
     ) -> None:
-        self._checkpoints.after(step, last, optimizer, self._progress, scheduler, generator)
+        import tiermem
+
+        try:
+            self._checkpoints.after(step, last, optimizer, self._progress, scheduler, generator)
+        except tiermem.TierError as error:
+            self.failed = error
+            raise
 
 
 def _train(
@@ -390,7 +401,15 @@ def _train(
         saves = None if saving is None else _Saves(tier, saving, arguments, plan, progress)
         quiet = arguments.quiet or arguments.json
         parts = tier, model, corpus, plan, progress, saves
-        seconds, interrupted = _make_steps(*parts, console, quiet)
+        try:
+            seconds, interrupted = _make_steps(*parts, console, quiet)
+        except tiermem.TierError as error:
+            if (
+                saves is not None and saves.failed is error
+            ):  # the step before it was made as a whole
+                tiermem.save_adapters(model, out)
+                console.print(f"the adapters after {len(progress.losses)} steps are in {out}")
+            raise
         tiermem.save_adapters(model, out)
         tier.close(discard=True)
     losses = progress.losses

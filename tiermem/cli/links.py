@@ -45,7 +45,9 @@ class MemoryLinks:
         self.cuda = self.device.type == "cuda"
         self.nbytes = nbytes
         self.pageable = pageable
-        self.engine = CudaCopyEngine(self.device) if self.cuda else None
+        self._engine = engine = CudaCopyEngine(self.device) if self.cuda else None
+        self._up = None if engine is None else engine.up_stream
+        self._down = None if engine is None else engine.down_stream
         self._cursor = 0
         self._arenas: list[Arena] = []
         try:
@@ -94,14 +96,12 @@ class MemoryLinks:
     def up(self, nbytes: int) -> float:
         """Returns the seconds of one copy of that size to the device."""
         pairs = self._pairs(self.high, self.low, nbytes)
-        stream = None if self.engine is None else self.engine.up_stream
-        return self._seconds((stream, pairs)) / len(pairs)
+        return self._seconds((self._up, pairs)) / len(pairs)
 
     def down(self, nbytes: int) -> float:
         """Returns the seconds of one copy of that size from the device."""
         pairs = self._pairs(self.low, self.high, nbytes)
-        stream = None if self.engine is None else self.engine.down_stream
-        return self._seconds((stream, pairs)) / len(pairs)
+        return self._seconds((self._down, pairs)) / len(pairs)
 
     def both(self, nbytes: int) -> float:
         """Returns the seconds of a copy up and a copy down at once, of that size each.
@@ -111,9 +111,7 @@ class MemoryLinks:
         half = self.nbytes
         ups = self._pairs(self.high[:half], self.low[:half], nbytes)
         downs = self._pairs(self.low[half:], self.high[half:], nbytes)
-        assert self.engine is not None
-        lanes = ((self.engine.up_stream, ups), (self.engine.down_stream, downs))
-        return self._seconds(*lanes) / len(ups)
+        return self._seconds((self._up, ups), (self._down, downs)) / len(ups)
 
     def within_device(self, nbytes: int) -> float:
         """Returns the seconds of one copy of that size within the device."""

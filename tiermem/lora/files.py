@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from tiermem.config import parse_path
 from tiermem.errors import CheckpointError, ConfigError, StorageError
 from tiermem.lora.adapters import (
     adapted,
@@ -28,6 +29,7 @@ from tiermem.lora.adapters import (
     trained_biases,
 )
 from tiermem.lora.config import Lora
+from tiermem.lora.pair import left_beside, replace_pair
 from tiermem.lora.targets import by_pattern, chosen, saved_whole
 
 WEIGHTS = "adapter_model.safetensors"
@@ -41,14 +43,16 @@ PathLike = str | os.PathLike[str]
 def save_adapters(model: nn.Module, path: PathLike) -> None:
     """Writes a model's adapters as peft's files.
 
-    Each file is written beside the former one, synced and renamed over it.
+    Both files are written beside the former ones and synced, then put in their places: a crash
+    leaves the former adapters, the new ones, or a folder without ``adapter_config.json``, which no
+    reader takes for adapters.
 
     Args:
         model: A module with adapters, wrapped or not.
         path: A folder; it is made if need be.
 
     Raises:
-        CheckpointError: If the model has no adapters.
+        CheckpointError: If the model has no adapters, or ``path`` can be no folder's.
         StorageError: If a file cannot be written; the former ones are whole.
     """
     lora = settings_of(model)
@@ -57,6 +61,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
             f"{type(model).__name__} has no adapters of tiermem's (tiermem.add_adapters); a model "
             "with peft's is saved by its save_pretrained"
         )
+    folder = Path(parse_path(path, "path", CheckpointError))
     with torch.no_grad():
         tensors = {name: _copy_of(param) for name, param in _own(model).items()}
         tensors.update((name, _copy_of(bias)) for name, bias in _biases(model, lora).items())
@@ -64,15 +69,18 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
             for key, value in module.state_dict().items():
                 tensors[f"{_PREFIX}{name}.{key}"] = _copy_of(value)
     text = json.dumps(peft_options(model, lora), indent=2, sort_keys=True, default=list)
-    folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / WEIGHTS, lambda new: save_file(tensors, new, metadata={"format": "pt"}))
-        _replace(folder / SETTINGS, lambda new: Path(new).write_text(text, encoding="utf-8"))
+        replace_pair(
+            folder / SETTINGS,
+            lambda new: Path(new).write_text(text, encoding="utf-8"),
+            folder / WEIGHTS,
+            lambda new: save_file(tensors, new, metadata={"format": "pt"}),
+        )
     except (OSError, SafetensorError) as error:
         raise StorageError(
             "the adapters cannot be written; the model has them still: save them elsewhere",
-            path=str(folder), errno=_number_of(error),
+            kind="adapters", path=str(folder), errno=_number_of(error),
         ) from error  # fmt: skip
 
 
@@ -91,7 +99,7 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
         ConfigError: If their adapters are of a kind that cannot be had; nothing is changed.
         WrapError: If the model is wrapped and has no adapters.
     """
-    folder = Path(path)
+    folder = Path(parse_path(path, "path", CheckpointError))
     lora = _read_settings(folder / SETTINGS)
     plain = settings_of(model) is None
     _check_values(model, lora, folder / WEIGHTS)
@@ -231,7 +239,11 @@ def _read_settings(path: Path) -> Lora:
             raise CheckpointError(f"{path} is too large for a configuration of adapters")
         options = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unlike)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): no adapters") from error
+        left = left_beside(path, path.with_name(WEIGHTS))
+        hint = f"; a save was cut short, the former files are there as {left}: rename them"
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): no adapters{hint if left else ''}"
+        ) from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -367,23 +379,3 @@ def _number_of(error: OSError | SafetensorError) -> int | None:
         return error.errno
     found = re.search(r"os error (\d+)", str(error))
     return int(found[1]) if found else None
-
-
-def _replace(path: Path, write: Callable[[str], object]) -> None:
-    """Writes a file beside another, and puts it in its place when it is whole and synced."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        write(str(new))
-        _sync(new)
-        os.replace(new, path)
-        _sync(path.parent)
-    finally:
-        new.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -53,7 +53,7 @@ def told_of(path: str, what: str) -> Iterator[None]:
                 "checkpoint, if there was one, is untouched, and nothing of the new one was left",
                 "free space there, or save elsewhere",
             ) from error
-        raise StorageError(what, path=path, errno=error.errno) from error
+        raise StorageError(what, kind="checkpoint", path=path, errno=error.errno) from error
 
 
 def manifest_of(folder: str) -> dict[str, Any] | None:

@@ -312,7 +312,11 @@ class SaveHandle:
             self._fail(error)
         except BaseException as error:
             if mine and entry.state is not _State.DONE:  # else all would wait for it
-                self._fail(StorageError(f"{type(error).__name__} came while a step wrote to it"))
+                self._fail(
+                    StorageError(
+                        f"{type(error).__name__} came while a step wrote to it", kind="checkpoint"
+                    )
+                )
             raise
 
     def _reads_home(self, entry: _Entry) -> bool:

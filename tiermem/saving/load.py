@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tiermem.config import parse_path
 from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.entry import Entry
@@ -76,7 +77,7 @@ def load_run(runtime: ModuleRuntime, path: str | os.PathLike[str]) -> Any:
         IntegrityError: If a file is not what was written.
         StorageError: If it cannot be read.
     """
-    folder = CheckpointFolder(os.fspath(path), FILES)
+    folder = CheckpointFolder(parse_path(path, "path", CheckpointError), FILES)
     with told_of(folder.path, "the checkpoint cannot be read:"):
         folder.recover()
     runtime.refuse_inside("tier.load()")

@@ -77,6 +77,7 @@ def _manifest(path: str) -> dict[str, Any]:
     if seal != seal_of(json.dumps(found, separators=(",", ":"))):
         raise IntegrityError(
             "the manifest of a checkpoint is not what was written: its checksum differs",
+            kind="checkpoint",
             path=os.path.join(path, MANIFEST),
         )
     return found
@@ -100,7 +101,7 @@ def _beginning(path: str, name: str, described: dict[str, Any]) -> bytes:
         raise IntegrityError(
             f"the first {nbytes} bytes of the checkpoint's file {name!r} are not what was "
             "written: their checksum differs",
-            path=path, offset=0, nbytes=nbytes,
+            kind="checkpoint", path=path, offset=0, nbytes=nbytes,
         )  # fmt: skip
     return begin
 

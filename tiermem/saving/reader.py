@@ -152,13 +152,14 @@ class TensorReader:
         except OSError as error:
             raise StorageError(
                 f"tensor {read.name!r} of a checkpoint cannot be read",
-                path=stored.path, offset=offset, nbytes=read.nbytes, errno=error.errno,
+                kind="checkpoint", path=stored.path, offset=offset, nbytes=read.nbytes,
+                errno=error.errno,
             ) from error  # fmt: skip
         if found != read.digest:
             raise IntegrityError(
                 f"tensor {read.name!r} of a checkpoint is not what was written: its checksum is "
                 f"{found}, not {read.digest}",
-                path=stored.path, offset=offset, nbytes=read.nbytes,
+                kind="checkpoint", path=stored.path, offset=offset, nbytes=read.nbytes,
             )  # fmt: skip
         return memory, at
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import xxhash
 
+from tiermem.config import parse_path
+from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.saving import layout
@@ -71,7 +73,7 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
     runtime.models.refuse_half_loaded("tier.save()")
     runtime.refuse_inside("tier.save()")
     runtime.backward.end()
-    folder = CheckpointFolder(os.fspath(path), FILES)
+    folder = CheckpointFolder(parse_path(path, "path", CheckpointError), FILES)
     with told_of(folder.path, "a checkpoint cannot be saved to"):
         folder.check()
         kept = folder.foreign()

@@ -23,6 +23,7 @@ Get = Callable[[str], torch.Tensor]
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 _TENSORS = (torch.Tensor, nn.Parameter)
 _DEEPEST = 100
+_MOST_BITS = 14_284  # of an int of 4300 digits, the most that Python reads if not told otherwise
 
 
 def encode(value: Any, path: str, put: Put, depth: int = 0) -> Any:
@@ -42,6 +43,11 @@ def encode(value: Any, path: str, put: Put, depth: int = 0) -> Any:
     kind = type(value)
     if depth > _DEEPEST:
         raise CheckpointError(f"{path}: more than {_DEEPEST} containers inside each other")
+    if kind is int and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(
+            f"{path} is a number of {value.bit_length()} bits; a checkpoint keeps those of at most "
+            f"{_MOST_BITS}: give it as text, such as hex(x)"
+        )
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
@@ -61,10 +67,13 @@ def encode(value: Any, path: str, put: Put, depth: int = 0) -> Any:
 
 
 def _encode_dict(value: dict[Any, Any], path: str, put: Put, depth: int) -> Any:
-    pairs = [(key, encode(item, f"{path}[{key!r}]", put, depth)) for key, item in value.items()]
+    # the keys first: one that cannot be kept may have no text for the paths of what it leads to
+    keys = [encode(key, f"a key of {path}", _no_tensor, depth) for key in value]
+    items = [encode(item, f"{path}[{key!r}]", put, depth) for key, item in value.items()]
+    pairs = zip(keys, items, strict=True)
     if all(type(key) is str and not key.startswith("$") for key in value):
         return dict(pairs)
-    return {"$dict": [[encode(key, f"a key of {path}", _no_tensor, depth), v] for key, v in pairs]}
+    return {"$dict": [[*pair] for pair in pairs]}
 
 
 def _no_tensor(path: str, _: torch.Tensor) -> str:

@@ -269,13 +269,17 @@ class CheckpointStore:
         Raises:
             StorageError: Always.
         """
-        raise StorageError("a checkpoint is never written", path=self.folder(pieces[0].file))
+        raise StorageError(
+            "a checkpoint is never written", kind="checkpoint", path=self.folder(pieces[0].file)
+        )
 
     def end_write(
         self, extent: Extent, piece: Piece, generation: int, checksum: int | None
     ) -> None:
         """Refuses; see :meth:`begin_write`."""
-        raise StorageError("a checkpoint is never written", path=self.folder(piece.file))
+        raise StorageError(
+            "a checkpoint is never written", kind="checkpoint", path=self.folder(piece.file)
+        )
 
     def version(self, extent: Extent) -> int:
         """Returns 1: nothing is ever written."""
@@ -312,7 +316,7 @@ def _open(path: Path, past_cache: bool) -> tuple[int, bool]:
         return os.open(path, flags), False
     except OSError as error:
         raise StorageError(
-            "the checkpoint file cannot be opened", path=str(path), errno=error.errno
+            "the file cannot be opened", kind="checkpoint", path=str(path), errno=error.errno
         ) from error
 
 

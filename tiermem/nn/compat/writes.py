@@ -5,6 +5,7 @@ made through ``weight.data``, through numpy or through an address. Where the cod
 that a module's call can reach speaks of any of these, the bytes of its block are
 compared with their copy at home after every use. Where it does not, that costs
 nothing. Reading the code is a hint only: it looks for names, never for classes.
+What names stood for is kept, to see that one stands for other code by now.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,30 +34,87 @@ _DEPTH = 5
 _TRUSTED = ("torch", "tiermem")
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
 _MERGES = ("merge", "unmerge")
-_known: dict[tuple[type, bool], tuple[bool, frozenset[str]]] = {}
 
 
-def may_write_uncounted(module: nn.Module, *, merging: bool = True) -> bool:
+class Places:
+    """Where a look at code found functions: names, and what they stood for."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
+
+    def note(self, owner: type | types.ModuleType | dict[str, Any], name: str) -> None:
+        """Notes what a name stands for, be it nothing.
+
+        Args:
+            owner: The class or module whose attribute it is, or the dictionary that has it.
+            name: The name.
+        """
+        names = owner if isinstance(owner, dict) else vars(owner)
+        self._found[id(owner), name] = names, name, names.get(name)
+
+    def include(self, others: Places) -> None:
+        """Notes what another look went by."""
+        self._found |= others._found
+
+    def changed(self) -> bool:
+        """Whether a name stands for something else by now."""
+        return any(names.get(name) is not value for names, name, value in self._found.values())
+
+
+class _Look:
+    """One look at code: how far it went, and what it went by."""
+
+    __slots__ = ("codes", "passed", "places")
+
+    def __init__(self, passed: Sequence[str]) -> None:
+        self.codes = set[types.CodeType]()
+        self.passed = passed
+        self.places = Places()
+
+
+_known: dict[tuple[type, bool], tuple[bool, frozenset[str], Places]] = {}
+
+
+def may_write_uncounted(
+    module: nn.Module, *, merging: bool = True, places: Places | None = None
+) -> bool:
     """Whether a call of ``module`` may write its weights without torch counting it.
 
     Args:
         module: The module.
         merging: Whether what it does to adapters merged into its weights counts.
+        places: Gets what this went by.
     """
     kind = type(module)
     passed = _SETUP if merging else (*_SETUP, *_MERGES)
-    if (kind, merging) not in _known:
-        codes = set[types.CodeType]()
-        may = not _trusted(kind) and _reaches(_methods(kind), kind, codes, _DEPTH, passed)
-        names = frozenset(name for code in codes for name in _names(code))
-        _known[kind, merging] = may, names.difference(passed)
-    may, names = _known[kind, merging]
+    known = _known.get((kind, merging))
+    if known is None or known[2].changed():
+        look = _Look(passed)
+        may = not _trusted(kind) and _reaches(_methods(kind, look), kind, look, _DEPTH)
+        names = frozenset(name for code in look.codes for name in _names(code))
+        known = _known[kind, merging] = may, names.difference(passed), look.places
+    may, names, found = known
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    own += [value for value in vars(module).values() if _is_called(value)]
-    return may or any(hook_may(module, thing, passed) for thing in (*own, *_beside(module, names)))
+    called = [name for name, value in vars(module).items() if _is_called(value)]
+    own += [vars(module)[name] for name in called]
+    look = _Look(passed)
+    for name in called:
+        look.places.note(vars(module), name)
+    if places is not None:
+        places.include(found)
+    may = may or any(
+        hook_may(module, thing, passed, look.places)
+        for thing in (*own, *_beside(module, names, look))
+    )
+    if places is not None:
+        places.include(look.places)
+    return may
 
 
-def _beside(module: nn.Module, names: frozenset[str]) -> Iterator[Any]:
+def _beside(module: nn.Module, names: frozenset[str], look: _Look) -> Iterator[Any]:
     """Yields what a module's code names of the modules inside, other than their calls."""
     for name, child in module._modules.items() if names else ():
         if child is None or name not in names:
@@ -65,18 +123,29 @@ def _beside(module: nn.Module, names: frozenset[str]) -> Iterator[Any]:
             for called in names & vars(type(inner)).keys() - {"forward", "__call__"}:
                 method = vars(type(inner))[called]
                 if isinstance(method, types.FunctionType):
+                    look.places.note(type(inner), called)
                     yield method.__get__(inner)
 
 
-def hook_may(module: nn.Module, hook: Any, passed: Sequence[str] = _SETUP) -> bool:
+def hook_may(
+    module: nn.Module,
+    hook: Any,
+    passed: Sequence[str] = _SETUP,
+    places: Places | None = None,
+) -> bool:
     """Whether a forward hook of ``module`` may write weights without torch counting it.
 
     Args:
         module: The module.
         hook: The hook, or a function that takes the place of a method.
         passed: Names of what is not looked at.
+        places: Gets what this went by.
     """
-    return _reaches(iter([hook]), type(module), set(), _DEPTH, passed)
+    look = _Look(passed)
+    may = _reaches(iter([hook]), type(module), look, _DEPTH)
+    if places is not None:
+        places.include(look.places)
+    return may
 
 
 def only_unmerges(module: nn.Module) -> bool:
@@ -93,37 +162,29 @@ def _trusted(thing: Any) -> bool:
     return module.partition(".")[0] in _TRUSTED
 
 
-def _methods(kind: type) -> Iterator[Any]:
+def _methods(kind: type, look: _Look) -> Iterator[Any]:
     """Yields the methods that classes outside torch define, other than those that set up."""
     for base in kind.__mro__:
         if base is nn.Module:
             return
         if not _trusted(base):
+            look.places.note(base, "forward")
             yield from (f for name, f in vars(base).items() if name == "forward")
 
 
-def _reaches(
-    functions: Iterator[Any],
-    kind: type,
-    seen: set[types.CodeType],
-    depth: int,
-    passed: Sequence[str],
-) -> bool:
-    """Whether code reached from ``functions`` speaks of a way around the version counter.
-
-    What is called by one of the names ``passed`` is not looked at.
-    """
+def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> bool:
+    """Whether code reached from ``functions`` speaks of a way around the version counter."""
     for thing in functions:
         owner = _owner(thing) or kind
         for function in _functions(thing):
-            if function.__code__ in seen or _trusted(function):
+            if function.__code__ in look.codes or _trusted(function):
                 continue
-            seen.add(function.__code__)
+            look.codes.add(function.__code__)
             names = set(_names(function.__code__))
             if names & _UNCOUNTED:
                 return True
-            callees = _callees(function, names.difference(passed), owner)
-            if depth and _reaches(callees, owner, seen, depth - 1, passed):
+            callees = _callees(function, names.difference(look.passed), owner, look.places)
+            if depth and _reaches(callees, owner, look, depth - 1):
                 return True
     return False
 
@@ -183,16 +244,22 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _callees(function: types.FunctionType, names: set[str], kind: type) -> Iterator[Any]:
+def _callees(
+    function: types.FunctionType, names: set[str], kind: type, places: Places
+) -> Iterator[Any]:
     """Yields what a function may call: methods of the class, globals, what it closes over."""
     for name in sorted(names):
         method = getattr(kind, name, None)
         if method is not None and not _trusted(method):
+            for base in kind.__mro__:  # one further below may get it later
+                if not _trusted(base):
+                    places.note(base, name)
             yield method
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            yield from _of_module(value, names)
+            yield from _of_module(value, names, places)
         elif _is_called(value):
+            places.note(function.__globals__, name)
             yield value
     for cell in function.__closure__ or ():
         try:
@@ -201,7 +268,9 @@ def _callees(function: types.FunctionType, names: set[str], kind: type) -> Itera
             continue  # not filled yet
 
 
-def _of_module(module: types.ModuleType, names: set[str], depth: int = 2) -> Iterator[Any]:
+def _of_module(
+    module: types.ModuleType, names: set[str], places: Places, depth: int = 2
+) -> Iterator[Any]:
     """Yields what code may call by the name of a module (``helpers.renorm(weight)``)."""
     package = module.__name__.partition(".")[0]
     if package in _TRUSTED or package in sys.stdlib_module_names:
@@ -209,6 +278,7 @@ def _of_module(module: types.ModuleType, names: set[str], depth: int = 2) -> Ite
     for name in sorted(names & vars(module).keys()):
         value = vars(module)[name]
         if isinstance(value, types.ModuleType):
-            yield from _of_module(value, names, depth - 1) if depth else ()
+            yield from _of_module(value, names, places, depth - 1) if depth else ()
         elif _is_called(value):
+            places.note(module, name)
             yield value

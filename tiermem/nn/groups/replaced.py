@@ -48,14 +48,23 @@ def why_not(
     member = group.pointing.member_of(tensor)
     # not those of ``own``, which may be a placeholder
     strides = own.stride() if member is None else group.block.tensors[member.index].stride
-    steps = [_steps(value.shape, of) for of in (value.stride(), strides)]
-    if steps[0] != steps[1]:  # plain torch would compute with them, and round otherwise
+    if not laid_alike(value, strides):
         return ParameterError(
             f"{what} cannot have strides {value.stride()}, its memory has {tuple(strides)}; where "
             "only the values are meant, use `.data.copy_(value)`, with which plain torch keeps its "
             "strides as well, else call tier.unwrap(module) first"
         )
     return None
+
+
+def laid_alike(value: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor lies in memory as strides say; else torch would round otherwise.
+
+    Args:
+        value: The tensor.
+        strides: Those of another one of its shape.
+    """
+    return _steps(value.shape, value.stride()) == _steps(value.shape, strides)
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

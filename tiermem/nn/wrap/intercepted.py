@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
-from tiermem.nn.compat.writes import hook_may, may_write_uncounted, only_unmerges
+from tiermem.nn.compat.writes import Places, hook_may, may_write_uncounted, only_unmerges
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
@@ -106,6 +106,7 @@ class InterceptedModules:
         self._kinds: list[type] = [*map(type, self._listed)]
         self._sizes = [-1] * len(self._listed)  # of what they have themselves
         self._writing: set[int] = set()  # the modules whose code may write
+        self._places = Places()  # where the code was found that was looked at
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
@@ -139,7 +140,7 @@ class InterceptedModules:
                 )
         self._find_around()
         for name, module in self._modules.items():
-            if may_write_uncounted(module):
+            if may_write_uncounted(module, places=self._places):
                 self._writing.add(id(module))
                 only = only_unmerges(module)
                 self.uncounted = self.uncounted or not only
@@ -148,24 +149,25 @@ class InterceptedModules:
 
     def hooked(self, module: nn.Module, hook: Any) -> None:
         """Looks at a forward hook that a module gets while it is wrapped."""
-        if hook_may(module, hook):
+        if hook_may(module, hook, places=self._places):
             self._suspect_now(module, None)
 
     def look_at_new_code(self) -> None:
         """Looks, as a pass begins, at code that has come since the last one.
 
         That is forward hooks of all modules, functions in the place of a module's forward, other
-        functions that an instance has now, and another class.
+        functions that an instance has now, another class, and what names in code that was looked at
+        stand for now: methods of classes and of instances, functions of files.
         """
         kinds, sizes = [*map(type, self._listed)], [*map(len, self._names)]  # these are quick, too
-        if kinds != self._kinds or sizes != self._sizes:
+        if kinds != self._kinds or sizes != self._sizes or self._places.changed():
             self._look_at_instances(kinds, sizes)
         there = any(map(contains, self._names, repeat("forward")))  # in every pass: this is quick
         for number, names in enumerate(self._names if there else ()):
             if "forward" in names and self._forwards.get(number) is not names["forward"]:
                 module, forward = self._listed[number], names["forward"]
                 self._forwards[number] = forward
-                if hook_may(module, forward):
+                if hook_may(module, forward, places=self._places):
                     self._suspect_now(module, None)
         for hooks in _HOOKS_OF_ALL:
             for key in [key for key in hooks if key not in self._looked_at] if hooks else ():
@@ -175,14 +177,22 @@ class InterceptedModules:
                         self._suspect_now(self._modules[name], None)
 
     def _look_at_instances(self, kinds: list[type], sizes: list[int]) -> None:
-        """Looks at modules that have become of another class, or have more attributes, or fewer."""
+        """Looks at modules that have become of another class, or have more attributes, or fewer.
+
+        At all of them where a name in their code stands for something else.
+        """
+        replaced = self._places.changed()
+        if replaced:  # what was noted is noted anew, or counts no longer
+            self._places = Places()
         former = zip(self._kinds, self._sizes, strict=True)
         for module, before, now in zip(
             self._listed, [*former], [*zip(kinds, sizes, strict=True)], strict=True
         ):
-            if before == now or (before[0] is now[0] and id(module) in self._writing):
+            if (before == now and not replaced) or (
+                before[0] is now[0] and id(module) in self._writing
+            ):
                 continue
-            if may_write_uncounted(module):
+            if may_write_uncounted(module, places=self._places):
                 self._writing.add(id(module))
                 self._suspect_now(module, module if only_unmerges(module) else None)
         self._kinds, self._sizes = kinds, sizes

@@ -13,6 +13,7 @@ from torch import nn
 from tiermem.errors import REFUSALS, ParameterError, StorageError
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.replaced import laid_alike
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone, ordinary
 
@@ -96,8 +97,8 @@ def materialize(
         device: Where the tensors are; None for host memory.
 
     Raises:
-        ParameterError: At the end, if a parameter has another shape or dtype by then; its old
-            value is kept, the others' changes are taken.
+        ParameterError: At the end, if a parameter has another shape, dtype or other strides by
+            then; its old value is kept, the others' changes are taken.
     """
     if runtime.manager.gate.unsure:
         runtime.repair()
@@ -134,7 +135,7 @@ def take_back_left(runtime: ModuleRuntime) -> None:
 
     Raises:
         StorageError: If the disk fails still.
-        ParameterError: If a parameter has another shape or dtype by now.
+        ParameterError: If a parameter has another shape, dtype or other strides by now.
     """
     for lending in list(runtime.models.lendings):
         if lending.left:
@@ -218,6 +219,13 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
                     f"materialize, it was {tuple(view.shape)} {view.dtype}; its old value is kept, "
                     "and what else was changed with it (a config, other modules) is as it is now: "
                     "call tier.unwrap(model), change it again, and wrap it anew"
+                )
+            elif not laid_alike(value, view.stride()):
+                wrong.append(
+                    f"parameter {entry.name!r} has strides {value.stride()} since materialize, its "
+                    f"memory has {view.stride()}; its old value is kept: where only the values are "
+                    "meant, use `.data.copy_(value)`, with which plain torch keeps its strides as "
+                    "well, else call tier.unwrap(model), change it again, and wrap it anew"
                 )
             elif _differ(view, value):
                 dirty = True

@@ -12,6 +12,7 @@ from torch import nn
 
 from tiermem.errors import ConfigError
 from tiermem.optim.rules.probe import Make, settings_of
+from tiermem.optim.rules.separable import copied
 
 Params = nn.Module | Iterable[Any]
 
@@ -86,19 +87,9 @@ def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
     raise ConfigError(f"{name} must be a floating dtype such as torch.float32, not {dtype!r}")
 
 
-def frozen(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings that stay as they are (a tensor learning rate is written in place)."""
-    return {key: _frozen(value) for key, value in settings.items()}
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(_frozen, value))
-    return {key: _frozen(inner) for key, inner in value.items()} if type(value) is dict else value
-
-
 def frozen_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the settings of groups as they are now; a scheduler may write the groups."""
-    return [frozen(settings_of(group)) for group in groups]
+    """Returns the settings of groups as they are now; a scheduler may write the groups.
+
+    A tensor learning rate is written in place.
+    """
+    return [copied(settings_of(group)) for group in groups]

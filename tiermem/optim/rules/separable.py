@@ -67,8 +67,8 @@ def copied(value: Any) -> Any:
         return value.detach().clone()
     if type(value) is dict:
         return {key: copied(inner) for key, inner in value.items()}
-    if type(value) is list:
-        return [copied(inner) for inner in value]
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
     return value
 
 

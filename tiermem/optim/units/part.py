@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tiermem.nn.tensors.placeholder import is_placeholder, shared_placeholder
-from tiermem.optim.rules.groups import frozen
+from tiermem.optim.rules.separable import copied
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.master import Masters
 from tiermem.optim.units.rununit import RunUnit
@@ -61,7 +61,7 @@ class Part:
         """Sets the state values that all parts share (the number of steps)."""
         kept = self.state.get(self.param)
         if kept is not None:
-            kept.update(frozen(numbers))
+            kept.update({key: copied(value) for key, value in numbers.items()})
 
     @contextmanager
     def over(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> Iterator[None]:

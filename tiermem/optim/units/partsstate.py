@@ -9,7 +9,7 @@ import torch
 
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, is_viewed, refresh
-from tiermem.optim.rules.groups import frozen
+from tiermem.optim.rules.separable import copied
 from tiermem.optim.units.part import Part
 from tiermem.optim.units.unit import State
 
@@ -108,4 +108,4 @@ class PartsState:
 
 def numbers_of(state: State) -> State:
     """Returns the state values outside the tiers, as they are now."""
-    return frozen({k: value for k, value in state.items() if not isinstance(value, LazyTensor)})
+    return {k: copied(v) for k, v in state.items() if not isinstance(v, LazyTensor)}

@@ -119,11 +119,7 @@ class LeaveRules:
         if record.leases or record.fixed or record.extent is None:
             return False
         slot = self._current.get(record.block.id)
-        if slot is None or (  # _is_aliased, in line
-            use_count(slot.storage) > slot.baseline + slot.pointed
-            or use_count(slot.reading) > slot.sight.reading_baseline + len(slot.sight.read)
-            or (slot.saved and slot.is_saved())
-        ):
+        if slot is None or slot.aliased:
             return False  # it stays, and the aliases may be used through its parameters
         if not slot.pointed:
             return True

@@ -17,6 +17,7 @@ import torch
 from tiermem.core.block import Extent, Tier, align_up
 from tiermem.core.experts import moved_whole, whole_tensors
 from tiermem.core.residency import State
+from tiermem.errors import InvariantError
 from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, small_pieces
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.services.piece_copies import copy_up, packed_part
@@ -156,7 +157,8 @@ class WholeTensors:
             seats, experts = banks[size].seats[small[size] :], tensors[0][0].experts
             abreast = len(tensors) > len(stacks)
             begins = whole_tensors(len(tensors), experts, len(seats), abreast=abreast)
-            assert begins is not None
+            if begins is None:
+                raise InvariantError(f"{len(seats)} seats have no room for {experts} experts")
             placed = [
                 Lent(stack, index, number[stack.number, index], begin)
                 for (stack, index), begin in zip(tensors, begins, strict=True)
@@ -264,7 +266,8 @@ class WholeTensors:
         """Begins the copies of rows of a tensor to a run."""
         parts, stack = self._parts, tensor.stack
         home = parts.table[stack.block.id].home_extent
-        assert home is not None
+        if home is None:
+            raise InvariantError(f"block {stack.block.name!r} has no home to be copied from")
         begin = stack.begin_of(stack.piece(tensor.index, run.first - tensor.begin))
         released = (*run.released, *(event for event in run.events if event is not None))
         events = list[Event | None]()

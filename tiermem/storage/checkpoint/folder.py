@@ -156,7 +156,9 @@ class CheckpointFiles:
         try:
             before, now = self.identities[index], FileIdentity.of(fd)
         except OSError as error:  # a network file system forgets what was replaced
-            raise StorageError("the file is gone", path=path, errno=error.errno) from error
+            raise StorageError(
+                "the file is gone", kind="checkpoint", path=path, errno=error.errno
+            ) from error
         if now == before:
             return
         same = (now.device, now.inode) == (before.device, before.inode)
@@ -169,6 +171,7 @@ class CheckpointFiles:
         raise StorageError(
             f"the checkpoint changed after its header was read: {what}; load it again, and do "
             "not write to files that are in use",
+            kind="checkpoint",
             path=path,
         )
 
@@ -256,7 +259,9 @@ def open_to_read(path: Path) -> Iterator[int]:
 
 def _cannot_open(path: Path, error: OSError | ValueError) -> NoReturn:
     if isinstance(error, OSError) and error.errno == errno.EIO:
-        raise StorageError("opening failed", path=str(path), errno=error.errno) from error
+        raise StorageError(
+            "opening failed", kind="checkpoint", path=str(path), errno=error.errno
+        ) from error
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         raise CheckpointError(f"{path}: this link leads nowhere; download it again") from error
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):

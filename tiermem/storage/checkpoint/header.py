@@ -184,6 +184,7 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path, what: str)
         except OSError as error:
             raise StorageError(
                 f"reading {what} failed",
+                kind="checkpoint",
                 path=str(path),
                 offset=offset + done,
                 nbytes=view.nbytes - done,
@@ -192,6 +193,7 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path, what: str)
         if count == 0:
             raise StorageError(
                 f"the file ended within {what}; it was made shorter meanwhile",
+                kind="checkpoint",
                 path=str(path),
                 offset=offset + done,
                 nbytes=view.nbytes - done,
