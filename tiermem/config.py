@@ -91,10 +91,12 @@ def parse_path(path: object, name: str, error: type[TierError] = ConfigError) ->
     except UnicodeEncodeError as wrong:
         raise error(
             f"{name}={text!r} cannot be the path of a file: the system has no name for "
-            f"{text[wrong.start : wrong.end]!r}"
+            f"{text[wrong.start : wrong.end]!r}; name another"
         ) from wrong
     if "\0" in text:
-        raise error(f"{name}={text!r} cannot be the path of a file: it has a zero character")
+        raise error(
+            f"{name}={text!r} cannot be the path of a file: it has a null byte; name another"
+        )
     return text
 
 
