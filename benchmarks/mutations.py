@@ -2491,6 +2491,13 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
+        "a state dict brings weights to the device to be detached there",
+        "tiermem/nn/wrap/statedict.py",
+        "keep_vars or torchs)",
+        "keep_vars)",
+        ("tests/unit/test_nn_parameters.py",),
+    ),
+    Mutation(
         "scripts: a weight with sparse gradients is not stepped in parts",
         "tiermem/optim/units/cutting.py",
         " or entry.sparse:\n",
@@ -3074,8 +3081,15 @@ MUTATIONS = (
             (
                 "a copied tensor is made as a parameter is",
                 "group.py",
-                "ordinary = entry.kind is torch.Tensor",
-                "ordinary = False",
+                "isinstance(member, Entry) and member.kind is torch.Tensor:",
+                "False:",
+                "tests/unit/test_nn_parameters.py",
+            ),
+            (
+                "copies made in a call have not what it gave its weights",
+                "group.py",
+                "value = given_in_call(self, member)",
+                "value = None",
                 "tests/unit/test_nn_parameters.py",
             ),
             (

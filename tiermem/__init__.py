@@ -6,37 +6,42 @@ moves up before it is needed.
 
 from __future__ import annotations
 
-from tiermem.budgets import Budgets, budgets_for
-from tiermem.config import Policy
-from tiermem.core.block import Role, Tier
-from tiermem.errors import (
-    CapacityError,
-    CheckpointError,
-    ClosedError,
-    ConfigError,
-    IntegrityError,
-    InvariantError,
-    ParameterError,
-    StepError,
-    StorageError,
-    TierError,
-    WrapError,
-)
-from tiermem.loading.load import load_checkpoint
-from tiermem.lora.adapters import add_adapters
-from tiermem.lora.config import Lora
-from tiermem.lora.files import load_adapters, save_adapters
-from tiermem.nn.loss import chunked_cross_entropy
-from tiermem.optim.tiered import TieredOptimizer
-from tiermem.runtime.metrics.counters import (
-    ActivationStats,
-    LinkStats,
-    PaceRow,
-    ResidencyRow,
-    Stats,
-)
-from tiermem.saving.later import SaveHandle
-from tiermem.tier import TierManager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiermem.budgets import Budgets, budgets_for
+    from tiermem.config import Policy
+    from tiermem.core.block import Role, Tier
+    from tiermem.errors import (
+        CapacityError,
+        CheckpointError,
+        ClosedError,
+        ConfigError,
+        IntegrityError,
+        InvariantError,
+        ParameterError,
+        StepError,
+        StorageError,
+        TierError,
+        WrapError,
+    )
+    from tiermem.loading.load import load_checkpoint
+    from tiermem.lora.adapters import add_adapters
+    from tiermem.lora.config import Lora
+    from tiermem.lora.files import load_adapters, save_adapters
+    from tiermem.nn.loss import chunked_cross_entropy
+    from tiermem.optim.tiered import TieredOptimizer
+    from tiermem.runtime.metrics.counters import (
+        ActivationStats,
+        LinkStats,
+        PaceRow,
+        ResidencyRow,
+        Stats,
+    )
+    from tiermem.saving.later import SaveHandle
+    from tiermem.tier import TierManager
 
 __version__ = "0.1.0"
 
@@ -72,3 +77,65 @@ __all__ = [
     "load_checkpoint",
     "save_adapters",
 ]
+
+_MODULES = {
+    "tiermem.budgets": (
+        "Budgets",
+        "budgets_for",
+    ),
+    "tiermem.config": ("Policy",),
+    "tiermem.core.block": (
+        "Role",
+        "Tier",
+    ),
+    "tiermem.errors": (
+        "CapacityError",
+        "CheckpointError",
+        "ClosedError",
+        "ConfigError",
+        "IntegrityError",
+        "InvariantError",
+        "ParameterError",
+        "StepError",
+        "StorageError",
+        "TierError",
+        "WrapError",
+    ),
+    "tiermem.loading.load": ("load_checkpoint",),
+    "tiermem.lora.adapters": ("add_adapters",),
+    "tiermem.lora.config": ("Lora",),
+    "tiermem.lora.files": (
+        "load_adapters",
+        "save_adapters",
+    ),
+    "tiermem.nn.loss": ("chunked_cross_entropy",),
+    "tiermem.optim.tiered": ("TieredOptimizer",),
+    "tiermem.runtime.metrics.counters": (
+        "ActivationStats",
+        "LinkStats",
+        "PaceRow",
+        "ResidencyRow",
+        "Stats",
+    ),
+    "tiermem.saving.later": ("SaveHandle",),
+    "tiermem.tier": ("TierManager",),
+}
+"""The modules and what is public of them; none is imported, and torch is not, before it is used.
+
+The command says its usage at once then, and Ctrl-C while torch is imported is told as later on.
+"""
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name, or a module of the package, when it is used first."""
+    for module, names in _MODULES.items():
+        if name in names:
+            found = globals()[name] = getattr(import_module(module), name)
+            return found
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

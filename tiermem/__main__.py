@@ -1,6 +1,6 @@
 """``python -m tiermem`` is the ``tiermem`` command."""
 
-from tiermem.cli import main
+from tiermem.cli import command
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -201,6 +202,16 @@ def test_folders_that_are_none(tmp_path: Path, bare: Path, capfd: Any) -> None:
     refused("has no tokenizer, and the model has 200 tokens")
     (tmp_path / "tokenizer.json").write_text("{")
     refused("its tokenizer cannot be used")
+
+
+def test_a_tensor_that_the_model_does_not_have(bare: Path, tmp_path: Path, capfd: Any) -> None:
+    """What is said of it does not send people to an option that the command has not."""
+    shutil.copytree(bare, tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors") | {"of_another": torch.zeros(2)}
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert write(tmp_path, "--prompt", "x", "--max-new-tokens", "2") == 2
+    said = capfd.readouterr().err
+    assert "'of_another'" in said and "names= of tiermem.load_checkpoint" in said
 
 
 def test_what_is_said_without_transformers(bare: Path, capfd: Any, monkeypatch: Any) -> None:

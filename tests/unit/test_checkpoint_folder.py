@@ -179,6 +179,39 @@ def test_a_folder_of_pickled_weights_is_told_what_to_do(tmp_path: Path) -> None:
         CheckpointFiles.open(tmp_path)
 
 
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
+def test_variants_are_named_and_read(tmp_path: Path, stem: str) -> None:
+    tensors = write_folder(tmp_path / "several", two_files(), stem)
+    index = tmp_path / "several" / f"{stem}.safetensors.index.json"
+    index.rename(index.with_name(f"{stem}.safetensors.index.fp16.json"))
+    one = tmp_path / "one" / f"{stem}.fp16.safetensors"
+    one.parent.mkdir()
+    save_file(two_files()[ONE], one)
+    (one.parent / "pytorch_model.bin").touch()
+    for path in (index.with_name(f"{stem}.safetensors.index.fp16.json"), one):
+        with pytest.raises(CheckpointError, match=f"It has '{path.name}': name one of these"):
+            CheckpointFiles.open(path.parent)
+    check(index.with_name(f"{stem}.safetensors.index.fp16.json"), tensors)
+    check(one, two_files()[ONE])
+
+
+def test_files_whose_index_is_missing(tmp_path: Path) -> None:
+    write_folder(tmp_path, two_files(), "model")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=f"It has '{ONE}', of several, and no index"):
+        CheckpointFiles.open(tmp_path)
+
+
+def test_a_pipeline_is_told_its_models(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").touch()
+    for name in ("unet", "scheduler", "vae"):
+        (tmp_path / name).mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
+    write_folder(tmp_path / "vae", two_files(), "diffusion_pytorch_model")
+    with pytest.raises(CheckpointError, match=r"of its models \(unet, vae\)$"):
+        CheckpointFiles.open(tmp_path)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"

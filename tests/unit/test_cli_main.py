@@ -83,6 +83,68 @@ def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
     assert "interrupted" in capsys.readouterr().err
 
 
+INTERRUPTED_AGAIN = """
+import atexit, os, signal, sys
+from tiermem import cli
+from tiermem.cli import plan
+
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def run(arguments):
+    atexit.register(interrupt)
+    interrupt()
+
+class Stderr:
+    def write(self, text):
+        os.write(2, text.encode())
+        if "interrupted" in text and again:
+            again.pop()
+            interrupt()
+
+    def flush(self):
+        pass
+
+again = [None] * int(sys.argv.pop())
+sys.stderr, plan.run = Stderr(), run
+sys.exit(cli.command())
+"""
+
+
+@pytest.mark.parametrize("while_said", [0, 1, 2])
+def test_ctrl_c_again_as_the_process_ends(while_said: int) -> None:
+    line = ["plan", "--hbm", "1", "--dram", "1", str(while_said)]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AGAIN, *line], capture_output=True, text=True
+    )
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_torch_is_imported_where_a_command_runs() -> None:
+    """Ctrl-C comes to the command's own handler then, and usage is said at once."""
+    program = (
+        "import sys, tiermem.cli as cli\n"
+        "assert cli.main(['--help']) == 0 and cli.main(['plan']) == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_what_is_public_is_there() -> None:
+    """Each name of the package, and its modules, with nothing else imported before."""
+    program = (
+        "import tiermem\n"
+        "assert set(tiermem.__all__) <= set(dir(tiermem))\n"
+        "assert all(getattr(tiermem, name).__name__ == name for name in tiermem.__all__)\n"
+        "names = sorted(name for names in tiermem._MODULES.values() for name in names)\n"
+        "assert names == tiermem.__all__\n"
+        "assert tiermem.testing.__name__ == 'tiermem.testing'\n"
+        "assert not hasattr(tiermem, 'nothing') and not hasattr(tiermem, '_nothing')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_python_dash_m() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tiermem", "--version"], capture_output=True, text=True, check=False

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from support_examples import examples
 from support_nn import same_bits
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
@@ -893,7 +894,9 @@ def test_a_program_that_reads_its_weights_now_and_then_goes_on_so() -> None:
         for _ in range(5):
             pair.train(12)
             assert pair.bypass.active
-            pair.model.state_dict()
+            pair.model.state_dict()  # reads what is there
+            assert pair.bypass.active
+            parameters_to_vector(pair.model.parameters())
             assert not pair.bypass.active
         pair.train(4)
         assert pair.bypass.active

@@ -502,3 +502,48 @@ def test_ctrl_c_between_the_lines_of_an_operation_leaves_no_block_held(
         assert same_bits(model(data()), plain(data()))
     assert not any(group.holds for group in tier._runtime.groups)
     check_table(tier)
+
+
+def test_a_state_dict_brings_nothing_to_the_device(
+    tier: tiermem.TierManager, model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    model[0].register_parameter("own", nn.Parameter(torch.ones(3)))  # is none of the tiers'
+    plain[0].register_parameter("own", nn.Parameter(torch.ones(3)))
+    model(data())
+    before = tier.stats().links
+    state = model.state_dict()
+    assert tier.stats().links == before
+    assert list(state) == list(plain.state_dict())
+    assert all(same_bits(state[name], value) for name, value in plain.state_dict().items())
+    assert not any(value.requires_grad for value in state.values())
+    assert state["0.own"].data_ptr() == model[0].own.data_ptr()
+
+
+class Grows(nn.Linear):
+    """Has other weights after each call, and looks at them in it.
+
+    Attributes:
+        seen: What it saw.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = self.weight.data * 1.5
+        twin = copy.deepcopy(self, {id(self.seen): None})
+        for weight in (self.state_dict()["weight"], twin.weight, copy.deepcopy(self.weight)):
+            self.seen.append(weight.detach().clone())
+        return super().forward(x)
+
+
+def test_what_a_call_gives_a_weight_is_seen_by_copies_in_it(tier: tiermem.TierManager) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Grows() for _ in range(LAYERS)])
+    model = tier.wrap(copy.deepcopy(plain))
+    for _ in range(2):
+        assert same_bits(plain(data()), model(data()))
+    for one, other in zip(plain, model, strict=True):
+        assert len(one.seen) == 6
+        assert all(same_bits(a, b) for a, b in zip(one.seen, other.seen, strict=True))

@@ -20,11 +20,15 @@ class Compiler:
 
     Attributes:
         folder: Where the loop is kept.
+        temporary: Where programs have their temporary files.
     """
 
     def __init__(self, at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = at / "cache" / "tiermem"
         self._script, self._log, self._gate = at / "compiler", at / "log", at / "gate"
+        self.temporary = at / "temporary"
+        self.temporary.mkdir()
+        monkeypatch.setenv("TMPDIR", str(self.temporary))
         monkeypatch.setenv("XDG_CACHE_HOME", str(at / "cache"))
         monkeypatch.setenv("CC", str(self._script))
         monkeypatch.setattr(build, "_under_way", None)
@@ -36,7 +40,8 @@ class Compiler:
             os.mkfifo(self._gate)
             wait = f"read line < {self._gate}\n"
         self._script.write_text(
-            f'#!/bin/sh\necho run >> {self._log}\n{wait}while [ "$1" != -o ]; do shift; done\n'
+            f'#!/bin/sh\necho run >> {self._log}\n: > "$TMPDIR/made.s"\n'
+            f'{wait}while [ "$1" != -o ]; do shift; done\n'
             f'printf %s "{text}" > "$2"\necho "it says {text}" >&2\nexit {code}\n'
         )
         self._script.chmod(0o700)
@@ -44,6 +49,10 @@ class Compiler:
     def open(self) -> None:
         """Opens the gate, once the compiler waits there."""
         self._gate.write_text("go\n")
+
+    def come_to_the_gate(self) -> int:
+        """Returns the gate's descriptor, once the compiler waits there."""
+        return os.open(self._gate, os.O_WRONLY)
 
     @property
     def runs(self) -> int:
@@ -116,6 +125,15 @@ def test_nothing_is_left_of_one_that_nobody_waited_for(compiler: Compiler) -> No
     assert len(compiler.files) == 1
     build._leave_nothing()
     assert compiler.files == []
+
+
+def test_nothing_is_left_of_the_files_of_one_that_is_ended(compiler: Compiler) -> None:
+    compiler.writes("loop", gated=True)
+    build.prepare()
+    gate = compiler.come_to_the_gate()
+    build._leave_nothing()
+    os.close(gate)
+    assert compiler.files == [] and list(compiler.temporary.iterdir()) == []
 
 
 def test_ctrl_c_while_it_is_waited_for_costs_nothing(

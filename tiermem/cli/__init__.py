@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,6 +11,22 @@ from types import ModuleType
 
 COMMANDS = ("train", "generate", "bench", "plan", "doctor")
 INTERRUPTED = 130
+
+
+def command() -> int:
+    """Runs the command line as all that a process does.
+
+    Ctrl-C again, once it ends, neither breaks off what is closed then nor changes the status.
+
+    Returns:
+        The exit status, as of :func:`main`.
+    """
+    try:
+        status = main()
+    except KeyboardInterrupt:  # again, while the first was reported
+        status = INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:

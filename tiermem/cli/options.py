@@ -25,10 +25,12 @@ class Parser(argparse.ArgumentParser):
 _SETTING = re.compile(r"\b(hbm|dram|nvme|nvme_bytes|policy|prefetch_depth)= ?")
 _MANAGER = re.compile(r"\bTierManager\(([^()]*)\)")
 
+_NAMES = "load it in Python, with names= of tiermem.load_checkpoint: the command has no such option"
+
 
 def with_options(message: str) -> str:
     """Returns an error's message with the command line's options for the library's settings."""
-    message = _MANAGER.sub(r"\1", message)
+    message = _MANAGER.sub(r"\1", message).replace("give names=", _NAMES)
     return _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')} ", message)
 
 

@@ -14,7 +14,7 @@ from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.entry import Entry, Member
 from tiermem.nn.groups.names import HeldDict
 from tiermem.nn.groups.pointing import Plain, Pointing
-from tiermem.nn.groups.replaced import bring_home, reshaped, take_home
+from tiermem.nn.groups.replaced import bring_home, given_in_call, reshaped, take_home
 from tiermem.nn.groups.writes import Writes
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot, use_count
@@ -434,19 +434,29 @@ class Group(Holder):
         """Returns the tensors that point at the block, in the order of the block's specs."""
         return [m.tensor for m in (*self.entries, *self.buffers)]
 
+    def values(self) -> list[tuple[Member, torch.Tensor]]:
+        """Returns the tensors with their values: ordinary ones as they are, others on the host.
+
+        Raises:
+            StorageError: If the block cannot be read.
+        """
+        tensors = self.manager.read(self.block)
+        found = []
+        with self.manager.lock, torch.inference_mode(False), torch.no_grad():
+            for member in (*self.entries, *self.buffers):
+                if member.materialized:
+                    value: torch.Tensor | None = member.tensor.detach()
+                else:
+                    value = given_in_call(self, member)
+                found.append((member, tensors[member.index] if value is None else value))
+        return found
+
     def copy_into(self, memo: dict[int, Any]) -> None:
         """Enters ordinary copies of the tensors into a deepcopy's memo."""
-        tensors = self.manager.read(self.block)
-        for entry in self.entries:
-            if entry.materialized:
-                with torch.no_grad():
-                    source = entry.param.detach()
-            else:
-                source = tensors[entry.index]
-            own, grad = source.clone(), entry.param.requires_grad
-            ordinary = entry.kind is torch.Tensor  # none that a program has made a parameter
-            memo[id(entry.param)] = (
-                own.requires_grad_(grad) if ordinary else entry.kind(own, requires_grad=grad)
-            )
-        for buffer in self.buffers:
-            memo[id(buffer.tensor)] = tensors[buffer.index].clone()
+        for member, value in self.values():
+            own = value.clone()
+            if isinstance(member, Entry) and member.kind is torch.Tensor:
+                own.requires_grad_(member.param.requires_grad)  # no program's own parameter
+            elif isinstance(member, Entry):
+                own = member.kind(own, requires_grad=member.param.requires_grad)
+            memo[id(member.tensor)] = own

@@ -17,6 +17,7 @@ from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
+    from tiermem.nn.groups.entry import Member
     from tiermem.nn.groups.group import Group
 
 
@@ -129,6 +130,28 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
         for view, data in moved:
             view.copy_(data)
     return refused
+
+
+def given_in_call(group: Group, member: Member) -> torch.Tensor | None:
+    """Returns what a tensor was given in the call under way (``weight.data = ...``).
+
+    It is copied into the block when the call ends.
+
+    Args:
+        group: Of the tensor; the caller has the manager's lock.
+        member: The tensor.
+
+    Returns:
+        It, in host memory; None where the tensor has the block's data.
+    """
+    slot = group.pointing.slot
+    if not group.holds or slot is None:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        data = member.tensor.data
+    if is_placeholder(data) or data.data_ptr() == slot.views[member.index].data_ptr():
+        return None
+    return data.cpu()
 
 
 def take_home(group: Group, slot: Slot) -> bool:

@@ -146,8 +146,15 @@ class StateDicts:
         self._resident = resident
         self._states: dict[int, _Copies] = {}
 
-    def export(self, module: nn.Module, destination: Any, prefix: str) -> None:
-        """Replaces a module's own entries of a state dict by copies in host memory."""
+    def export(self, module: nn.Module, destination: Any, prefix: str, *, detach: bool) -> None:
+        """Replaces a module's own entries of a state dict by copies in host memory.
+
+        Args:
+            module: The module.
+            destination: The state dict.
+            prefix: Of its names there.
+            detach: Whether tensors that do not live in the tiers are still to be detached.
+        """
         cache = self._copies_in(destination)
         cache.come_to(module, prefix)
         for which in ("_parameters", "_buffers"):
@@ -160,6 +167,8 @@ class StateDicts:
                     destination[key] = self._copy_of(tensor, group, cache)
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
+                elif detach and destination[key] is tensor:
+                    destination[key] = tensor.detach()
 
     def _copies_in(self, destination: Any) -> _Copies:
         """Returns the copies made for one state dict."""
@@ -174,12 +183,8 @@ class StateDicts:
 
     def _copy_of(self, tensor: torch.Tensor, group: Group, cache: _Copies) -> torch.Tensor:
         if not cache.has(tensor):
-            tensors = self._manager.read(group.block)
-            for entry in group.entries:
-                source = entry.param.detach() if entry.materialized else tensors[entry.index]
-                cache.add(entry.param, source)
-            for member in group.buffers:
-                cache.add(member.tensor, tensors[member.index])
+            for member, value in group.values():
+                cache.add(member.tensor, value)
         return cache.by_id[id(tensor)]
 
     @contextmanager
@@ -213,10 +218,12 @@ class SaveInterceptor(Interceptor):
     @entrance
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
-        outside(self.inner, destination, prefix, keep_vars)
+        # torch's own only enters them: nothing is brought to the device to be detached there
+        torchs = getattr(self.inner, "__func__", None) is nn.Module._save_to_state_dict
+        outside(self.inner, destination, prefix, keep_vars or torchs)
         if keep_vars:
             return  # the parameters themselves: programs ask them for `requires_grad`
-        self.scope.wrapped.dicts.export(self.module, destination, prefix)
+        self.scope.wrapped.dicts.export(self.module, destination, prefix, detach=torchs)
 
 
 class LoadInterceptor(Interceptor):

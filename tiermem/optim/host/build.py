@@ -7,10 +7,12 @@ The file is kept in the user's cache folder, so this is done once on a machine. 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -47,7 +49,7 @@ class _Compiling:
 
         Args:
             command: The compiler with its options.
-            made: What it writes.
+            made: What it writes, in a folder of its own, where its other files go as well.
             target: Where that goes in the end.
         """
         self.pid = os.getpid()
@@ -59,6 +61,7 @@ class _Compiling:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": str(made.parent)},
         )
 
     def end(self) -> Path:
@@ -78,16 +81,21 @@ class _Compiling:
                 raise NoLoop(f"{self._name!r} fails: {said.strip()[-400:]}")
             os.replace(self._made, self._target)  # at once: another process may be at it too
         finally:
-            self._made.unlink(missing_ok=True)
+            self._clear()
         return self._target
 
     def discard(self) -> None:
         """Ends it; nothing of it is left behind."""
-        self._process.kill()
+        if self._process.poll() is None:  # else the number may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # and what it has begun
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
-        self._made.unlink(missing_ok=True)
+        self._clear()
+
+    def _clear(self) -> None:
+        shutil.rmtree(self._made.parent, ignore_errors=True)
 
 
 _lock = threading.RLock()
@@ -146,12 +154,11 @@ def _begin() -> _Compiling | None:
     if command is None:
         raise NoLoop(f"it is compiled when first needed, and there is no C compiler ({name!r})")
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, made = tempfile.mkstemp(suffix=".so", dir=target.parent)
-    os.close(handle)
+    folder = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        return _Compiling([command, *options, *_FLAGS], Path(made), target)
+        return _Compiling([command, *options, *_FLAGS], folder / target.name, target)
     except BaseException:
-        Path(made).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

@@ -26,7 +26,11 @@ from tiermem.storage.checkpoint.header import (
     shown,
 )
 
-INDEX_SUFFIX = ".index.json"
+INDEX_SUFFIX = ".json"
+"""Of an index: ``model.safetensors.index.json``, or ``model.safetensors.index.fp16.json``."""
+
+PIPELINE = "model_index.json"
+"""What a folder of diffusers has whose models are in folders of their own."""
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -38,6 +42,8 @@ WEIGHT_FILES = (
 
 Of one file and an index side by side transformers takes the file, diffusers the index.
 """
+
+_STEMS = ("model.", "model-", "diffusion_pytorch_model.", "diffusion_pytorch_model-")
 
 PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin")
 """What a folder has that was saved without safetensors."""
@@ -87,7 +93,7 @@ class CheckpointFiles:
         """Reads and checks the headers of a checkpoint.
 
         Args:
-            path: A safetensors file, an index (``*.index.json``), or a folder with one of
+            path: A safetensors file, an index (``*.json``), or a folder with one of
                 :data:`WEIGHT_FILES`. Symbolic links are followed.
 
         Raises:
@@ -280,17 +286,41 @@ def _weight_file(path: Path) -> Path:
     for name in WEIGHT_FILES:
         if os.path.lexists(path / name):
             return path / name
-    pickled = next((name for name in PICKLED_FILES if os.path.lexists(path / name)), None)
     raise CheckpointError(
         f"{path}: this folder has no {WEIGHT_FILES[0]} and no {WEIGHT_FILES[1]}; name a folder "
-        "with one of them, or a safetensors file"
-        + (
+        "with one of them, or a safetensors file" + _what_instead(path)
+    )
+
+
+def _what_instead(path: Path) -> str:
+    """Returns what a message says of a folder's other files."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return ""
+    pickled = next((name for name in PICKLED_FILES if name in names), None)
+    if PIPELINE in names:
+        folders = [name for name in names if _has_weights(path / name)]
+        return (
+            f". {PIPELINE} is of a pipeline of diffusers: name the folder of one of its models"
+            + (f" ({', '.join(folders)})" if folders else "")
+        )
+    ours = [n for n in names if n.startswith(_STEMS) and ".safetensors" in n]
+    whole = [n for n in ours if "-of-" not in n]  # of a variant, such as fp16
+    if whole:
+        return f". It has {', '.join(shown(name) for name in whole[:4])}: name one of these"
+    if ours:
+        return f". It has {shown(ours[0])}, of several, and no index of them: download it again"
+    if pickled:
+        return (
             f". {pickled} can only be read as a whole: load the model from it and save it again, "
             "with transformers by from_pretrained(folder).save_pretrained(another)"
-            if pickled
-            else ""
         )
-    )
+    return ""
+
+
+def _has_weights(path: Path) -> bool:
+    return any(os.path.lexists(path / name) for name in WEIGHT_FILES)
 
 
 def _read_index(path: Path) -> dict[str, str]:
