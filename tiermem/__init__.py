@@ -127,12 +127,14 @@ The command says its usage at once then, and Ctrl-C while torch is imported is t
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name, or a module of the package, when it is used first."""
+    """Imports a public name when it is used first; for a module all that is public, and it."""
     for module, names in _MODULES.items():
         if name in names:
             found = globals()[name] = getattr(import_module(module), name)
             return found
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        for module in _MODULES:  # which has modules inside as well
+            import_module(module)
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
