@@ -2542,7 +2542,7 @@ MUTATIONS = (
     Mutation(
         "scripts: what is replaced under its name is not looked at",
         "tiermem/nn/wrap/intercepted.py",
-        " or self._places.changed():",
+        " or replaced:",
         ":",
         _SCRIPTS,
     ),

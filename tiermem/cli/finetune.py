@@ -404,9 +404,8 @@ def _train(
         try:
             seconds, interrupted = _make_steps(*parts, console, quiet)
         except tiermem.TierError as error:
-            if (
-                saves is not None and saves.failed is error
-            ):  # the step before it was made as a whole
+            # the step before a save that failed was made as a whole
+            if saves is not None and saves.failed is error:
                 tiermem.save_adapters(model, out)
                 console.print(f"the adapters after {len(progress.losses)} steps are in {out}")
             raise

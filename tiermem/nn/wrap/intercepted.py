@@ -160,8 +160,9 @@ class InterceptedModules:
         stand for now: methods of classes and of instances, functions of files.
         """
         kinds, sizes = [*map(type, self._listed)], [*map(len, self._names)]  # these are quick, too
-        if kinds != self._kinds or sizes != self._sizes or self._places.changed():
-            self._look_at_instances(kinds, sizes)
+        replaced = self._places.changed()
+        if kinds != self._kinds or sizes != self._sizes or replaced:
+            self._look_at_instances(kinds, sizes, replaced=replaced)
         there = any(map(contains, self._names, repeat("forward")))  # in every pass: this is quick
         for number, names in enumerate(self._names if there else ()):
             if "forward" in names and self._forwards.get(number) is not names["forward"]:
@@ -176,12 +177,14 @@ class InterceptedModules:
                     for name in self.scopes:
                         self._suspect_now(self._modules[name], None)
 
-    def _look_at_instances(self, kinds: list[type], sizes: list[int]) -> None:
+    def _look_at_instances(self, kinds: list[type], sizes: list[int], *, replaced: bool) -> None:
         """Looks at modules that have become of another class, or have more attributes, or fewer.
 
-        At all of them where a name in their code stands for something else.
+        Args:
+            kinds: Of all modules, now.
+            sizes: How many attributes each has.
+            replaced: Whether a name in their code stands for something else: then at all of them.
         """
-        replaced = self._places.changed()
         if replaced:  # what was noted is noted anew, or counts no longer
             self._places = Places()
         former = zip(self._kinds, self._sizes, strict=True)
