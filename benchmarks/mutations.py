@@ -643,6 +643,13 @@ _ELSEWHERE = (
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
+        "groups of several rows end as those of one token do",
+        "tiermem/nn/groups/grouped.py",
+        "    if max(sizes) == 1 and few <= _COUNTED:\n",
+        "    if few <= _COUNTED:\n",
+        ("tests/unit/test_nn_experts.py",),
+    ),
+    Mutation(
         "a grouped product saves nothing for its matrices",
         "tiermem/nn/groups/grouped.py",
         "ctx.save_for_backward(STAND_IN, offsets)",

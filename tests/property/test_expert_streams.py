@@ -93,7 +93,7 @@ def no_expert_is_read_too_soon(
                 continue
             device.stream = random.choice([0, 1]) if two else 0
             chosen = sorted(random.sample(range(EXPERTS), random.randint(1, EXPERTS)))
-            counts = [int(expert in chosen) for expert in range(EXPERTS)]
+            counts = dict.fromkeys(chosen, 1)
             pieces = [stack.piece(tensor, expert) for expert in chosen for tensor in (0, 1)]
             use = Use(stack, counts, pieces)
             store.begin(use)

@@ -31,6 +31,8 @@ from torch.nn import functional
 
 import tiermem
 from tiermem.nn.compat.stacks import experts_of, reads_rows
+from tiermem.nn.groups.grouped import ends_of
+from tiermem.nn.wrap.experts import counted
 from tiermem.runtime.memory.expert_seats import Use
 
 
@@ -451,3 +453,26 @@ def test_ctrl_c_at_a_line_of_ours(first: int) -> None:
             table.check()
             assert sum(r.block.name == "expert room" for r in table) <= 1, where
         assert tier._runtime.experts.open
+
+
+@given(st.lists(st.integers(-1, EXPERTS), min_size=1, max_size=600), st.booleans())
+def test_choices_are_counted(indices: list[int], valid: bool) -> None:
+    """By expert, ascending, without those of which there are none; few and many alike."""
+    if valid:
+        indices = [index % EXPERTS for index in indices]
+    expected = {expert: indices.count(expert) for expert in sorted(set(indices))}
+    inside = set(expected) <= set(range(EXPERTS))
+    assert counted(torch.tensor(indices), EXPERTS) == (expected if inside else None)
+    if inside:
+        found = counted(torch.tensor(indices), EXPERTS)
+        assert found is not None
+        assert list(found) == sorted(found)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=300), st.booleans())
+def test_ends_of_groups(sizes: list[int], ones: bool) -> None:
+    """As a sum that goes on, in the dtype of the offsets; those of one token among them."""
+    sizes = [1] * len(sizes) if ones else sizes
+    ends = ends_of(sizes, torch.zeros(1, dtype=torch.int32))
+    assert ends.dtype == torch.int32
+    assert ends.tolist() == [sum(sizes[: place + 1]) for place in range(len(sizes))]

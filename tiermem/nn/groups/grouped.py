@@ -7,7 +7,9 @@ and autograd keeps nothing of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,8 @@ from tiermem.nn.compat.hookpair import STAND_IN
 _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
 their rows, is better than a kernel for each."""
+_COUNTED = 256
+"""Groups of one row each whose ends are kept on the device: those of one token."""
 _AT_ONCE = 64 << 20
 """Bytes of rows that are concatenated for one kernel: small ones are not worth one each."""
 
@@ -51,13 +55,13 @@ class Groups:
     Args:
         matrices: Of all experts.
         function: ``torch.nn.functional.grouped_mm`` or one like it.
-        counts: The rows of each expert's group.
+        counts: The rows of each expert's group, by expert, of those that have any, ascending.
     """
 
     __slots__ = ("_counts", "_function", "_matrices")
 
     def __init__(
-        self, matrices: Matrices, function: Callable[..., Any], counts: Sequence[int]
+        self, matrices: Matrices, function: Callable[..., Any], counts: Mapping[int, int]
     ) -> None:
         self._matrices = matrices
         self._function = function
@@ -71,7 +75,7 @@ class Groups:
             offsets: Of ``[experts]``: the end of each group.
         """
         if torch.is_grad_enabled() and rows.requires_grad:
-            self._matrices.save([e for e, count in enumerate(self._counts) if count])
+            self._matrices.save([*self._counts])
             return _Product.apply(rows, offsets, self)  # type: ignore[no-any-return, no-untyped-call]
         return self.product(rows, offsets)
 
@@ -88,7 +92,7 @@ class Groups:
 
     def _by_parts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
         counts = self._counts
-        experts = [expert for expert, count in enumerate(counts) if count]
+        experts = [*counts]
         seats, nbytes = self._matrices.at_hand()
         at_once = min(seats // 4, _AT_ONCE // max(nbytes, 1))
         if rows.shape[0] <= _FEW * len(experts):
@@ -100,16 +104,34 @@ class Groups:
             matrices = self._matrices.matrices(some)
             if matrices is None:
                 return None
-            total = sum(counts[expert] for expert in some)
-            # the ends of their groups; those between them that are empty end where the last one did
-            ends = offsets[some[0] : some[-1] + 1]
-            if len(ends) > len(some):
-                ends = torch.cat([offsets[expert : expert + 1] for expert in some])
-            inner = ends - start  # the host waits for nothing
-            parts.append(self._function(rows[start : start + total], matrices, offs=inner))
-            start += total
+            sizes = [counts[expert] for expert in some]
+            end = start + sum(sizes)
+            ends = ends_of(sizes, offsets)
+            parts.append(self._function(rows[start:end], matrices, offs=ends))
+            start = end
             del matrices
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def ends_of(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Returns where groups end that follow each other, without the host waiting for the device.
+
+    Args:
+        sizes: Of the groups.
+        like: Has the dtype and device.
+    """
+    few = len(sizes)
+    if max(sizes) == 1 and few <= _COUNTED:
+        return _counted(like.dtype, like.device)[:few]
+    ends = torch.tensor([*accumulate(sizes)], dtype=like.dtype)
+    return ends.to(like.device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def _counted(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns 1, 2, 3 and so on: where the groups of one token end."""
+    with torch.inference_mode(False):
+        return torch.tensor(range(1, _COUNTED + 1), dtype=dtype, device=device)
 
 
 class _Product(torch.autograd.Function):

@@ -302,11 +302,14 @@ class Rows:
         product = choice.whole(self._tensor, partial(self._product, function, rows, offsets))
         if product is not None:
             return product
-        counts = list(choice.use.counts)
-        if not choice.exact or sum(counts) != rows.shape[0] or len(counts) != len(offsets):
+        counts, total = choice.use.counts, rows.shape[0]
+        experts = choice.stack.experts
+        exact = choice.exact and experts == offsets.shape[0]
+        if not exact or sum(counts.values()) != total:
             ends = offsets.tolist()
-            counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-        if not any(counts) or sum(counts) != rows.shape[0] or min(counts) < 0:
+            sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+            counts = {expert: size for expert, size in enumerate(sizes) if size}
+        if not counts or sum(counts.values()) != total or min(counts.values()) < 0:
             return None
         return Groups(self, function, counts)(rows, offsets)
 

@@ -9,7 +9,8 @@ it is unknown how the module reads them, the block comes up as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -32,6 +33,8 @@ from tiermem.runtime.services.expert_store import ExpertStore
 
 _AHEAD = 64 << 20
 """Bytes that a bus brings up in the time of a layer's other work, for one token."""
+_FEW = 512
+"""Choices up to which Python counts them faster than torch."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _item = dict.get  # a name is looked at, and nothing brought up for it
 
@@ -166,16 +169,18 @@ class ExpertsInterceptor(CallInterceptor):
         flat = indices.detach().reshape(-1)
         if expected is not None:
             flat = torch.cat([flat, expected.to(flat.dtype)])
-        flat = flat.cpu()  # waits for the layer's router
-        flat, named = flat.split([indices.numel(), flat.numel() - indices.numel()])
-        if int(flat.min()) < 0 or int(flat.max()) >= stack.experts:
+        flat, named = flat.cpu(), []  # waits for the layer's router
+        if expected is not None:
+            named = flat[indices.numel() :].tolist()
+            flat = flat[: indices.numel()]
+        counts = counted(flat, stack.experts)
+        if counts is None:
             return None
-        counts = torch.bincount(flat, minlength=stack.experts).tolist()
         with manager.lock:
             if not self._store.usable(stack):
                 return None
             use = Use(stack, counts, self._order(stack, counts, how), again=again)
-            self._store.begin(use, named.tolist())
+            self._store.begin(use, named)
         few = flat.tolist() if how == "batched_mm" else None
         exact, saving = how == "grouped_mm", self._saved.rows
         return Choice(manager, self._store, use, few, exact=exact, saving=saving)
@@ -186,7 +191,7 @@ class ExpertsInterceptor(CallInterceptor):
         if way.looks:
             with self._manager.lock:
                 way.look(stack.experts, indices)
-        use = Use(stack, (), ())
+        use = Use(stack, {}, ())
         return Choice(self._manager, self._store, use, None, exact=False, saving=self._saved.rows)
 
     @staticmethod
@@ -214,13 +219,11 @@ class ExpertsInterceptor(CallInterceptor):
         return scores[0].topk(most).indices
 
     @staticmethod
-    def _order(stack: Stack, counts: list[int], how: str) -> list[Any]:
+    def _order(stack: Stack, chosen: Iterable[int], how: str) -> list[Piece]:
         """Returns the pieces of a call in the order in which it will ask for them."""
-        tensors = range(len(stack.block.tensors))
-        chosen = [expert for expert, count in enumerate(counts) if count]
         if how == "eager":  # expert by expert
-            return [stack.piece(tensor, expert) for expert in chosen for tensor in tensors]
-        return [stack.piece(tensor, expert) for tensor in tensors for expert in chosen]
+            return [of_tensor[expert] for expert in chosen for of_tensor in stack.pieces]
+        return [of_tensor[expert] for of_tensor in stack.pieces for expert in chosen]
 
     @inside
     def _end(self, choice: Choice) -> None:
@@ -262,6 +265,26 @@ class ExpertsInterceptor(CallInterceptor):
             else:
                 expert = torch.tensor([piece.expert], device=row.device)
                 weight.index_copy_(0, expert, row[None])
+
+
+def counted(indices: torch.Tensor, experts: int) -> dict[int, int] | None:
+    """Returns how often each expert is chosen, of those that are, in ascending order.
+
+    Args:
+        indices: Of experts; 1-D, not empty, on the host.
+        experts: How many there are.
+
+    Returns:
+        None where an index is not one of an expert.
+    """
+    if len(indices) <= _FEW:
+        counts = Counter(indices.tolist())
+        inside = min(counts) >= 0 and max(counts) < experts
+        return dict(sorted(counts.items())) if inside else None
+    if int(indices.min()) < 0 or int(indices.max()) >= experts:
+        return None
+    every = torch.bincount(indices, minlength=experts).tolist()
+    return {expert: count for expert, count in enumerate(every) if count}
 
 
 def router_of(scope: Scope, experts: int) -> Callable[[torch.Tensor], torch.Tensor | None] | None:

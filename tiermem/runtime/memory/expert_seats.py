@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -53,6 +53,8 @@ class Stack:
         grouped: Whether its last call was one of grouped products.
         foresee: Returns scores of the experts, by the hidden states of the layer before; None where
             its router is not at hand.
+        sizes: Bytes of one piece of each tensor.
+        pieces: All pieces, by tensor and expert.
     """
 
     number: int
@@ -67,11 +69,22 @@ class Stack:
     order: tuple[Piece, ...] = ()
     grouped: bool = False
     foresee: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    sizes: list[int] = field(init=False)
+    pieces: list[list[Piece]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Makes all pieces once: each call asks for several of each tensor."""
+        self.sizes, self.pieces = [], []
+        for tensor, spec in enumerate(self.block.tensors):
+            streams, experts = tensor in self.rows, range(self.experts)
+            self.sizes.append(spec.nbytes // self.experts if streams else spec.nbytes)
+            self.pieces.append(
+                [Piece(self.number, tensor, e if streams else WHOLE) for e in experts]
+            )
 
     def nbytes(self, tensor: int) -> int:
         """Returns the bytes of one piece of a tensor."""
-        spec = self.block.tensors[tensor]
-        return spec.nbytes // self.experts if tensor in self.rows else spec.nbytes
+        return self.sizes[tensor]
 
     @property
     def expert_nbytes(self) -> int:
@@ -80,7 +93,7 @@ class Stack:
 
     def piece(self, tensor: int, expert: int) -> Piece:
         """Returns a tensor's piece for an expert."""
-        return Piece(self.number, tensor, expert if tensor in self.rows else WHOLE)
+        return self.pieces[tensor][expert]
 
     def with_rows(self) -> list[tuple[int, int]]:
         """Returns first byte and bytes of each tensor that has rows, in order."""
@@ -91,7 +104,7 @@ class Stack:
     def begin_of(self, piece: Piece) -> int:
         """Returns where a piece begins in the block, in bytes."""
         spec = self.block.tensors[piece.tensor]
-        return spec.offset + max(piece.expert, 0) * self.nbytes(piece.tensor)
+        return spec.offset + max(piece.expert, 0) * self.sizes[piece.tensor]
 
 
 def stack_of(number: int, block: Block, experts: int) -> Stack | None:
@@ -181,24 +194,26 @@ class Seat:
 
     def view(self, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns the piece as a tensor; as long as that lives, the seat is taken."""
-        key = (spec.dtype, shape)
-        found = self._views.get(key)
-        if found is None:
-            dtype: Any = spec.dtype
-            with torch.inference_mode(False):
-                found = typed_view(self._storage, dtype, 0, shape, contiguous_stride(shape))
-            self._views[key] = found
-            self._baseline += 1
-        return found.detach()
+        counted = self._views.get((spec.dtype, shape))
+        return (self._view(spec.dtype, shape) if counted is None else counted).detach()
 
     def give(
         self, spec: TensorSpec, shape: tuple[int, ...], use: Use, piece: Piece
     ) -> torch.Tensor:
         """Returns what :meth:`view` does to a call, which finds out later whether it wrote that."""
-        given = self.view(spec, shape)
-        counted = self._views[spec.dtype, shape]  # has the version of all views like this one
-        use.given.append((self, piece, counted, given._version))
-        return given
+        counted = self._views.get((spec.dtype, shape))  # has the version of all views like it
+        if counted is None:
+            counted = self._view(spec.dtype, shape)
+        use.given.append((self, piece, counted, counted._version))
+        return counted.detach()
+
+    def _view(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
+        """Returns the piece as a tensor that is kept here and is no alias."""
+        with torch.inference_mode(False):
+            found = typed_view(self._storage, dtype, 0, shape, contiguous_stride(shape))
+        self._views[dtype, shape] = found
+        self._baseline += 1
+        return found
 
 
 class Bank:
@@ -225,10 +240,9 @@ class Use:
     Attributes:
         stack: The layer.
         chosen: The experts, ascending.
-        counts: How often each expert of the layer was chosen.
+        counts: How often each of these was chosen.
         wanted: Pieces that were not asked for yet, in the order in which they will be.
-        coming: Of these, those whose copies have not begun: by tensor, each with its place in that
-            order.
+        coming: Of these, those that have no seat: by tensor, each with its place in that order.
         again: Whether it belongs to a backward: what it asks for was chosen in a forward.
         saved: Pieces that autograd has saved views or copies of, in that order.
         before: The call before it in the same direction, as long as that is known.
@@ -239,7 +253,7 @@ class Use:
     def __init__(
         self,
         stack: Stack,
-        counts: Sequence[int],
+        counts: Mapping[int, int],
         wanted: Iterable[Piece],
         *,
         again: bool = False,
@@ -251,11 +265,9 @@ class Use:
         self.before: Callable[[], Use | None] = _nothing
         self.given: list[tuple[Seat, Piece, torch.Tensor, int]] = []
         self.counts = counts
-        self.chosen = [expert for expert, count in enumerate(counts) if count]
+        self.chosen = list(counts)
         self.wanted = dict.fromkeys(wanted)
         self.coming: dict[int, deque[tuple[int, Piece]]] = {}
-        for place, piece in enumerate(self.wanted):
-            self.coming.setdefault(piece.tensor, deque()).append((place, piece))
 
     def written(self) -> dict[Piece, torch.Tensor | None]:
         """Returns the pieces that it has written, as it was given them.

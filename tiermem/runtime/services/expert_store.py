@@ -265,23 +265,29 @@ class ExpertStore:
 
     def enter(self, use: Use, expected: Sequence[int] = ()) -> None:
         """Counts what a call chooses, and begins its copies."""
-        stack, counters = use.stack, self._parts.counters
+        stack, counters, coming = use.stack, self._parts.counters, use.coming
         seated = [
-            (index, self.room.bank_of[stack.number, index].who.seated) for index in stack.rows
+            self.room.bank_of[stack.number, tensor].who.seated
+            for tensor in range(len(stack.block.tensors))
         ]
-        here = 0
-        for expert in use.chosen:
-            here += all(Piece(stack.number, index, expert) in who for index, who in seated)
+        away = set[int]()
+        for place, piece in enumerate(use.wanted):
+            if piece not in seated[piece.tensor]:
+                coming.setdefault(piece.tensor, deque()).append((place, piece))
+                away.add(piece.expert)
         counters.experts_chosen += len(use.chosen)
-        counters.expert_hits += here
-        counters.expert_guesses_right += len(stack.guessed.intersection(use.chosen))
-        for piece in [p for p in self._guesses if p.stack == stack.number]:
-            del self._guesses[piece]
-        stack.guessed = set()
+        counters.expert_hits += len(use.chosen) - len(away - {WHOLE})
+        if self._guesses:
+            for piece in [p for p in self._guesses if p.stack == stack.number]:
+                del self._guesses[piece]
+        if stack.guessed:
+            counters.expert_guesses_right += len(stack.guessed.intersection(use.chosen))
+            stack.guessed = set()
         self._uses.append(use)
         begun = False
         try:
-            if self._go_on(use) and expected and stack.after is not None:
+            here = self._go_on(use) if coming else True
+            if here and expected and stack.after is not None:
                 self._expect(stack.after, expected)
             begun = True
         finally:
@@ -330,19 +336,30 @@ class ExpertStore:
             self._note_released()
         spec, streams = stack.block.tensors[tensor], tensor in stack.rows
         shape = spec.shape[1:] if streams else spec.shape
-        bank, number = self.room.bank_of[stack.number, tensor], stack.number
+        bank, pieces, lent = (
+            self.room.bank_of[stack.number, tensor],
+            stack.pieces[tensor],
+            self._lent,
+        )
         if use.coming:
             self._go_on(use)  # seats may have come free since the last kernels were submitted
-        found = []
+        found, seats, who, behind = [], bank.seats, bank.who, self._parts.copy.use
         for expert in experts:
-            piece = Piece(number, tensor, expert if streams else WHOLE)
-            seat = self._seat_of(bank, piece, use)
-            if seat is None:
-                return None
-            self._lent.append(seat)
+            piece = pieces[expert]
+            index = who.seated.get(piece)
+            if index is None or seats[index].transfer is not None:
+                seat = self._seat_of(bank, piece, use)
+                if seat is None:
+                    return None
+                lent = self._lent
+            else:
+                seat = seats[index]
+                use.wanted.pop(piece, None)
+                who.used(piece)
+            lent.append(seat)
             seat.use = use
             found.append(seat.give(spec, shape, use, piece))
-            self._parts.copy.use(seat.event)
+            behind(seat.event)
         if use.again and not use.wanted and use in self._uses:
             self._uses.remove(use)
         return found
@@ -436,12 +453,10 @@ class ExpertStore:
         record = self._parts.table[stack.block.id]
         if record.home is Tier.NVME and not self._parts.homes.read_only(record.home_extent):
             return
-        full: set[int] = set()
+        full, bank_of = set[int](), self.room.bank_of
         for piece in pieces:
-            if piece.tensor in full:
-                continue
-            bank = self._bank(piece)
-            if piece in bank.who.seated:
+            bank = bank_of[piece.stack, piece.tensor]
+            if piece in bank.who.seated or piece.tensor in full:
                 continue
             if self._bring(bank, piece, guessed=True) is None:
                 full.add(piece.tensor)

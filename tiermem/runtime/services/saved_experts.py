@@ -6,7 +6,7 @@ into seats anew, the last one first.
 
 from __future__ import annotations
 
-from tiermem.runtime.memory.expert_seats import Piece, Use
+from tiermem.runtime.memory.expert_seats import WHOLE, Piece, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 
 
@@ -42,7 +42,7 @@ class SavedExperts:
         if again is None:
             stack, store = use.stack, self._store
             experts = {piece.expert for piece in use.saved}
-            counts = [int(expert in experts) for expert in range(stack.experts)]
+            counts = dict.fromkeys(sorted(experts - {WHOLE}), 1)
             again = self._resumed[use] = Use(stack, counts, reversed(use.saved), again=True)
             if store.usable(stack):
                 store.enter(again)
