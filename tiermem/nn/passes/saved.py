@@ -46,7 +46,7 @@ from tiermem.nn.passes.leftout import Again, LeavesOut, left_out
 from tiermem.nn.passes.savedrows import SavedCopies, SavedRows
 from tiermem.nn.passes.savedview import SavedView
 from tiermem.runtime.base.functorch import transforming, untransformed
-from tiermem.runtime.memory.slots import Slot, typed_view
+from tiermem.runtime.memory.slots import Slot, View, typed_view
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 _REFERRED = (Role.PARAM, Role.BUFFER)
 _push = torch._C._autograd._push_saved_tensors_default_hooks  # not as it is changed below
 _is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+_MOST_VIEWS = 1 << 16
 _Tensor, _STRIDED = torch.Tensor, torch.strided
 _Plain = torch._C.DisableTorchFunctionSubclass
 """Within it a parameter that is away is asked as an ordinary tensor is."""
@@ -93,6 +94,7 @@ class SavedHooks:
         self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)
         self._last: tuple[Any, Any] = None, None  # a checkpoint's, and what covers it
+        self._views: dict[View, View] = {}
 
     def may_be_left_out(self) -> bool:
         """Whether a forward's graph may be left to torch: nobody's hooks are to see what it saves.
@@ -213,7 +215,7 @@ class SavedHooks:
         if tensor.layout is not _STRIDED:
             return None
         try:
-            slot = self._slot_at(tensor.untyped_storage().data_ptr())
+            slot = self._slot_at(_begin_of(tensor))
         except RuntimeError:  # zeros without memory, as forward-mode differentiation makes them
             return None
         if self.rows.copies or self._room.seats:
@@ -232,7 +234,10 @@ class SavedHooks:
             owner = known[1][bisect_right(known[0], offset * dtype.itemsize) - 1]
             if owner is not None and owner._version != tensor._version:
                 owner = None  # it has a version counter of its own
-        view = dtype, offset, tensor.shape, tensor.stride()
+        view: View = dtype, offset, tensor.shape, tensor.stride()
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        view = self._views.setdefault(view, view)  # one for all passes: the collector counts them
         return SavedView(self, block, tensor, view, owner)
 
     def group_of(self, block: Block) -> Group:
@@ -246,7 +251,8 @@ class SavedHooks:
                 found = self.reference(tensor)
             else:
                 try:  # the same in line: mostly it is no weight
-                    slot = self._slot_at(tensor.untyped_storage().data_ptr())
+                    address: Any = tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
+                    slot = self._slot_at(address if address > 0 else _begin_of(tensor))
                 except RuntimeError:  # not strided, or without memory
                     slot = None
                 found = None if slot is None else self._view_in(slot, tensor)
@@ -259,8 +265,10 @@ class SavedHooks:
             offloaded = self._offload and self._offload(tensor)
             if offloaded:
                 return offloaded
-            kept = tensor if tensor.grad_fn is None else tensor.detach()
-            return Kept((kept, tensor._version))
+            # ``grad_fn`` would make an object of each node, as long as the graph lives
+            kept = tensor if tensor.is_leaf else tensor.detach()
+            version = tensor._version
+            return Kept((kept, version)) if version or type(kept) is not _Tensor else kept
         except REFUSALS:
             raise
         except BaseException as error:  # as the decorator ``inside`` does
@@ -307,7 +315,9 @@ class SavedHooks:
             if packed.counter._version != packed.version:
                 raise changed(packed.counter, packed.version, packed.shape)
             return self._activation(packed)
-        return packed  # type: ignore[no-any-return]
+        if kind is _Tensor and packed._version:
+            raise changed(packed, 0, packed.shape)
+        return _bytes_of(packed)
 
     @inside
     def _activation(self, packed: SavedActivation) -> torch.Tensor:
@@ -450,6 +460,21 @@ def _covered(pair: Pair) -> Pair:
     return pack, WithBytes(unpack)
 
 
+def _begin_of(tensor: torch.Tensor) -> int:
+    """Returns where the storage of a tensor begins.
+
+    Without asking for the storage where that can be: it would be an object as long as it lives, and
+    there is one for most tensors that are saved.
+
+    Raises:
+        RuntimeError: If it is not strided, or has no memory.
+    """
+    first = tensor.data_ptr()
+    if first:
+        return int(first) - int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.untyped_storage().data_ptr()  # it has no elements
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a managed tensor that may be away; any other tensor as it is."""
     if type(tensor) in _PLAIN_TYPES:
@@ -532,7 +557,7 @@ class _Covering:
                 found = hooks.reference(tensor)
             else:
                 try:  # the same in line, as in _pack_plain
-                    slot = hooks._slot_at(tensor.untyped_storage().data_ptr())
+                    slot = hooks._slot_at(_begin_of(tensor))
                 except RuntimeError:
                     slot = None
                 found = None if slot is None else hooks._view_in(slot, tensor)

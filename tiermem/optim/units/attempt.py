@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 class Waiting:
     """A step neither made nor taken back: an access to its blocks takes it back first."""
 
-    def __init__(
-        self, runtime: ModuleRuntime, unit: StepUnit, take_back: Callable[[], None]
-    ) -> None:
+    def __init__(self, runtime: ModuleRuntime, unit: StepUnit) -> None:
         """Starts with no step waiting.
 
         Args:
             runtime: The modules' runtime.
             unit: Whose step it is.
-            take_back: Tries it again; raises where it cannot be.
         """
         self._manager = runtime.manager
         self._unit = unit
-        self._take_back = take_back
         self._debt: Deferred | None = None
 
-    def begin(self) -> None:
-        """Registers a step that could not be taken back; the unit's blocks stay leased."""
+    def begin(self, take_back: Callable[[], None]) -> None:
+        """Registers a step that could not be taken back; the unit's blocks stay leased.
+
+        Args:
+            take_back: Tries it again; raises where it cannot be.
+        """
         with self._manager.lock:
             if self._debt is None:
                 blocks = [block.id for block in self._unit.blocks()]
-                self._debt = Deferred(self._unit.name, blocks, self._take_back)
+                self._debt = Deferred(self._unit.name, blocks, take_back)
                 self._manager.parts.deferred.add(self._debt)
             if self._unit.group is not None:
                 self._unit.group.pointing.hide()
@@ -102,7 +102,7 @@ class Attempt:
         self.holding: Held = unit.held(runtime)
         self.made = False
         self.shown: Sequence[tuple[torch.Tensor | None, torch.Tensor]] = ()
-        self._waiting = Waiting(runtime, unit, self.end)
+        self._waiting = Waiting(runtime, unit)
         self._over = False
         runtime.keepers.attempts.append(self)
 
@@ -155,7 +155,7 @@ class Attempt:
         try:
             self._end()
         except REFUSALS:
-            self._waiting.begin()
+            self._waiting.begin(self.end)
             raise
         if self in self._runtime.keepers.attempts:
             self._runtime.keepers.attempts.remove(self)

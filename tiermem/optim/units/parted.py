@@ -167,7 +167,7 @@ class PartedUnit(StepUnit):
                 runtime.grads.sync(entry)
             self.flush()
             self._whole = Held(self, runtime, kept=False)
-            self._waiting = Waiting(runtime, self, self.recover)
+            self._waiting = Waiting(runtime, self)
             self._attempts = runtime.keepers.attempts
             self._attempts.append(self)
             try:
@@ -258,7 +258,7 @@ class PartedUnit(StepUnit):
         """
         if any(part.unit.attempt is not None for part in self.parts):
             if self._waiting is not None:
-                self._waiting.begin()
+                self._waiting.begin(self.recover)
             return
         self._gradient = None
         for part in self.parts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
@@ -59,11 +59,12 @@ class Undo:
         """Keeps copies in ``scratch``; where that is full, in ordinary memory."""
         self._scratch = scratch
         self._used = 0
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._entries: list[tuple[dict[Any, Any], Any, Any, dict[Any, Any]]] = []
-        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._numbers: list[tuple[list[torch.Tensor], Iterable[Any]]] = []
-        self._dicts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        # lists would be six objects for the collector to look at; most have one element, or none
+        self._kept: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self._entries: tuple[tuple[Any, ...], ...] = ()  # as _put_back takes them
+        self._values: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self._numbers: tuple[tuple[list[torch.Tensor], Iterable[Any]], ...] = ()
+        self._dicts: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()
         self.steps: list[Callable[[], Any]] = []
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -73,20 +74,20 @@ class Undo:
         whole = _run(tensors)
         copy = self._room(whole)
         _copy(copy, whole)
-        self._kept.append((whole, copy))
+        self._kept = (*self._kept, (whole, copy))
 
     def keep_values(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies tensors outside the tiers; a few numbers of one kind with one call."""
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             if tensor.dim() or tensor.layout is not torch.strided:
-                self._values.append((tensor, tensor.detach().clone()))
+                self._values = (*self._values, (tensor, tensor.detach().clone()))
             else:
                 alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for (_, device), found in alike.items():
             here = device.type == "cpu"
             values = [t.item() for t in found] if here else torch.stack(found).detach()
-            self._numbers.append((found, values))
+            self._numbers = (*self._numbers, (found, values))
 
     def keep_at_home(
         self, tensors: Sequence[torch.Tensor], restore: Callable[[int, int], object]
@@ -121,9 +122,12 @@ class Undo:
     def keep_entries(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
         """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""
         entries = states_of(state, keys)
-        befores = [{} if entry is None else dict(entry) for entry in entries]
-        self._entries.extend(zip(repeat(state), keys, entries, befores, strict=False))
-        values = list(chain.from_iterable([before.values() for before in befores]))
+        # a dictionary for each parameter would be as many objects for the collector to look at
+        there = [entry for entry in entries if entry is not None]
+        values = [*chain.from_iterable([entry.values() for entry in there])]
+        names = [*chain.from_iterable(there)]
+        found = state, tuple(keys), entries, [*map(len, there)], names, values
+        self._entries = (*self._entries, found)
         ordinary = [value for value in values if type(value) is torch.Tensor]
         for value in values if set(map(type, values)) - _KINDS else ():
             if type(value) not in _KINDS and isinstance(value, torch.Tensor):
@@ -140,7 +144,7 @@ class Undo:
         """Notes what a class keeps in its groups; fields of its own are not undone."""
         tensors: list[torch.Tensor] = []
         for group in optimizer.param_groups:
-            self._dicts.append((group, dict(group)))
+            self._dicts = (*self._dicts, (group, dict(group)))
             tensors += [v for v in group.values() if isinstance(v, torch.Tensor)]
         self.keep_values(tensors)
         own = vars(optimizer)
@@ -156,13 +160,8 @@ class Undo:
             for values, were in self._numbers:
                 for value, was in zip(values, were, strict=True):
                     value.fill_(was)
-            for state, key, entry, before in self._entries:
-                if entry is None:
-                    state.pop(key, None)
-                    continue
-                entry.clear()
-                entry.update(before)
-                state[key] = entry
+            for entries in self._entries:
+                _put_back(*entries)
             for mapping, before in self._dicts:
                 mapping.update(before)
                 for key in [key for key in mapping if key not in before]:
@@ -177,6 +176,35 @@ class Undo:
         room = self._scratch.narrow(0, self._used, nbytes)
         self._used += align_up(nbytes)
         return room
+
+
+def _put_back(
+    state: dict[Any, Any],
+    keys: Sequence[Any],
+    entries: Sequence[dict[Any, Any] | None],
+    lengths: Sequence[int],
+    names: Sequence[Any],
+    values: Sequence[Any],
+) -> None:
+    """Makes an optimizer's state of some parameters what it was.
+
+    Args:
+        state: All of it.
+        keys: The parameters.
+        entries: What was there of each; None for nothing.
+        lengths: How many names each of those had that were there.
+        names: All their names, one after the other.
+        values: What the names stood for.
+    """
+    sizes, befores = iter(lengths), zip(names, values, strict=True)
+    for key, entry in zip(keys, entries, strict=True):
+        if entry is None:
+            state.pop(key, None)
+            continue
+        before = dict(islice(befores, next(sizes)))
+        entry.clear()
+        entry.update(before)
+        state[key] = entry
 
 
 def states_of(state: dict[Any, Any], keys: Sequence[Any]) -> list[Any]:
