@@ -2547,6 +2547,13 @@ MUTATIONS = (
         _SCRIPTS,
     ),
     Mutation(
+        "the first call looks at all code again",
+        "tiermem/nn/wrap/intercepted.py",
+        "        self._sizes = [*map(len, self._names)]",
+        "        pass",
+        ("tests/unit/test_nn_writes.py",),
+    ),
+    Mutation(
         "scripts: what is replaced under its name is not looked at",
         "tiermem/nn/wrap/intercepted.py",
         " or replaced:",

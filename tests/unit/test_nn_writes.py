@@ -16,6 +16,7 @@ from support_writing import Scaler
 from torch import nn
 
 import tiermem
+from tiermem.nn.wrap import intercepted
 
 WIDTH, LAYERS = 32, 6
 
@@ -279,3 +280,27 @@ def test_data_is_assigned_to_weights_that_are_away() -> None:
             weight.data = value
         for layer, value in zip(model, values, strict=True):
             assert torch.equal(layer.weight, value)
+
+
+def test_code_that_wrap_has_looked_at_is_not_looked_at_in_the_first_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model of many modules would wait for that as long as for its weights."""
+    looked_at = list[nn.Module]()
+    may_write = intercepted.may_write_uncounted
+
+    def noted(module: nn.Module, **options: Any) -> bool:
+        looked_at.append(module)
+        return may_write(module, **options)
+
+    monkeypatch.setattr(intercepted, "may_write_uncounted", noted)
+    model = nn.Sequential(*(Linear() for _ in range(LAYERS)))
+    with tiermem.TierManager(device="cpu", hbm="16KiB", dram="1MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        assert looked_at == [model, *model]
+        looked_at.clear()
+        model(torch.randn(2, WIDTH))
+        assert not looked_at
+        model[1].further = Scaler()
+        model(torch.randn(2, WIDTH))
+        assert looked_at == [model[1]]

@@ -315,6 +315,7 @@ class InterceptedModules:
         for module in self._modules.values():
             for whole in _OF_ALL:
                 module.__dict__[whole.method] = whole(module, root)
+        self._sizes = [*map(len, self._names)]  # find_groups has looked at what else they have
 
     def calls_inside(self) -> dict[nn.Module, CallInterceptor] | None:
         """Returns what intercepts the calls of modules inside the model and only holds blocks.
