@@ -71,6 +71,13 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "errors choose blocks anew for a model whose modules have come or gone",
+        "tiermem/nn/groups/blocks.py",
+        "        if names == before:\n",
+        "        if names:\n",
+        ("tests/unit/test_nn_need.py",),
+    ),
+    Mutation(
         "a block that is lost is filled with values of another shape",
         "tiermem/nn/wrap/statedict.py",
         "            if value.shape == tensor.shape or (tensor.dim() == 0 and value.numel() == 1):",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -73,6 +74,7 @@ class Inventory:
         elements = [(f.tensor.numel(), f.tensor.requires_grad) for f in params]
         most = sum(number for number, _ in elements) // 2
         self.trained = model.training and sum(n for n, grad in elements if grad) > most
+        self._first: tuple[list[str], BlockPlan] | None = None
 
     def shape(self, found: Found) -> TensorShape:
         """Returns a tensor's shape as it was given to ``wrap``."""
@@ -88,7 +90,24 @@ class Inventory:
         return host_seconds(self.model)
 
     def plan(self, hbm: int) -> BlockPlan:
-        """Returns the blocks for a budget in bytes: coarser ones where the host binds a forward."""
+        """Returns the blocks for a budget in bytes.
+
+        The first ones are those that a model is wrapped with. Others are for errors, which say what
+        would do; once modules have come or gone, these count with the first ones.
+        """
+        names = [name for name, _ in self.model.named_modules()]
+        if self._first is None:
+            self._first = names, self._choose(hbm)
+            return self._first[1]
+        before, first = self._first
+        if names == before:
+            return self._choose(hbm)
+        kept = copy(first)
+        kept.hbm = hbm
+        return kept
+
+    def _choose(self, hbm: int) -> BlockPlan:
+        """Chooses blocks: coarser ones where the host binds a forward."""
         best = fine = BlockPlan(self, hbm)
         if self.blocks != "auto" or self.trained:
             return fine
