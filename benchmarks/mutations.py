@@ -71,6 +71,13 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "names that are no text are looked for in the files",
+        "tiermem/loading/sources.py",
+        "        if stored is not None and not isinstance(stored, str):\n",
+        "        if False:\n",
+        ("tests/integrations/test_load_checkpoint.py",),
+    ),
+    Mutation(
         "errors choose blocks anew for a model whose modules have come or gone",
         "tiermem/nn/groups/blocks.py",
         "        if names == before:\n",

@@ -13,6 +13,7 @@ from torch import nn
 from tiermem.core.block import align_up
 from tiermem.core.layout import TensorShape, packed_nbytes
 from tiermem.core.need import STEPPED, Home, unit_limit
+from tiermem.errors import ConfigError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.hostbound import SHARES, Streamed, host_seconds, rate_up
 from tiermem.nn.groups.inspect import Found
@@ -67,6 +68,10 @@ class Inventory:
         self.resident = checked_resident(resident)
         self.blocks: Any = blocks
         if not isinstance(blocks, str) and not callable(blocks):
+            if not isinstance(blocks, Iterable):
+                raise ConfigError(
+                    f"blocks={blocks!r}: give 'auto', a list of module names or a predicate"
+                )
             self.blocks = list(blocks)
         self.params, self.buffers = params, buffers
         self.rate = rate or rate_up(files=False)
