@@ -71,6 +71,13 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "copies of blocks lie on the user's default device",
+        _RUNTIME + "transfers/block_io.py",
+        'dtype=torch.uint8, device="cpu").copy_(host)\n',
+        "dtype=torch.uint8).copy_(host)\n",
+        ("tests/unit/test_default_device.py",),
+    ),
+    Mutation(
         "names that are no text are looked for in the files",
         "tiermem/loading/sources.py",
         "        if stored is not None and not isinstance(stored, str):\n",
