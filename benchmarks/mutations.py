@@ -71,6 +71,13 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "a scaler's flag has the user's default dtype",
+        "tiermem/nn/groups/formerscale.py",
+        "        infinite = torch.zeros(1, dtype=torch.float32, device=copies[0].device)\n",
+        "        infinite = torch.zeros(1, device=copies[0].device)\n",
+        ("tests/unit/test_optim_scaler.py",),
+    ),
+    Mutation(
         "copies of blocks lie on the user's default device",
         _RUNTIME + "transfers/block_io.py",
         'dtype=torch.uint8, device="cpu").copy_(host)\n',

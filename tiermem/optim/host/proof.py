@@ -81,7 +81,8 @@ def _name(device: torch.device) -> str:
 def _nan16(device: torch.device, name: str) -> int:
     """Returns the bits that a device gives NaN in bfloat16."""
     if name not in _nans:
-        found = torch.full((1,), float("nan"), device=device).to(torch.bfloat16)
+        found = torch.full((1,), float("nan"), dtype=torch.float32, device=device)
+        found = found.to(torch.bfloat16)
         _nans[name] = int(found.view(torch.int16).item()) & 0xFFFF
     return _nans[name]
 
@@ -176,9 +177,9 @@ def _give_state(
             value = value.abs_() if key.endswith("sq") else value
             here.state[own][key] = value
             there.state[other][key] = value.to(other.device, copy=True)
-        here.state[own]["step"] = torch.tensor(float(step), device="cpu")
+        here.state[own]["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         where = other.device if fused else "cpu"
-        there.state[other]["step"] = torch.tensor(float(step), device=where)
+        there.state[other]["step"] = torch.tensor(float(step), dtype=torch.float32, device=where)
 
 
 def _differing(
@@ -212,16 +213,15 @@ def _values(count: int, dtype: torch.dtype, source: torch.Generator) -> torch.Te
     wild = torch.randint(
         -(1 << 31), 1 << 31, (count,), dtype=torch.int64, generator=source, device="cpu"
     )
-    calm = torch.randn(count, generator=source, device="cpu") * 0.02
-    plain = torch.randn(count, generator=source, device="cpu") * torch.pow(
-        10.0, torch.rand(count, generator=source, device="cpu") * 16 - 12
-    )
+    on: dict[str, Any] = {"generator": source, "dtype": torch.float32, "device": "cpu"}
+    calm = torch.randn(count, **on) * 0.02
+    plain = torch.randn(count, **on) * torch.pow(10.0, torch.rand(count, **on) * 16 - 12)
     which = torch.randint(0, 4, (count,), generator=source, device="cpu")
     found = torch.where(which == 0, wild.to(torch.int32).view(torch.float32), plain)
     found = torch.where(which == 1, calm, found)
     places = torch.randint(0, count, (count // 64,), generator=source, device="cpu")
     chosen = torch.randint(0, len(_SPECIAL), (len(places),), generator=source, device="cpu")
-    found[places] = torch.tensor(_SPECIAL, device="cpu")[chosen]
+    found[places] = torch.tensor(_SPECIAL, dtype=torch.float32, device="cpu")[chosen]
     return found.to(dtype)
 
 
@@ -243,7 +243,8 @@ def _offsets_of(
 def _find_offsets(betas: tuple[float, ...], device: torch.device) -> dict[float, int] | None:
     source = torch.Generator().manual_seed(2)
     size = len(_COUNTS) * _FEW
-    start = [torch.rand(size, generator=source, device="cpu") + 0.5 for _ in range(4)]
+    on: dict[str, Any] = {"generator": source, "dtype": torch.float32, "device": "cpu"}
+    start = [torch.rand(size, **on) + 0.5 for _ in range(4)]
     theirs = _by_kernel([t.to(device, copy=True) for t in start], betas)
     first, second = (float(np.float32(beta)) for beta in betas)
     for one, two in product((0, -1, 1), repeat=2):
