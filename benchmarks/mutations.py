@@ -71,6 +71,13 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "tensors in the tiers are swapped where torch is told to",
+        "tiermem/nn/wrap/statedict.py",
+        "            torch.__future__.set_swap_module_params_on_conversion(False)\n",
+        "",
+        ("tests/unit/test_nn_training.py",),
+    ),
+    Mutation(
         "a scaler's flag has the user's default dtype",
         "tiermem/nn/groups/formerscale.py",
         "        infinite = torch.zeros(1, dtype=torch.float32, device=copies[0].device)\n",

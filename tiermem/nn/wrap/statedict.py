@@ -262,7 +262,10 @@ class LoadAllInterceptor(Interceptor):
             )
         dicts = self.scope.wrapped.dicts
         dicts.given = given_values(self.module, state_dict)
-        try:
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        try:  # tensors in the tiers cannot be swapped; copied into, they are the same afterwards
+            torch.__future__.set_swap_module_params_on_conversion(False)
             return outside(self.inner, state_dict, *args, **kwargs)
         finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
             dicts.given = {}
