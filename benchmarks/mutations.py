@@ -71,6 +71,20 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "state is made in a user's inference mode",
+        "tiermem/optim/tiered.py",
+        "        if torch.is_inference_mode_enabled():  # a later step",
+        "        if False:  # a later step",
+        ("tests/unit/test_inference_mode.py",),
+    ),
+    Mutation(
+        "counters of inference mode are not taken back",
+        "tiermem/optim/units/undo.py",
+        "    return torch.inference_mode() if value.is_inference() else nullcontext()\n",
+        "    return nullcontext()\n",
+        ("tests/unit/test_inference_mode.py",),
+    ),
+    Mutation(
         "tensors in the tiers are swapped where torch is told to",
         "tiermem/nn/wrap/statedict.py",
         "            torch.__future__.set_swap_module_params_on_conversion(False)\n",
