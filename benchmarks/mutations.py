@@ -71,6 +71,13 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "a checkpoint's model is made in a user's inference mode",
+        "tiermem/loading/load.py",
+        "    if torch.is_inference_mode_enabled():  # a model",
+        "    if False:  # a model",
+        ("tests/unit/test_inference_mode.py",),
+    ),
+    Mutation(
         "state is made in a user's inference mode",
         "tiermem/optim/tiered.py",
         "        if torch.is_inference_mode_enabled():  # a later step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,22 @@ def test_a_state_dict_can_be_written_outside() -> None:
             assert not state[name].is_inference() and not value.is_inference()
             state[name].mul_(2)
             assert torch.equal(state[name], 2 * value)
+
+
+def test_a_model_that_is_made_from_a_checkpoint_can_be_trained(tmp_path: Path) -> None:
+    """As one of ``from_pretrained`` can, called in that mode."""
+    from safetensors.torch import save_file
+
+    plain = build()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with tiers() as tier:
+        with torch.inference_mode():
+            model = tiermem.load_checkpoint(build, tmp_path, tier=tier)
+            assert_same(plain(batch(0)), model(batch(0)), "in inference mode")
+        for one in (plain, model):
+            backward(one, 1)
+        grads = [[param.grad for param in one.parameters()] for one in (plain, model)]
+        assert_same(*grads, "gradients")
 
 
 def test_a_step_that_cannot_write_its_counters_is_taken_back() -> None:

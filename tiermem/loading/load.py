@@ -65,6 +65,10 @@ def load_checkpoint(
         ConfigError: If the first argument makes no module, or another is of a wrong kind.
         StorageError: If the files cannot be read, or change meanwhile.
     """
+    if torch.is_inference_mode_enabled():  # a model made in it could not be trained
+        options: dict[str, Any] = {"names": names, "dtype": dtype, "lora": lora, "blocks": blocks}
+        with torch.inference_mode(False):
+            return load_checkpoint(model_or_factory, path, tier=tier, **options)
     if not isinstance(tier, TierManager):
         raise ConfigError(f"tier must be a TierManager, not {tier!r}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
