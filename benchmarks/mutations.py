@@ -71,6 +71,62 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "a checkpoint's model is made in a user's inference mode",
+        "tiermem/loading/load.py",
+        "    if torch.is_inference_mode_enabled():  # a model",
+        "    if False:  # a model",
+        ("tests/unit/test_inference_mode.py",),
+    ),
+    Mutation(
+        "state is made in a user's inference mode",
+        "tiermem/optim/tiered.py",
+        "        if torch.is_inference_mode_enabled():  # a later step",
+        "        if False:  # a later step",
+        ("tests/unit/test_inference_mode.py",),
+    ),
+    Mutation(
+        "counters of inference mode are not taken back",
+        "tiermem/optim/units/undo.py",
+        "    return torch.inference_mode() if value.is_inference() else nullcontext()\n",
+        "    return nullcontext()\n",
+        ("tests/unit/test_inference_mode.py",),
+    ),
+    Mutation(
+        "tensors in the tiers are swapped where torch is told to",
+        "tiermem/nn/wrap/statedict.py",
+        "            torch.__future__.set_swap_module_params_on_conversion(False)\n",
+        "",
+        ("tests/unit/test_nn_training.py",),
+    ),
+    Mutation(
+        "a scaler's flag has the user's default dtype",
+        "tiermem/nn/groups/formerscale.py",
+        "        infinite = torch.zeros(1, dtype=torch.float32, device=copies[0].device)\n",
+        "        infinite = torch.zeros(1, device=copies[0].device)\n",
+        ("tests/unit/test_optim_scaler.py",),
+    ),
+    Mutation(
+        "copies of blocks lie on the user's default device",
+        _RUNTIME + "transfers/block_io.py",
+        'dtype=torch.uint8, device="cpu").copy_(host)\n',
+        "dtype=torch.uint8).copy_(host)\n",
+        ("tests/unit/test_default_device.py",),
+    ),
+    Mutation(
+        "names that are no text are looked for in the files",
+        "tiermem/loading/sources.py",
+        "        if stored is not None and not isinstance(stored, str):\n",
+        "        if False:\n",
+        ("tests/integrations/test_load_checkpoint.py",),
+    ),
+    Mutation(
+        "errors choose blocks anew for a model whose modules have come or gone",
+        "tiermem/nn/groups/blocks.py",
+        "        if names == before:\n",
+        "        if names:\n",
+        ("tests/unit/test_nn_need.py",),
+    ),
+    Mutation(
         "a block that is lost is filled with values of another shape",
         "tiermem/nn/wrap/statedict.py",
         "            if value.shape == tensor.shape or (tensor.dim() == 0 and value.numel() == 1):",

@@ -34,6 +34,17 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes another dtype the default one, as scripts do."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit."""
     if first.layout is not torch.strided or second.layout is not torch.strided:

@@ -294,7 +294,10 @@ class _Stepped:
         """Whether a step on the host has to be able to take back what it has written."""
         dtypes = {(self._dtype(param), number) for param, number in self._members}
         tiny = [
-            {**settings_of(self._groups[n]), "params": [nn.Parameter(torch.zeros(1, dtype=d))]}
+            {
+                **settings_of(self._groups[n]),
+                "params": [nn.Parameter(torch.zeros(1, dtype=d, device="cpu"))],
+            }
             for d, n in dtypes
         ]
         return bool(tiny) and not cannot_fail_midway(with_fused(self._make)(tiny))

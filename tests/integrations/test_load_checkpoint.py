@@ -551,6 +551,38 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dtype": "bfloat16"}, r"dtype must be .* torch\.bfloat16, not 'bfloat16'"),
+        ({"dtype": torch.int8}, "dtype must be a floating dtype"),
+        ({"names": 5}, "names must be a mapping .* not 5"),
+        ({"names": {"first.bias": ["a", "b"]}}, r"names gives \['a', 'b'\] for 'first.bias'"),
+        ({"names": lambda name: len(name)}, "names gives 12 for 'first.weight'"),
+        ({"blocks": 5}, "blocks=5: give 'auto'"),
+        ({"model_or_factory": transformers.AutoConfig}, "AutoConfig is none of them"),
+        ({"model_or_factory": transformers.AutoTokenizer}, "AutoTokenizer is none of them"),
+    ],
+    ids=["text", "whole numbers", "number", "list", "length", "blocks", "config", "tokenizer"],
+)
+def test_arguments_of_a_wrong_kind_are_refused(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    toy(tmp_path / "toy.safetensors")
+    options = {"model_or_factory": Toy, "path": tmp_path / "toy.safetensors", **given}
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.ConfigError, match=said):
+            tiermem.load_checkpoint(**options, tier=tier)
+        assert not tier.residency()
+
+
+@pytest.mark.parametrize("path", [None, 5, b"models", "a\0b"])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match="path"):
+            tiermem.load_checkpoint(Toy, path, tier=tier)
+
+
 def test_a_meta_buffer_without_a_value_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "toy.safetensors"
     toy(path)

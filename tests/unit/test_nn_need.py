@@ -234,6 +234,46 @@ def test_gradients_without_room_are_refused_before_anything_is_kept(tiers: Any) 
     assert_same(plain[0][0].weight.grad, model[0][0].weight.grad.clone(), "gradient")
 
 
+def _took_out(model: Any) -> None:
+    del model[1]
+
+
+def _put_before(model: Any) -> None:
+    model.insert(0, nn.Linear(64, 64))
+
+
+def _renamed(model: Any) -> None:
+    model.add_module("last", model._modules.pop("2"))
+
+
+@pytest.mark.parametrize("edit", [_took_out, _put_before, _renamed])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"blocks": ["0", "1", "2", "3"]}, {"homes": {"2": "dram"}}],
+    ids=["auto", "blocks", "homes"],
+)
+def test_errors_say_what_would_do_when_modules_have_come_or_gone(
+    tiers: Any, edit: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    """A module's name is no longer one of the model, or that of another module."""
+    hbm = 24 << 10
+    for _ in range(3):
+        model = build()
+        tier = tiers(hbm=hbm, dram="4MiB")
+        tier.wrap(model, **options)
+        edit(model)
+        try:
+            model(data()).sum().backward()
+            tier.optimizer(list(model[-1].parameters()), torch.optim.AdamW)
+            break
+        except tiermem.CapacityError as error:
+            assert named(error)["hbm"] > hbm
+            hbm = named(error)["hbm"]
+    else:
+        pytest.fail(f"never enough, now {hbm}")
+    assert hbm > 24 << 10
+
+
 def test_a_plain_optimizer_that_wants_everything_at_once(tiers: Any) -> None:
     tier = tiers(hbm=90 << 10, dram="2MiB")
     model = tier.wrap(build())

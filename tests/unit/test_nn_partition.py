@@ -151,6 +151,11 @@ def test_homes_that_cannot_be_are_refused_and_nothing_is_wrapped() -> None:
             tier.wrap(model, homes={"7": "dram"})
         with pytest.raises(tiermem.ConfigError, match="'0' has the home 'moon'"):
             tier.wrap(model, homes={"0": "moon"})  # type: ignore[dict-item]
+        for homes in (5, ["0"], "0"):
+            with pytest.raises(tiermem.ConfigError, match="give homes by modules' names"):
+                tier.wrap(model, homes=homes)  # type: ignore[arg-type]
+        with pytest.raises(tiermem.ConfigError, match="blocks=5: give 'auto'"):
+            tier.wrap(model, blocks=5)  # type: ignore[arg-type]
         assert tier.residency() == []
         tier.wrap(model)
 

@@ -566,6 +566,27 @@ def test_a_checkpoint_of_another_shape_is_loaded_but_for_that(key: str) -> None:
         pair.finish()
 
 
+def test_loading_where_torch_is_told_to_swap_parameters() -> None:
+    """``set_swap_module_params_on_conversion(True)``: values are copied in."""
+    swap = torch.__future__.set_swap_module_params_on_conversion
+    with Pair(Net, DRAM) as pair:
+        doubled = {name: 2 * value for name, value in pair.plain.state_dict().items()}
+        params = list(pair.model.parameters())
+        swap(True)
+        try:
+            for model in (pair.plain, pair.model):
+                model.load_state_dict(doubled)
+            for one, other in zip(pair.plain.children(), pair.model.children(), strict=True):
+                state = one.state_dict()
+                other.load_state_dict({name: 3 * value for name, value in state.items()})
+                one.load_state_dict({name: 3 * value for name, value in state.items()})
+            assert torch.__future__.get_swap_module_params_on_conversion()
+        finally:
+            swap(False)
+        assert all(a is b for a, b in zip(params, pair.model.parameters(), strict=True))
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "state")
+
+
 def test_a_submodules_checkpoint_of_another_shape_is_loaded_but_for_that() -> None:
     with Pair(Net, DRAM) as pair:
         wrong = {k: v + 1 for k, v in pair.plain.decoder.state_dict().items()}

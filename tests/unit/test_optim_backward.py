@@ -140,10 +140,12 @@ def test_accumulation_that_is_announced() -> None:
         pair.check()
 
 
+@pytest.mark.parametrize("overlap", ["auto", False, "backward"])
 @pytest.mark.parametrize("micro_batches", [0, -1, 1.5, True, "2"])
-def test_numbers_of_backwards_that_cannot_be(micro_batches: Any) -> None:
-    with twins() as pair, pytest.raises(tiermem.ConfigError, match="accumulate"):
-        pair.optimizer.accumulate(micro_batches)
+def test_numbers_of_backwards_that_cannot_be(micro_batches: Any, overlap: Any) -> None:
+    with Twins(Net, DRAM, overlap=overlap) as pair:
+        with pytest.raises(tiermem.ConfigError, match="accumulate"):
+            pair.optimizer.accumulate(micro_batches)
 
 
 @pytest.mark.parametrize("first", [True, False])

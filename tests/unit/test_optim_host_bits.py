@@ -21,7 +21,7 @@ from support_hostbits import (
     keeps_share,
     tried_shares,
 )
-from support_nn import Tiers
+from support_nn import Tiers, default_dtype
 from support_optim import Net, Twins, loss_of
 
 from tiermem.errors import StepError
@@ -87,6 +87,18 @@ def test_the_loop_is_the_device_on_values_of_all_sizes(
     if stepped is FP32:  # another one is noticed, that differs in the last bit of a float32
         with device_of_numpy(Kernels(wrong=True)):
             assert isinstance(_prove(cls, settings, stepped, weight), str)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("cls", "settings"), [STEPS[0], STEPS[4]])
+def test_a_proof_is_the_same_under_any_default_dtype(
+    cls: Any, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    with device_of_numpy(Kernels(off=1)), default_dtype(dtype):
+        assert isinstance(_prove(cls, settings, FP32, BF16), proof.Proven)
+    proof.forget()
+    with device_of_numpy(Kernels(wrong=True)), default_dtype(dtype):
+        assert isinstance(_prove(cls, settings, FP32, BF16), str)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

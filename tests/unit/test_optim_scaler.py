@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
-from support_nn import Tiers, assert_same
+from support_nn import Tiers, assert_same, default_dtype
 from support_optim import Net, Twins, loss_of, made
 
 SETTINGS = {"lr": 0.01, "foreach": False}
@@ -191,6 +191,17 @@ def test_a_sum_that_float16_could_not_hold_is_no_infinity(unscale: bool) -> None
         scale = torch.finfo(torch.float16).max * 1.02 / largest
         loop = Scaled(twins, scale)
         assert loop.step(Step(unscale=unscale)) == loop.step(Step(unscale=unscale)) / 2
+        twins.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_scale_is_undone_under_any_default_dtype(dtype: torch.dtype) -> None:
+    """The scaler's kernel takes a float32 flag, whatever dtype new tensors have by default."""
+    with _half(Tiers("dram")) as twins:
+        loop = Scaled(twins, 64.0)
+        with default_dtype(dtype):
+            for number in range(4):
+                loop.step(Step(infinite=number == 2))
         twins.check()
 
 

@@ -69,7 +69,7 @@ def is_pretrained_class(made_by: Any) -> bool:
     if (
         hasattr(made_by, "config_class")
         if module
-        else made_by.__module__.startswith("transformers")
+        else made_by.__module__.startswith("transformers") and hasattr(made_by, "from_config")
     ):
         return True
     raise ConfigError(
@@ -113,7 +113,10 @@ def _diffusers_model(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Mo
 
 
 def _quantized(folder: Path) -> CheckpointError:
-    return CheckpointError(f"{folder}/config.json: quantized checkpoints cannot be loaded yet")
+    return CheckpointError(
+        f"{folder}/config.json: quantized checkpoints cannot be loaded yet; name one that is not, "
+        "or make one with from_pretrained(folder).dequantize() and save_pretrained(another)"
+    )
 
 
 def _transformers_model(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem.config import parse_path
 from tiermem.errors import CheckpointError, ConfigError
 from tiermem.loading.build import is_pretrained_class, model_of
 from tiermem.loading.origins import FileOrigins
@@ -61,14 +62,18 @@ def load_checkpoint(
         CheckpointError: If the files are no valid checkpoint, names are missing or unexpected,
             shapes differ, or a meta buffer gets no value. Nothing is changed.
         CapacityError: If a budget cannot hold it.
-        ConfigError: If the first argument makes no module.
+        ConfigError: If the first argument makes no module, or another is of a wrong kind.
         StorageError: If the files cannot be read, or change meanwhile.
     """
+    if torch.is_inference_mode_enabled():  # a model made in it could not be trained
+        options: dict[str, Any] = {"names": names, "dtype": dtype, "lora": lora, "blocks": blocks}
+        with torch.inference_mode(False):
+            return load_checkpoint(model_or_factory, path, tier=tier, **options)
     if not isinstance(tier, TierManager):
         raise ConfigError(f"tier must be a TierManager, not {tier!r}")
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigError(f"dtype must be a floating dtype, not {dtype}")
-    where = Path(path)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype must be a floating dtype such as torch.bfloat16, not {dtype!r}")
+    where = Path(parse_path(path, "path", CheckpointError))
     files = CheckpointFiles.open(where)
     by_class = is_pretrained_class(model_or_factory)
     model = model_of(model_or_factory, where, files, dtype)

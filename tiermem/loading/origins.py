@@ -114,7 +114,7 @@ class FileOrigins:
         storage = self._mapped.get(run.file)
         if storage is None:
             storage = self._mapped[run.file] = files.map_file(run.file)
-        flat = torch.empty(0, dtype=source.dtype)
+        flat = torch.empty(0, dtype=source.dtype, device="cpu")
         stride = contiguous_stride(source.shape)
         return flat.set_(storage, run.offset // itemsize, source.shape, stride)
 

@@ -53,6 +53,7 @@ def sources_of(
 
     Raises:
         CheckpointError: If names are missing or unexpected, or shapes differ.
+        ConfigError: If ``names`` is neither, or gives no names.
     """
     wanted = wanted_by(model)
     of_transformers = hasattr(model, "base_model_prefix") and hasattr(model, "config")
@@ -107,10 +108,17 @@ def view_of(files: CheckpointFiles, name: str) -> StoredView:
 def _by_names(
     wanted: Mapping[str, torch.Tensor], files: CheckpointFiles, names: Names
 ) -> tuple[dict[str, Source], set[str]]:
+    if not callable(names) and not isinstance(names, Mapping):
+        raise ConfigError(
+            "names must be a mapping of the model's names to the files', or a callable that is "
+            f"given the former and returns the latter, not {names!r}"
+        )
     found: dict[str, Source] = {}
     used = set()
     for name in wanted:
-        stored = names(name) if callable(names) else names.get(name, name)
+        stored: Any = names(name) if callable(names) else names.get(name, name)
+        if stored is not None and not isinstance(stored, str):
+            raise ConfigError(f"names gives {stored!r} for {name!r}, and not one tensor's name")
         if stored in files.tensors:
             found[name] = view_of(files, stored)
             used.add(stored)

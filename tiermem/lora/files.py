@@ -364,7 +364,7 @@ def _check_tensor(path: Path, name: str, found: Any, shape: tuple[int, ...]) -> 
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 def _set(param: torch.Tensor, value: torch.Tensor) -> None:

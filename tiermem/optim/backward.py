@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from tiermem.errors import CapacityError, ConfigError, StepError, StorageError
+from tiermem.errors import CapacityError, StepError, StorageError
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.groups.entry import Entry
@@ -103,13 +103,8 @@ class InBackward:
         """Sets after how many backwards gradients are final.
 
         Raises:
-            ConfigError: If it is no such number.
             StepError: If blocks are stepped already.
         """
-        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
-            raise ConfigError(f"accumulate() takes a number of backwards, not {micro_batches!r}")
-        if micro_batches < 1:
-            raise ConfigError(f"accumulate() takes at least 1 backward, not {micro_batches}")
         self.refuse("accumulate()")
         self._micro_batches = micro_batches
 

@@ -91,7 +91,7 @@ def _loaded_by_class(
     """
 
     def stand_in(param: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)
+        return nn.Parameter(torch.empty(0, dtype=param.dtype, device="cpu"), param.requires_grad)
 
     given = [
         {**deepcopy(settings_of(group)), "params": [stand_in(p) for p in group["params"]]}

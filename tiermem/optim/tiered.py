@@ -130,6 +130,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned.
         """
+        if torch.is_inference_mode_enabled():  # a later step, inside backward, writes what is made
+            with torch.inference_mode(False):
+                return self.step(closure)
         self._refuse_if_closed("step()")
         self._runtime.models.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")

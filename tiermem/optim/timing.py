@@ -393,5 +393,9 @@ class StepTiming:
             ConfigError: If it is no such number.
             StepError: If blocks are stepped and ``step()`` is to come.
         """
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
+            raise ConfigError(f"accumulate() takes a number of backwards, not {micro_batches!r}")
+        if micro_batches < 1:
+            raise ConfigError(f"accumulate() takes at least 1 backward, not {micro_batches}")
         if self.inside is not None:
             self.inside.accumulate(micro_batches)

@@ -466,7 +466,7 @@ class _Loader:
             self._runtime.grads.store(entry, gradient.to(self._manager.parts.device))
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def _into(target: torch.Tensor, run: Run) -> _Action:

@@ -127,7 +127,7 @@ class TensorReader:
     def tensor(self, name: str) -> torch.Tensor:
         """Returns the tensor that comes next, in host memory."""
         spec = self._stored[name].spec
-        found = torch.empty(spec.shape, dtype=spec.dtype)
+        found = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self.into(name, found)
         return found
 

@@ -278,7 +278,7 @@ def _come_back(kernels: PackingKernels, device: torch.device) -> bool:
         RuntimeError: If a launch fails.
     """
     stream = torch.cuda.current_stream(device)
-    words = torch.arange(1 << 16, dtype=torch.int32)
+    words = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     exponents = (words >> 7) & 0xFF
     tiles = []
     for base in range(-15, 256, 15):  # every word is in one of them, but for the base in others

@@ -368,7 +368,8 @@ class CudaCopyEngine(StreamCopyEngine):
         """
         if not self._reaches(source.data_ptr()):
             return None
-        found = torch.as_tensor(DeviceBytes(source, source.data_ptr(), source.numel()))
+        with torch._C.DisableTorchFunction():  # a default device of the user's would copy it there
+            found = torch.as_tensor(DeviceBytes(source, source.data_ptr(), source.numel()))
         return found if found.device == self.up_stream.device else None
 
 

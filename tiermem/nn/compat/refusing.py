@@ -89,7 +89,7 @@ def _switches() -> tuple[int, ...]:
     Returns:
         Offsets in bytes; none where they are not found.
     """
-    known, tried = torch.zeros(1), torch.zeros(1)
+    known, tried = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
     handle = known.untyped_storage()._cdata
     before = ctypes.string_at(handle, _LOOKED_AT)
     torch._C._set_throw_on_mutable_data_ptr(known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from tiermem.core.block import align_up
 from tiermem.core.layout import TensorShape, packed_nbytes
 from tiermem.core.need import STEPPED, Home, unit_limit
+from tiermem.errors import ConfigError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.hostbound import SHARES, Streamed, host_seconds, rate_up
 from tiermem.nn.groups.inspect import Found
@@ -66,6 +68,10 @@ class Inventory:
         self.resident = checked_resident(resident)
         self.blocks: Any = blocks
         if not isinstance(blocks, str) and not callable(blocks):
+            if not isinstance(blocks, Iterable):
+                raise ConfigError(
+                    f"blocks={blocks!r}: give 'auto', a list of module names or a predicate"
+                )
             self.blocks = list(blocks)
         self.params, self.buffers = params, buffers
         self.rate = rate or rate_up(files=False)
@@ -73,6 +79,7 @@ class Inventory:
         elements = [(f.tensor.numel(), f.tensor.requires_grad) for f in params]
         most = sum(number for number, _ in elements) // 2
         self.trained = model.training and sum(n for n, grad in elements if grad) > most
+        self._first: tuple[list[str], BlockPlan] | None = None
 
     def shape(self, found: Found) -> TensorShape:
         """Returns a tensor's shape as it was given to ``wrap``."""
@@ -88,7 +95,24 @@ class Inventory:
         return host_seconds(self.model)
 
     def plan(self, hbm: int) -> BlockPlan:
-        """Returns the blocks for a budget in bytes: coarser ones where the host binds a forward."""
+        """Returns the blocks for a budget in bytes.
+
+        The first ones are those that a model is wrapped with. Others are for errors, which say what
+        would do; once modules have come or gone, these count with the first ones.
+        """
+        names = [name for name, _ in self.model.named_modules()]
+        if self._first is None:
+            self._first = names, self._choose(hbm)
+            return self._first[1]
+        before, first = self._first
+        if names == before:
+            return self._choose(hbm)
+        kept = copy(first)
+        kept.hbm = hbm
+        return kept
+
+    def _choose(self, hbm: int) -> BlockPlan:
+        """Chooses blocks: coarser ones where the host binds a forward."""
         best = fine = BlockPlan(self, hbm)
         if self.blocks != "auto" or self.trained:
             return fine

@@ -88,7 +88,7 @@ class FormerScale:
         except torch.OutOfMemoryError:
             self.forget()
             return []
-        infinite = torch.zeros(1, device=copies[0].device)
+        infinite = torch.zeros(1, dtype=torch.float32, device=copies[0].device)
         _undo(copies, self.inverse, infinite)
         self._infinite.update((id(entry), infinite) for entry in entries)
         return copies
@@ -129,7 +129,7 @@ def _undo(
         infinite: Set to 1.0 if one of them is not finite.
     """
     device = gradients[0].device
-    found = torch.zeros(1, device=device) if infinite is None else infinite
+    found = torch.zeros(1, dtype=torch.float32, device=device) if infinite is None else infinite
     inverse = inverse.to(device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype is dtype]

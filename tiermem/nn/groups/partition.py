@@ -241,6 +241,8 @@ def checked_homes(
     Raises:
         ConfigError: If one is of a module that the model does not have, or no tier.
     """
+    if homes is not None and not isinstance(homes, Mapping):
+        raise ConfigError(f"homes={homes!r}: give homes by modules' names, as in {{'0': 'dram'}}")
     found = dict(homes or {})
     unknown = sorted(set(found) - set(modules))
     if unknown:

@@ -196,7 +196,9 @@ class SavedRows:
         """Returns what was saved, of a view of the whole block's bytes."""
         if not isinstance(saved, SavedCopies):
             return view
-        return _seen(view[torch.tensor(saved.experts, device=view.device)], saved.shown)
+        return _seen(
+            view[torch.tensor(saved.experts, dtype=torch.int64, device=view.device)], saved.shown
+        )
 
 
 def _seen(copies: torch.Tensor, view: View) -> torch.Tensor:

@@ -273,7 +273,7 @@ _ALONE = _alone()
 
 
 def _alone_as_storage() -> int:
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(1, device="cpu")
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
 
@@ -283,8 +283,8 @@ _ALONE_AS_STORAGE = _alone_as_storage()
 
 
 def _alone_in_grad() -> int:
-    param = torch.zeros(1, requires_grad=True)
-    param.grad = torch.zeros(1)
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
     gradient = param.grad
     return sys.getrefcount(gradient)
 

@@ -13,6 +13,7 @@ from torch import nn
 from tiermem.errors import CheckpointError, StorageError
 from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import outside
+from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.groups.group import Group
 from tiermem.nn.wrap.scope import Interceptor
 from tiermem.runtime.manager import BlockManager
@@ -223,7 +224,8 @@ class SaveInterceptor(Interceptor):
         outside(self.inner, destination, prefix, keep_vars or torchs)
         if keep_vars:
             return  # the parameters themselves: programs ask them for `requires_grad`
-        self.scope.wrapped.dicts.export(self.module, destination, prefix, detach=torchs)
+        with unrecorded():  # copies made in inference mode could not be written outside of it
+            self.scope.wrapped.dicts.export(self.module, destination, prefix, detach=torchs)
 
 
 class LoadInterceptor(Interceptor):
@@ -262,7 +264,10 @@ class LoadAllInterceptor(Interceptor):
             )
         dicts = self.scope.wrapped.dicts
         dicts.given = given_values(self.module, state_dict)
-        try:
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        try:  # tensors in the tiers cannot be swapped; copied into, they are the same afterwards
+            torch.__future__.set_swap_module_params_on_conversion(False)
             return outside(self.inner, state_dict, *args, **kwargs)
         finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
             dicts.given = {}

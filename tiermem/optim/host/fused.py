@@ -24,8 +24,8 @@ def with_fused(make: Make) -> Make:
                 group["fused"] = True
         return make(groups)
 
-    probe = nn.Parameter(torch.zeros(1))
-    probe.grad = torch.zeros(1)
+    probe = nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    probe.grad = torch.zeros(1, dtype=torch.float32, device="cpu")
     try:
         plain = make([{"params": [probe]}])
         settings = plain.param_groups[0]

@@ -81,7 +81,8 @@ def _name(device: torch.device) -> str:
 def _nan16(device: torch.device, name: str) -> int:
     """Returns the bits that a device gives NaN in bfloat16."""
     if name not in _nans:
-        found = torch.full((1,), float("nan"), device=device).to(torch.bfloat16)
+        found = torch.full((1,), float("nan"), dtype=torch.float32, device=device)
+        found = found.to(torch.bfloat16)
         _nans[name] = int(found.view(torch.int16).item()) & 0xFFFF
     return _nans[name]
 
@@ -98,7 +99,7 @@ def _try(
     sizes = [_SIZES[number % 2] for number in range(len(_STEPS))]
     mine = [nn.Parameter(_values(size, kind.stepped, source)) for size in sizes]
     theirs = [nn.Parameter(p.detach().to(device, copy=True)) for p in mine]
-    casts = [torch.empty(size, dtype=kind.weight) for size in sizes]
+    casts = [torch.empty(size, dtype=kind.weight, device="cpu") for size in sizes]
     try:
         here = make([{**settings, "foreach": None, "fused": True, "params": mine}])
         there = make([{**settings, "params": theirs}])
@@ -157,7 +158,7 @@ def step_exactly(
 
 def stand_in(param: torch.Tensor) -> torch.Tensor:
     """Returns a gradient that takes no memory, where the loop is given the real one."""
-    return torch.zeros((), dtype=param.dtype).expand(param.shape)
+    return torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
 
 
 def _give_state(
@@ -176,9 +177,9 @@ def _give_state(
             value = value.abs_() if key.endswith("sq") else value
             here.state[own][key] = value
             there.state[other][key] = value.to(other.device, copy=True)
-        here.state[own]["step"] = torch.tensor(float(step))
-        where = other.device if fused else None
-        there.state[other]["step"] = torch.tensor(float(step), device=where)
+        here.state[own]["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+        where = other.device if fused else "cpu"
+        there.state[other]["step"] = torch.tensor(float(step), dtype=torch.float32, device=where)
 
 
 def _differing(
@@ -209,17 +210,18 @@ def _differing(
 
 def _values(count: int, dtype: torch.dtype, source: torch.Generator) -> torch.Tensor:
     """Returns values of every exponent, subnormal ones, zeros and infinities among them."""
-    wild = torch.randint(-(1 << 31), 1 << 31, (count,), dtype=torch.int64, generator=source)
-    calm = torch.randn(count, generator=source) * 0.02
-    plain = torch.randn(count, generator=source) * torch.pow(
-        10.0, torch.rand(count, generator=source) * 16 - 12
+    wild = torch.randint(
+        -(1 << 31), 1 << 31, (count,), dtype=torch.int64, generator=source, device="cpu"
     )
-    which = torch.randint(0, 4, (count,), generator=source)
+    on: dict[str, Any] = {"generator": source, "dtype": torch.float32, "device": "cpu"}
+    calm = torch.randn(count, **on) * 0.02
+    plain = torch.randn(count, **on) * torch.pow(10.0, torch.rand(count, **on) * 16 - 12)
+    which = torch.randint(0, 4, (count,), generator=source, device="cpu")
     found = torch.where(which == 0, wild.to(torch.int32).view(torch.float32), plain)
     found = torch.where(which == 1, calm, found)
-    places = torch.randint(0, count, (count // 64,), generator=source)
-    chosen = torch.randint(0, len(_SPECIAL), (len(places),), generator=source)
-    found[places] = torch.tensor(_SPECIAL)[chosen]
+    places = torch.randint(0, count, (count // 64,), generator=source, device="cpu")
+    chosen = torch.randint(0, len(_SPECIAL), (len(places),), generator=source, device="cpu")
+    found[places] = torch.tensor(_SPECIAL, dtype=torch.float32, device="cpu")[chosen]
     return found.to(dtype)
 
 
@@ -241,7 +243,8 @@ def _offsets_of(
 def _find_offsets(betas: tuple[float, ...], device: torch.device) -> dict[float, int] | None:
     source = torch.Generator().manual_seed(2)
     size = len(_COUNTS) * _FEW
-    start = [torch.rand(size, generator=source) + 0.5 for _ in range(4)]
+    on: dict[str, Any] = {"generator": source, "dtype": torch.float32, "device": "cpu"}
+    start = [torch.rand(size, **on) + 0.5 for _ in range(4)]
     theirs = _by_kernel([t.to(device, copy=True) for t in start], betas)
     first, second = (float(np.float32(beta)) for beta in betas)
     for one, two in product((0, -1, 1), repeat=2):
@@ -257,7 +260,7 @@ def _find_offsets(betas: tuple[float, ...], device: torch.device) -> dict[float,
 def _by_kernel(tensors: Sequence[torch.Tensor], betas: tuple[float, ...]) -> list[torch.Tensor]:
     """Makes fused Adam's step of many ages by one call."""
     device = tensors[0].device
-    steps = list(torch.tensor(_COUNTS, dtype=torch.float32).to(device).unbind())
+    steps = list(torch.tensor(_COUNTS, dtype=torch.float32, device="cpu").to(device).unbind())
     param, grad, first, second = (list(t.split(_FEW)) for t in tensors)
     torch._fused_adam_(
         param,

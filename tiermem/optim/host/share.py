@@ -134,7 +134,7 @@ def _seconds(
 
 def _copy_seconds(device: torch.device, nbytes: int) -> float:
     """Returns the shortest time of a copy from page-locked memory."""
-    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(_ROUNDS):

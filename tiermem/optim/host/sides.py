@@ -286,7 +286,10 @@ def _bytes_to_keep(
     dtypes = {unit.own(param).dtype for param, _ in unit.members}
     try:
         tiny = [
-            {**settings_of(settings[n]), "params": [nn.Parameter(torch.zeros(1, dtype=d))]}
+            {
+                **settings_of(settings[n]),
+                "params": [nn.Parameter(torch.zeros(1, dtype=d, device="cpu"))],
+            }
             for n in numbers
             for d in dtypes
         ]

@@ -19,7 +19,7 @@ class Casts(threading.local):
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __call__(
         self, tensors: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype]
@@ -44,7 +44,7 @@ class Casts(threading.local):
             size = tensor.numel() * dtype.itemsize
             nbytes += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         found: list[torch.Tensor | None] = []
         for tensor, dtype, place in zip(tensors, dtypes, places, strict=True):
             if tensor is None or place < 0:

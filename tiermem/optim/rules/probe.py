@@ -166,7 +166,7 @@ class StateProbe:
         """Whether one of a few steps writes its gradient, which is multiplied by ``factor``."""
         for step in range(_STEPS):
             give_gradients([one], step, sparse=self.sparse)
-            one.grad = kept = factor * torch.as_tensor(one.grad)
+            one.grad = kept = factor * torch.as_tensor(one.grad, device=one.device)
             before = kept.to_dense().clone()
             run_unseen(optimizer)
             if not torch.equal(bits(kept.to_dense()), bits(before)):

@@ -10,6 +10,7 @@ once it has begun to write needs no copies: one call of a fused kernel of torch'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, islice
 from operator import is_
@@ -156,10 +157,12 @@ class Undo:
             for whole, copy in self._kept:
                 _copy(whole, copy)
             for value, was in self._values:
-                value.copy_(was)
+                with _writable(value):
+                    value.copy_(was)
             for values, were in self._numbers:
                 for value, was in zip(values, were, strict=True):
-                    value.fill_(was)
+                    with _writable(value):
+                        value.fill_(was)
             for entries in self._entries:
                 _put_back(*entries)
             for mapping, before in self._dicts:
@@ -215,6 +218,11 @@ def states_of(state: dict[Any, Any], keys: Sequence[Any]) -> list[Any]:
     if len(state) == len(keys) and all(map(is_, state, keys)):
         return list(state.values())
     return [state.get(key) for key in keys]
+
+
+def _writable(value: torch.Tensor) -> AbstractContextManager[Any]:
+    """Returns a context in which a tensor can be written; a user's may be of inference mode."""
+    return torch.inference_mode() if value.is_inference() else nullcontext()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -357,7 +357,7 @@ class HostStage:
             break
         arena = self._manager.parts.homes.arena
         memory = [arena.bytes_of(extent) for extent in self._reserved]
-        empty = torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
         return (
             Pool(memory[0] if most else empty),
             Pool(memory[-1] if slots else empty, unit),

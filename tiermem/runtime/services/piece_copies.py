@@ -171,7 +171,7 @@ class PieceCopies:
             c for c in chunks if c.extent_offset < last and begin < c.extent_offset + c.nbytes
         ]
         first, end = inside[0].extent_offset, inside[-1].extent_offset + inside[-1].nbytes
-        host = torch.empty(end - first, dtype=torch.uint8)
+        host = torch.empty(end - first, dtype=torch.uint8, device="cpu")
         mover = parts.transfers.need_mover()
         extent = Extent(home.offset + first, end - first)
         parts.transfers.wait_or_raise(mover.read(extent, host, label=name, urgent=True))

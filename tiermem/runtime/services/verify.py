@@ -30,7 +30,7 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
             transfers.copy.wait(transfers.home_ready.get(block.id))
             home = manager.parts.homes.arena.bytes_of(extent)
         else:
-            home = torch.empty(block.nbytes, dtype=torch.uint8)
+            home = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
             mover = manager.parts.transfers.need_mover()
             manager.parts.transfers.wait_or_raise(
                 mover.read(extent, home, label=block.name, urgent=True)

@@ -28,7 +28,7 @@ class BlockIo:
         """
         host, own = self._bytes_of(block)
         if not own:
-            host = torch.empty(block.nbytes, dtype=torch.uint8).copy_(host)
+            host = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu").copy_(host)
         return [view_of(host, spec) for spec in block.tensors]
 
     def views(self, block: Block) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ class BlockIo:
             return transfers.homes.arena.bytes_of(record.home_extent), False
         if record.home_extent is not None:
             return self.read_home(block), True
-        return torch.empty(block.nbytes, dtype=torch.uint8), True
+        return torch.empty(block.nbytes, dtype=torch.uint8, device="cpu"), True
 
     def read_home(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a block's file, in ordinary host memory.
@@ -89,7 +89,7 @@ class BlockIo:
         record = transfers.table[block.id]
         if record.home is not Tier.NVME or record.home_extent is None:
             raise InvariantError(f"block {block.name!r} has its home in no file")
-        host = torch.empty(block.nbytes, dtype=torch.uint8)
+        host = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
         mover = transfers.need_mover()
         transfers.wait_or_raise(mover.read(record.home_extent, host, label=block.name, urgent=True))
         return host
@@ -138,7 +138,7 @@ class BlockIo:
             transfers.copy.wait(transfers.home_ready.get(block.id))
             target = transfers.homes.arena.bytes_of(extent)
         else:
-            target = torch.zeros(block.nbytes, dtype=torch.uint8)
+            target = torch.zeros(block.nbytes, dtype=torch.uint8, device="cpu")
         for spec, tensor in zip(block.tensors, tensors, strict=True):
             if tensor is not None:
                 view_of(target, spec).copy_(tensor)

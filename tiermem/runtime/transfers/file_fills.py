@@ -99,7 +99,7 @@ class FileFills:
             StorageError: If they cannot be read.
             IntegrityError: If a file was changed.
         """
-        whole = torch.empty(align_up(max(1, nbytes)), dtype=torch.uint8)
+        whole = torch.empty(align_up(max(1, nbytes)), dtype=torch.uint8, device="cpu")
         if nbytes:
             extent = self._place(ranges, whole.numel())
             with self._until_asked(extent):

@@ -310,7 +310,7 @@ class Transfers:
         block, extent = record.block, record.home_extent
         if extent is None:
             return False
-        home = torch.empty(block.nbytes, dtype=torch.uint8)
+        home = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
         transfer = self.need_mover().read(extent, home, label=block.name, urgent=True)
         self.wait(transfer)
         if transfer.error is not None:

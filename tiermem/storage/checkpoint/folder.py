@@ -193,7 +193,7 @@ class CheckpointFiles:
             raise CheckpointError(f"{self.paths[0].parent}: there is no tensor {shown(name)}")
         path = self.paths[stored.file]
         # As bytes first: an empty one may have a shape that no other call takes.
-        flat = torch.empty(stored.nbytes, dtype=torch.uint8)
+        flat = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         with open_to_read(path) as fd:
             self.check_unchanged(fd, stored.file)
             view = memory_view(flat.data_ptr(), stored.nbytes) if stored.nbytes else memoryview(b"")
@@ -214,7 +214,7 @@ class CheckpointFiles:
             CheckpointError: If a file is gone.
             StorageError: If a file changed since its header was read, or reading fails.
         """
-        flat = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        flat = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         view = memory_view(flat.data_ptr(), len(flat)) if len(flat) else memoryview(b"")
         with contextlib.ExitStack() as stack:
             opened: dict[int, int] = {}

@@ -295,7 +295,7 @@ def _nbytes(path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -
         _refuse(path, f"tensor {shown(name)}: the size of its shape is past 64 bits")
     if elements == 0:
         try:
-            torch.empty(0, dtype=torch.uint8).reshape(shape)
+            torch.empty(0, dtype=torch.uint8, device="cpu").reshape(shape)
         except (RuntimeError, TypeError, ValueError, OverflowError):
             _refuse(path, f"tensor {shown(name)}: torch has no empty tensor of its shape")
     return nbits // 8

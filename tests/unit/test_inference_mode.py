@@ -1,0 +1,103 @@
+"""Steps, state dicts and state under ``torch.inference_mode()``, as with plain torch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_nn import assert_same, seed
+from torch import nn
+
+import tiermem
+
+WIDTH = 64
+
+
+def build() -> nn.Module:
+    seed(1)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)])
+
+
+def batch(step: int) -> torch.Tensor:
+    seed(10 + step)
+    return torch.randn(4, WIDTH)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model(batch(step)).square().mean().backward()
+
+
+def tiers() -> tiermem.TierManager:
+    return tiermem.TierManager("cpu", hbm="96KiB", dram="4MiB")
+
+
+@pytest.mark.parametrize("overlap", ["auto", False, "forward", "backward"])
+def test_steps_are_the_same(overlap: Any) -> None:
+    """Some are made in a forward or a backward later on, which is not in that mode."""
+    plain, model = build(), build()
+    with tiers() as tier:
+        tier.wrap(model)
+        stepper = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-2, overlap=overlap)
+        for step in range(6):
+            for one, by in ((plain, stepper), (model, optimizer)):
+                backward(one, step)
+                with torch.inference_mode():
+                    by.step()
+                    by.zero_grad()
+            with torch.inference_mode():
+                assert_same(plain(batch(9)), model(batch(9)), "validation")
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+
+
+def test_a_state_dict_can_be_written_outside() -> None:
+    plain, model = build(), build()
+    with tiers() as tier:
+        tier.wrap(model)
+        with torch.inference_mode():
+            state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert not state[name].is_inference() and not value.is_inference()
+            state[name].mul_(2)
+            assert torch.equal(state[name], 2 * value)
+
+
+def test_a_model_that_is_made_from_a_checkpoint_can_be_trained(tmp_path: Path) -> None:
+    """As one of ``from_pretrained`` can, called in that mode."""
+    from safetensors.torch import save_file
+
+    plain = build()
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with tiers() as tier:
+        with torch.inference_mode():
+            model = tiermem.load_checkpoint(build, tmp_path, tier=tier)
+            assert_same(plain(batch(0)), model(batch(0)), "in inference mode")
+        for one in (plain, model):
+            backward(one, 1)
+        grads = [[param.grad for param in one.parameters()] for one in (plain, model)]
+        assert_same(*grads, "gradients")
+
+
+def test_a_step_that_cannot_write_its_counters_is_taken_back() -> None:
+    """State that was copied in that mode cannot be written outside of it, says torch."""
+    model = build()
+    with tiers() as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-2, overlap=False)
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.inference_mode():
+            state = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(state)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        backward(model, 1)
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            optimizer.step()
+        optimizer.abandon_step()
+        optimizer.zero_grad()
+        assert_same(before, dict(model.state_dict()), "in the tiers")
+    assert_same(before, dict(model.state_dict()), "given back")
