@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiermem.errors import ParameterError
+from tiermem.nn.groups.olddata import REPLACED
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.runtime.memory.slots import Slot
 
@@ -126,6 +127,7 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
             if found is None:  # one may have another's memory (``a.data, b.data = b.data, a.data``)
                 inside = data.untyped_storage().data_ptr() == slot.address
                 moved.append((view, data.clone() if inside else data))
+                REPLACED.note(member.tensor)
             refused = refused or found
         for view, data in moved:
             view.copy_(data)
