@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain, islice
 from typing import Any
 
 from torch import nn
@@ -27,10 +28,13 @@ _UNCOUNTED = frozenset(
         "storage",
         "__dlpack__",
         "to_dlpack",
+        "__array__",
         "from_numpy",
     }
 )
 _DEPTH = 5
+_MOST = 64
+"""Of what a list or dictionary has, which is looked at."""
 _TRUSTED = ("torch", "tiermem")
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
 _MERGES = ("merge", "unmerge")
@@ -43,7 +47,7 @@ class Places:
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
+        self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, Any]] = {}
 
     def note(self, owner: type | types.ModuleType | dict[str, Any], name: str) -> None:
         """Notes what a name stands for, be it nothing.
@@ -53,15 +57,23 @@ class Places:
             name: The name.
         """
         names = owner if isinstance(owner, dict) else vars(owner)
-        self._found[id(owner), name] = names, name, names.get(name)
+        value = names.get(name)
+        self._found[id(owner), name] = names, name, value, getattr(value, "__code__", None)
 
     def include(self, others: Places) -> None:
         """Notes what another look went by."""
         self._found |= others._found
 
     def changed(self) -> bool:
-        """Whether a name stands for something else by now."""
-        return any(names.get(name) is not value for names, name, value in self._found.values())
+        """Whether a name stands for other code by now; one that stood for nothing, for any."""
+        for names, name, value, code in self._found.values():
+            now = names.get(name)
+            if now is value:
+                if code is not None and getattr(value, "__code__", None) is not code:
+                    return True
+            elif value is not None or (callable(now) and _is_called(now)):
+                return True
+        return False
 
 
 class _Look:
@@ -101,7 +113,9 @@ def may_write_uncounted(
     called = [name for name, value in vars(module).items() if _is_called(value)]
     own += [vars(module)[name] for name in called]
     look = _Look(passed)
-    for name in called:
+    for name in names & vars(module).keys():
+        own += _of_object(vars(module)[name], names, look.places)
+    for name in (*called, *(n for n in names & vars(module).keys() if vars(module)[n] is None)):
         look.places.note(vars(module), name)
     if places is not None:
         places.include(found)
@@ -183,7 +197,11 @@ def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> b
             names = set(_names(function.__code__))
             if names & _UNCOUNTED:
                 return True
-            callees = _callees(function, names.difference(look.passed), owner, look.places)
+            names.difference_update(look.passed)
+            callees = chain(
+                _callees(function, names, owner, look.places),
+                _of_object(getattr(thing, "__self__", None), names, look.places),
+            )
             if depth and _reaches(callees, owner, look, depth - 1):
                 return True
     return False
@@ -239,6 +257,8 @@ def _has_call(thing: Any) -> bool:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
+    if not {"getattr", "setattr"}.isdisjoint(code.co_names):
+        yield from (text for text in code.co_consts if isinstance(text, str))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
@@ -255,17 +275,53 @@ def _callees(
                 if not _trusted(base):
                     places.note(base, name)
             yield method
+        elif method is None:
+            for base in kind.__mro__:
+                if name in vars(base) and not _trusted(base):
+                    places.note(base, name)
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             yield from _of_module(value, names, places)
         elif _is_called(value):
             places.note(function.__globals__, name)
             yield value
+        elif value is not None:
+            yield from _of_object(value, names, places)
+        elif name in function.__globals__:  # it may get code
+            places.note(function.__globals__, name)
+    yield from filter(_is_called, function.__defaults__ or ())
+    yield from filter(_is_called, (function.__kwdefaults__ or {}).values())
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:
             continue  # not filled yet
+
+
+def _of_object(value: Any, names: Set[str], places: Places) -> Iterator[Any]:
+    """Yields what code may call of an object: what a list has, methods, functions it was given."""
+    kind = type(value)
+    if kind in (list, tuple):
+        yield from filter(_is_called, value[:_MOST])
+        return
+    if kind is dict:
+        for name in [key for key in islice(value, _MOST) if _is_called(value[key])]:
+            places.note(value, name)
+            yield value[name]
+        return
+    package = (getattr(kind, "__module__", None) or "").partition(".")[0]
+    if package in _TRUSTED or package in sys.stdlib_module_names or isinstance(value, nn.Module):
+        return
+    for base in kind.__mro__[:-1]:
+        for name in sorted(names & vars(base).keys()):
+            if isinstance(vars(base)[name], types.FunctionType):
+                places.note(base, name)
+                yield vars(base)[name].__get__(value)
+    given = getattr(value, "__dict__", {})
+    for name in sorted(names & given.keys()):
+        if given[name] is None or _is_called(given[name]):
+            places.note(given, name)
+            yield from () if given[name] is None else (given[name],)
 
 
 def _of_module(
@@ -279,6 +335,6 @@ def _of_module(
         value = vars(module)[name]
         if isinstance(value, types.ModuleType):
             yield from _of_module(value, names, places, depth - 1) if depth else ()
-        elif _is_called(value):
+        elif value is None or _is_called(value):
             places.note(module, name)
-            yield value
+            yield from () if value is None else (value,)
