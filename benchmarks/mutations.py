@@ -3336,6 +3336,13 @@ MUTATIONS = (
                 "test_nn_new_code",
             ),
             (
+                "what dropped models have in HBM for good is not spoken of",
+                "runtime/placement/no_room.py",
+                "to some roles{UNUSED if there else ''}",
+                "to some roles",
+                "test_close",
+            ),
+            (
                 "weights have each other's memory",
                 "nn/groups/replaced.py",
                 "data.data_ptr() == view.data_ptr():",
