@@ -3240,7 +3240,7 @@ MUTATIONS = (
             (
                 "a weight has other memory, and that of before is kept",
                 "nn/groups/group.py",
-                "or (writes.suspect and not pointing.all_at(slot))",
+                "or (writes.suspect and not pointing.all_at(slot, forms=True))",
                 "or False",
                 "test_nn_writes",
             ),
@@ -3343,10 +3343,31 @@ MUTATIONS = (
                 "test_close",
             ),
             (
+                "another form of the memory that a weight has is not seen",
+                "nn/groups/group.py",
+                "not pointing.all_at(slot, forms=True))",
+                "not pointing.all_at(slot))",
+                "test_nn_writes",
+            ),
+            (
+                "another form of the memory that a weight has is not refused",
+                "nn/groups/replaced.py",
+                "(as_it_was and data",
+                "(True and data",
+                "test_nn_writes",
+            ),
+            (
+                "a look at one weight goes through all of its block",
+                "nn/groups/group.py",
+                "refused is not None or not self.pointing.all_at(slot, forms=self.writes.suspect):",
+                "True:",
+                "test_nn_writes",
+            ),
+            (
                 "weights have each other's memory",
                 "nn/groups/replaced.py",
-                "data.data_ptr() == view.data_ptr():",
-                "data.untyped_storage().data_ptr() == slot.address:",
+                "data.data_ptr() == view.data_ptr()):",
+                "data.untyped_storage().data_ptr() == slot.address):",
                 "test_nn_writes",
             ),
             (

@@ -121,7 +121,8 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
             if member.materialized:
                 continue
             data, view = member.tensor.data, slot.views[member.index]
-            if is_placeholder(data) or data.data_ptr() == view.data_ptr():
+            as_it_was = data.shape == view.shape and data.stride() == view.stride()
+            if is_placeholder(data) or (as_it_was and data.data_ptr() == view.data_ptr()):
                 continue
             found = why_not(group, member.tensor, view, data)
             if found is None:  # one may have another's memory (``a.data, b.data = b.data, a.data``)
