@@ -3364,6 +3364,13 @@ MUTATIONS = (
                 "test_nn_writes",
             ),
             (
+                "a refused pruning leaves a second name",
+                "nn/groups/names.py",
+                "                super().pop(second)\n",
+                "                pass\n",
+                "test_nn_parameters",
+            ),
+            (
                 "weights have each other's memory",
                 "nn/groups/replaced.py",
                 "data.data_ptr() == view.data_ptr()):",
