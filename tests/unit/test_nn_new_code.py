@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -107,6 +108,116 @@ class OfArray(Layer):
         self.weight.detach().__array__()[:] *= 1.5
 
 
+class Rules:
+    """Writes by methods of the class, or as an object of it is made, called or entered."""
+
+    @staticmethod
+    def static(weight: torch.Tensor) -> None:
+        scale(weight)
+
+    @classmethod
+    def of_class(cls, weight: torch.Tensor) -> None:
+        cls.static(weight)
+
+    def apply(self, weight: torch.Tensor) -> None:
+        scale(weight)
+
+
+class OfStatic(Layer):
+    def write(self) -> None:
+        Rules.static(self.weight)
+
+
+class OfClass(Layer):
+    def write(self) -> None:
+        Rules.of_class(self.weight)
+
+
+class OfMade(Layer):
+    def write(self) -> None:
+        rules = Rules()
+        rules.apply(self.weight)
+
+
+class Called:
+    def __call__(self, weight: torch.Tensor) -> None:
+        scale(weight)
+
+
+class OfMadeAndCalled(Layer):
+    def write(self) -> None:
+        Called()(self.weight)
+
+
+class Entered:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __enter__(self) -> None:
+        scale(self.weight)
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves what was written."""
+
+
+class OfWith(Layer):
+    def write(self) -> None:
+        with Entered(self.weight):
+            pass
+
+
+class Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        scale(weight)
+        return weight.sum()
+
+
+class OfFunction(Layer):
+    def write(self) -> None:
+        Applied.apply(self.weight)
+
+
+class Base(Layer):
+    def rescale(self) -> None:
+        scale(self.weight)
+
+
+class OfSuper(Base):
+    def rescale(self) -> None:
+        super().rescale()
+
+    def write(self) -> None:
+        self.rescale()
+
+
+class OfSetter(Layer):
+    @property
+    def factor(self) -> float:
+        return 1.5
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        scale(self.weight)
+
+    def write(self) -> None:
+        self.factor = 1.5
+
+
+class OfGetter(Layer):
+    def write(self) -> None:
+        attrgetter("data")(self.weight).mul_(1.5)
+
+
+class OfCallImpl(Layer):
+    def _call_impl(self, *args: Any) -> Any:
+        scale(self.weight)
+        return super()._call_impl(*args)  # type: ignore[misc, no-untyped-call]
+
+    def write(self) -> None:
+        """Nothing here."""
+
+
 class OfGlobalLater(Layer):
     def write(self) -> None:
         if LATER is not None:
@@ -159,7 +270,11 @@ def follow(kind: type[Layer], change: Callable[[nn.Sequential, bool], None]) -> 
 
 @pytest.mark.parametrize(
     "kind",
-    [OfGlobalDict, OfList, OfMethod, OfGlobalsMethod, OfDefault, OfKeyword, OfText, OfArray],
+    [
+        *(OfGlobalDict, OfList, OfMethod, OfGlobalsMethod, OfDefault, OfKeyword, OfText, OfArray),
+        *(OfStatic, OfClass, OfMade, OfMadeAndCalled, OfWith, OfFunction, OfSuper, OfSetter),
+        *(OfGetter, OfCallImpl),
+    ],
 )
 def test_code_that_is_there_from_the_start(kind: type[Layer]) -> None:
     follow(kind, lambda _model, _on: None)

@@ -18,6 +18,7 @@ from itertools import chain, islice
 from typing import Any
 
 from torch import nn
+from torch.autograd import Function
 
 _UNCOUNTED = frozenset(
     {
@@ -32,12 +33,16 @@ _UNCOUNTED = frozenset(
         "from_numpy",
     }
 )
+_BY_TEXT = frozenset({"getattr", "setattr", "attrgetter"})
 _DEPTH = 5
 _MOST = 64
 """Of what a list or dictionary has, which is looked at."""
 _TRUSTED = ("torch", "tiermem")
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
 _MERGES = ("merge", "unmerge")
+_MADE = frozenset({"__init__", "__call__", "__enter__", "__exit__"})
+"""What code calls of an object that it makes, without a name."""
+_CALLS = frozenset({"forward", "_call_impl"})
 
 
 class Places:
@@ -87,7 +92,8 @@ class _Look:
         self.places = Places()
 
 
-_known: dict[tuple[type, bool], tuple[bool, frozenset[str], Places]] = {}
+_known: dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]] = {}
+"""Whether code of a class may write, the names that each function of it speaks of, and where."""
 
 
 def may_write_uncounted(
@@ -106,15 +112,17 @@ def may_write_uncounted(
     if known is None or known[2].changed():
         look = _Look(passed)
         may = not _trusted(kind) and _reaches(_methods(kind, look), kind, look, _DEPTH)
-        names = frozenset(name for code in look.codes for name in _names(code))
-        known = _known[kind, merging] = may, names.difference(passed), look.places
-    may, names, found = known
+        spoken = [frozenset(_names(code)).difference(passed) for code in look.codes]
+        known = _known[kind, merging] = may, spoken, look.places
+    may, names_of, found = known
+    names = frozenset[str]().union(*names_of)
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     called = [name for name, value in vars(module).items() if _is_called(value)]
     own += [vars(module)[name] for name in called]
     look = _Look(passed)
     for name in names & vars(module).keys():
-        own += _of_object(vars(module)[name], names, look.places)
+        beside = [others for others in names_of if name in others]
+        own += _of_object(vars(module)[name], frozenset[str]().union(*beside), look.places)
     for name in (*called, *(n for n in names & vars(module).keys() if vars(module)[n] is None)):
         look.places.note(vars(module), name)
     if places is not None:
@@ -183,7 +191,7 @@ def _methods(kind: type, look: _Look) -> Iterator[Any]:
             return
         if not _trusted(base):
             look.places.note(base, "forward")
-            yield from (f for name, f in vars(base).items() if name == "forward")
+            yield from (vars(base)[name] for name in _CALLS & vars(base).keys())
 
 
 def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> bool:
@@ -257,7 +265,7 @@ def _has_call(thing: Any) -> bool:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
-    if not {"getattr", "setattr"}.isdisjoint(code.co_names):
+    if not _BY_TEXT.isdisjoint(code.co_names):
         yield from (text for text in code.co_consts if isinstance(text, str))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -275,7 +283,11 @@ def _callees(
                 if not _trusted(base):
                     places.note(base, name)
             yield method
-        elif method is None:
+            if isinstance(method, property):
+                yield from _parts(method)
+            if "super" in names:
+                yield from (vars(b)[name] for b in kind.__mro__[1:] if name in vars(b))
+        elif method is None and issubclass(kind, nn.Module):
             for base in kind.__mro__:
                 if name in vars(base) and not _trusted(base):
                     places.note(base, name)
@@ -309,19 +321,51 @@ def _of_object(value: Any, names: Set[str], places: Places) -> Iterator[Any]:
             places.note(value, name)
             yield value[name]
         return
-    package = (getattr(kind, "__module__", None) or "").partition(".")[0]
-    if package in _TRUSTED or package in sys.stdlib_module_names or isinstance(value, nn.Module):
+    if isinstance(value, type):
+        yield from _of_class(value, value, names)
         return
-    for base in kind.__mro__[:-1]:
-        for name in sorted(names & vars(base).keys()):
-            if isinstance(vars(base)[name], types.FunctionType):
-                places.note(base, name)
-                yield vars(base)[name].__get__(value)
+    if isinstance(value, nn.Module) or _passed_over(kind):
+        return
+    yield from _of_class(kind, value, names)
     given = getattr(value, "__dict__", {})
     for name in sorted(names & given.keys()):
         if given[name] is None or _is_called(given[name]):
             places.note(given, name)
             yield from () if given[name] is None else (given[name],)
+
+
+def _of_class(kind: type, own: Any, names: Set[str]) -> Iterator[Any]:
+    """Yields methods of a class of which code names these, or that it calls without a name.
+
+    Args:
+        kind: The class.
+        own: An object of it; the class itself where the code may make some.
+        names: Of the code.
+    """
+    of_modules = issubclass(kind, nn.Module)
+    for base in () if _passed_over(kind) else kind.__mro__:
+        for name, method in [] if _passed_over(base) else sorted(vars(base).items()):
+            special = name in _MADE and own is kind and not of_modules
+            applied = name == "forward" and "apply" in names and issubclass(kind, Function)
+            if not (name in names or special or applied):
+                continue
+            for thing in _parts(method):
+                # as a method it says whose others it calls; a module's is called with the module
+                yield thing if of_modules else types.MethodType(thing, own)
+
+
+def _parts(method: Any) -> list[types.FunctionType]:
+    """Returns the functions of an attribute of a class: of a property there are two."""
+    if isinstance(method, property):
+        return [f for f in (method.fget, method.fset) if isinstance(f, types.FunctionType)]
+    found = getattr(method, "__func__", method)  # of a static or a class method
+    return [found] if isinstance(found, types.FunctionType) else []
+
+
+def _passed_over(kind: type) -> bool:
+    """Whether a class is torch's, tiermem's or Python's own."""
+    package = (getattr(kind, "__module__", None) or "").partition(".")[0]
+    return package in _TRUSTED or package in sys.stdlib_module_names
 
 
 def _of_module(
