@@ -3406,6 +3406,20 @@ MUTATIONS = (
                 "test_nn_parameters",
             ),
             (
+                "functions that are put into a list are not looked at",
+                "nn/compat/writes.py",
+                "            places.note_list(value)\n",
+                "            pass\n",
+                "test_nn_new_code",
+            ),
+            (
+                "what is put into a list is taken for code",
+                "nn/compat/writes.py",
+                "len(values) != size and any(",
+                "len(values) != size or any(",
+                "test_nn_new_code",
+            ),
+            (
                 "weights have each other's memory",
                 "nn/groups/replaced.py",
                 "data.data_ptr() == view.data_ptr()):",

@@ -241,6 +241,16 @@ class OfObjectLater(Layer):
         self.rule.run(self.weight)
 
 
+class OfListLater(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rules = []
+
+    def write(self) -> None:
+        for rule in self.rules:
+            rule(self.weight)
+
+
 class OfCodeLater(Layer):
     def write(self) -> None:
         swapped(self.weight)
@@ -298,6 +308,11 @@ def set_object(model: nn.Sequential, on: bool) -> None:
         layer.rule.given = scale if on else None
 
 
+def set_list(model: nn.Sequential, on: bool) -> None:
+    for layer in model:
+        layer.rules[:] = [scale] if on else []
+
+
 def set_code(_model: nn.Sequential, on: bool) -> None:
     swapped.__code__ = SCALES if on else LEAVES
 
@@ -309,6 +324,7 @@ def set_code(_model: nn.Sequential, on: bool) -> None:
         (OfClassLater, set_class),
         (OfOwnLater, set_own),
         (OfObjectLater, set_object),
+        (OfListLater, set_list),
         (OfCodeLater, set_code),
     ],
 )
@@ -343,7 +359,12 @@ def test_an_attribute_that_gets_a_tensor_is_no_code(monkeypatch: pytest.MonkeyPa
     """Modules keep what they have computed; their code is not looked at again for it."""
 
     class Keeps(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rules = []
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.rules.append(x)  # type: ignore[arg-type]
             if self.own is not None:
                 x = x + self.own
             self.own = nn.functional.linear(x, self.weight)  # type: ignore[assignment]

@@ -48,11 +48,12 @@ _CALLS = frozenset({"forward", "_call_impl"})
 class Places:
     """Where a look at code found functions: names, and what they stood for."""
 
-    __slots__ = ("_found",)
+    __slots__ = ("_found", "_lists")
 
     def __init__(self) -> None:
         """Starts with none."""
         self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, Any]] = {}
+        self._lists: dict[int, tuple[list[Any], int]] = {}
 
     def note(self, owner: type | types.ModuleType | dict[str, Any], name: str) -> None:
         """Notes what a name stands for, be it nothing.
@@ -65,9 +66,14 @@ class Places:
         value = names.get(name)
         self._found[id(owner), name] = names, name, value, getattr(value, "__code__", None)
 
+    def note_list(self, values: list[Any]) -> None:
+        """Notes how much a list has that functions may be put into."""
+        self._lists[id(values)] = values, len(values)
+
     def include(self, others: Places) -> None:
         """Notes what another look went by."""
         self._found |= others._found
+        self._lists |= others._lists
 
     def changed(self) -> bool:
         """Whether a name stands for other code by now; one that stood for nothing, for any."""
@@ -78,7 +84,10 @@ class Places:
                     return True
             elif value is not None or (callable(now) and _is_called(now)):
                 return True
-        return False
+        return any(
+            len(values) != size and any(callable(v) and _is_called(v) for v in values[:_MOST])
+            for values, size in self._lists.values()
+        )
 
 
 class _Look:
@@ -314,6 +323,8 @@ def _of_object(value: Any, names: Set[str], places: Places) -> Iterator[Any]:
     """Yields what code may call of an object: what a list has, methods, functions it was given."""
     kind = type(value)
     if kind in (list, tuple):
+        if kind is list:
+            places.note_list(value)
         yield from filter(_is_called, value[:_MOST])
         return
     if kind is dict:
