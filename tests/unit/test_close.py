@@ -431,3 +431,15 @@ def test_a_parameter_whose_model_and_manager_are_gone_says_so() -> None:
     for use in (lambda: weight + 1, weight.sum, weight.data_ptr, weight.numpy):
         with pytest.raises(tiermem.ClosedError, match="gone; keep the model"):
             use()
+
+
+@pytest.mark.parametrize(("policy", "tier_name"), [({"params": "hbm"}, "hbm"), ("dram", "dram")])
+def test_where_dropped_models_take_the_room_the_error_says_how_to_free_it(
+    policy: Any, tier_name: str
+) -> None:
+    """A model that was not taken out is in the tiers for as long as they are there."""
+    budgets = {"hbm": 1 << 20, "dram": 1 << 20} | {tier_name: 24 << 10}
+    with tiermem.TierManager("cpu", policy=policy, **budgets) as tier:
+        tier.wrap(nn.Linear(64, 64))
+        with pytest.raises(tiermem.CapacityError, match=r"dropped or not \(tier.unwrap\(model\)"):
+            tier.wrap(nn.Linear(64, 64))

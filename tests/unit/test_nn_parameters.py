@@ -16,6 +16,7 @@ from torch.nn.utils import (
     parameters_to_vector,
     parametrizations,
     parametrize,
+    prune,
     vector_to_parameters,
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -474,6 +475,17 @@ def test_another_tensor_is_refused_where_a_function_is_or_was(
     with pytest.raises(tiermem.ParameterError, match="cannot be replaced"):
         model(data())
     assert same_bits(model.layers(data()), plain(data()))
+
+
+def test_a_refused_pruning_leaves_no_second_name(
+    model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    """It registers the weight under another name before it takes it out."""
+    for name in ("weight", "bias"):
+        with pytest.raises(tiermem.ParameterError, match="cannot be replaced"):
+            prune.l1_unstructured(model[1], name, 0.5)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert same_bits(model(data()), plain(data()))
 
 
 @pytest.mark.parametrize("use", [torch.sum, torch.Tensor.detach, lambda weight: weight.data])

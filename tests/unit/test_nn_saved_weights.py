@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -420,3 +420,53 @@ def test_what_a_checkpoint_began_with_is_kept_by_its_graph_alone() -> None:
         assert [begun.expired() for begun in model.begun] == [True] * 2
         model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward()
         assert [begun.expired() for begun in model.begun] == [True] * 4
+
+
+def replace(module: nn.Module, *_: Any) -> None:
+    module.weight.data = torch.full_like(module.weight, 0.25)  # type: ignore[operator, arg-type]
+
+
+@pytest.mark.parametrize("pair", [None, KEEP], ids=["alone", "users hooks"])
+@pytest.mark.parametrize("home", ["dram", "hbm"])
+@pytest.mark.parametrize("how", ["before", "after", "between"])
+def test_a_weight_that_is_given_other_data_after_its_use(how: str, home: str, pair: Any) -> None:
+    """Backward of torch has the old values, which are gone here: it is refused, or right."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        layer = model.layers[1].last  # type: ignore[index, union-attr]
+        if how == "before":
+            layer.register_forward_pre_hook(replace)
+        elif how == "after":
+            layer.register_forward_hook(replace)
+        with saved_tensors_hooks(*pair) if pair else nullcontext():
+            loss = model(data()).square().mean()
+        if how == "between":
+            replace(layer)
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+
+    with tiers(1 << 20, home) as tier:
+        model = tier.wrap(model_of())
+        if how == "before":
+            for mine, other in zip(gradients(model), gradients(model_of()), strict=True):
+                assert same_bits(mine, other)
+        else:
+            with pytest.raises(RuntimeError, match="needed for gradient computation has been mod"):
+                gradients(model)
+            model.layers[1].last._forward_hooks.clear()
+            model(data()).sum().backward()  # of the next forward nothing is refused
+
+
+@pytest.mark.parametrize("home", ["dram", "hbm"])
+def test_a_weight_itself_that_was_saved_shows_what_it_is_given(home: str) -> None:
+    """So it does with torch, which has saved the parameter."""
+
+    def gradient(model: nn.Module) -> torch.Tensor:
+        model.layers[0].norm.register_forward_hook(replace)  # type: ignore[index, union-attr]
+        x = data()
+        model(x).square().mean().backward()
+        assert x.grad is not None
+        return x.grad
+
+    with tiers(1 << 20, home) as tier:
+        assert same_bits(gradient(tier.wrap(model_of())), gradient(model_of()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -304,3 +305,59 @@ def test_code_that_wrap_has_looked_at_is_not_looked_at_in_the_first_call(
         model[1].further = Scaler()
         model(torch.randn(2, WIDTH))
         assert looked_at == [model[1]]
+
+
+@pytest.mark.parametrize("part", [lambda w: w.t(), lambda w: w[:16]], ids=["strides", "shape"])
+def test_another_form_of_the_same_memory_is_refused_in_a_call(
+    part: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    class Assigns(nn.Linear):
+        forms = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.forms:
+                self.weight.data = part(self.weight.data)
+            return super().forward(x)
+
+    with tiermem.TierManager("cpu", hbm="16KiB", dram="1MiB") as tier, torch.no_grad():
+        model = tier.wrap(nn.Sequential(*[Assigns(32, 32, bias=False) for _ in range(4)]))
+        before = model[1].weight.detach().clone()
+        model[1].forms = True  # type: ignore[assignment]
+        with pytest.raises(tiermem.ParameterError, match=r"block .Sequential.1. cannot"):
+            model(torch.ones(2, 32))
+        model[1].forms = False  # type: ignore[assignment]
+        assert same_bits(model[1].weight, before)
+
+
+def calls_of(act: Callable[[], object]) -> int:
+    """Returns how many functions of Python are called."""
+    calls = 0
+
+    def count(_frame: Any, event: str, _arg: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("look", ["data", "detach"])
+def test_a_look_at_one_weight_goes_through_no_others_of_its_block(look: str) -> None:
+    """Loops over ``p.data`` of a block with many small parameters would be quadratic."""
+    counts = []
+    for number in (4, 400):
+        model = nn.Module()
+        for index in range(number):
+            model.register_parameter(f"p{index}", nn.Parameter(torch.zeros(4)))
+        with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+            tier.wrap(model)
+            weights = list(model.parameters())
+            for weight in weights[:3]:
+                use = (lambda: weight.data) if look == "data" else weight.detach  # noqa: B023
+                calls = calls_of(use)
+            counts.append(calls)
+    assert counts[0] == counts[1]

@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain, islice
 from typing import Any
 
 from torch import nn
+from torch.autograd import Function
 
 _UNCOUNTED = frozenset(
     {
@@ -27,23 +29,31 @@ _UNCOUNTED = frozenset(
         "storage",
         "__dlpack__",
         "to_dlpack",
+        "__array__",
         "from_numpy",
     }
 )
+_BY_TEXT = frozenset({"getattr", "setattr", "attrgetter"})
 _DEPTH = 5
+_MOST = 64
+"""Of what a list or dictionary has, which is looked at."""
 _TRUSTED = ("torch", "tiermem")
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
 _MERGES = ("merge", "unmerge")
+_MADE = frozenset({"__init__", "__call__", "__enter__", "__exit__"})
+"""What code calls of an object that it makes, without a name."""
+_CALLS = frozenset({"forward", "_call_impl"})
 
 
 class Places:
     """Where a look at code found functions: names, and what they stood for."""
 
-    __slots__ = ("_found",)
+    __slots__ = ("_found", "_lists")
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any]] = {}
+        self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, Any]] = {}
+        self._lists: dict[int, tuple[list[Any], int]] = {}
 
     def note(self, owner: type | types.ModuleType | dict[str, Any], name: str) -> None:
         """Notes what a name stands for, be it nothing.
@@ -53,15 +63,31 @@ class Places:
             name: The name.
         """
         names = owner if isinstance(owner, dict) else vars(owner)
-        self._found[id(owner), name] = names, name, names.get(name)
+        value = names.get(name)
+        self._found[id(owner), name] = names, name, value, getattr(value, "__code__", None)
+
+    def note_list(self, values: list[Any]) -> None:
+        """Notes how much a list has that functions may be put into."""
+        self._lists[id(values)] = values, len(values)
 
     def include(self, others: Places) -> None:
         """Notes what another look went by."""
         self._found |= others._found
+        self._lists |= others._lists
 
     def changed(self) -> bool:
-        """Whether a name stands for something else by now."""
-        return any(names.get(name) is not value for names, name, value in self._found.values())
+        """Whether a name stands for other code by now; one that stood for nothing, for any."""
+        for names, name, value, code in self._found.values():
+            now = names.get(name)
+            if now is value:
+                if code is not None and getattr(value, "__code__", None) is not code:
+                    return True
+            elif value is not None or (callable(now) and _is_called(now)):
+                return True
+        return any(
+            len(values) != size and any(callable(v) and _is_called(v) for v in values[:_MOST])
+            for values, size in self._lists.values()
+        )
 
 
 class _Look:
@@ -75,7 +101,8 @@ class _Look:
         self.places = Places()
 
 
-_known: dict[tuple[type, bool], tuple[bool, frozenset[str], Places]] = {}
+_known: dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]] = {}
+"""Whether code of a class may write, the names that each function of it speaks of, and where."""
 
 
 def may_write_uncounted(
@@ -94,14 +121,18 @@ def may_write_uncounted(
     if known is None or known[2].changed():
         look = _Look(passed)
         may = not _trusted(kind) and _reaches(_methods(kind, look), kind, look, _DEPTH)
-        names = frozenset(name for code in look.codes for name in _names(code))
-        known = _known[kind, merging] = may, names.difference(passed), look.places
-    may, names, found = known
+        spoken = [frozenset(_names(code)).difference(passed) for code in look.codes]
+        known = _known[kind, merging] = may, spoken, look.places
+    may, names_of, found = known
+    names = frozenset[str]().union(*names_of)
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     called = [name for name, value in vars(module).items() if _is_called(value)]
     own += [vars(module)[name] for name in called]
     look = _Look(passed)
-    for name in called:
+    for name in names & vars(module).keys():
+        beside = [others for others in names_of if name in others]
+        own += _of_object(vars(module)[name], frozenset[str]().union(*beside), look.places)
+    for name in (*called, *(n for n in names & vars(module).keys() if vars(module)[n] is None)):
         look.places.note(vars(module), name)
     if places is not None:
         places.include(found)
@@ -169,7 +200,7 @@ def _methods(kind: type, look: _Look) -> Iterator[Any]:
             return
         if not _trusted(base):
             look.places.note(base, "forward")
-            yield from (f for name, f in vars(base).items() if name == "forward")
+            yield from (vars(base)[name] for name in _CALLS & vars(base).keys())
 
 
 def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> bool:
@@ -183,7 +214,11 @@ def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> b
             names = set(_names(function.__code__))
             if names & _UNCOUNTED:
                 return True
-            callees = _callees(function, names.difference(look.passed), owner, look.places)
+            names.difference_update(look.passed)
+            callees = chain(
+                _callees(function, names, owner, look.places),
+                _of_object(getattr(thing, "__self__", None), names, look.places),
+            )
             if depth and _reaches(callees, owner, look, depth - 1):
                 return True
     return False
@@ -239,6 +274,8 @@ def _has_call(thing: Any) -> bool:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
+    if not _BY_TEXT.isdisjoint(code.co_names):
+        yield from (text for text in code.co_consts if isinstance(text, str))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
@@ -255,17 +292,94 @@ def _callees(
                 if not _trusted(base):
                     places.note(base, name)
             yield method
+            if isinstance(method, property):
+                yield from _parts(method)
+            if "super" in names:
+                yield from (vars(b)[name] for b in kind.__mro__[1:] if name in vars(b))
+        elif method is None and issubclass(kind, nn.Module):
+            for base in kind.__mro__:
+                if name in vars(base) and not _trusted(base):
+                    places.note(base, name)
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             yield from _of_module(value, names, places)
         elif _is_called(value):
             places.note(function.__globals__, name)
             yield value
+        elif value is not None:
+            yield from _of_object(value, names, places)
+        elif name in function.__globals__:  # it may get code
+            places.note(function.__globals__, name)
+    yield from filter(_is_called, function.__defaults__ or ())
+    yield from filter(_is_called, (function.__kwdefaults__ or {}).values())
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:
             continue  # not filled yet
+
+
+def _of_object(value: Any, names: Set[str], places: Places) -> Iterator[Any]:
+    """Yields what code may call of an object: what a list has, methods, functions it was given."""
+    kind = type(value)
+    if kind in (list, tuple):
+        if kind is list:
+            places.note_list(value)
+        yield from filter(_is_called, value[:_MOST])
+        return
+    if kind is dict:
+        for name in [key for key in islice(value, _MOST) if _is_called(value[key])]:
+            places.note(value, name)
+            yield value[name]
+        return
+    if isinstance(value, type):
+        yield from _of_class(value, value, names)
+        return
+    if isinstance(value, nn.Module) or _passed_over(kind):
+        return
+    yield from _of_class(kind, value, names)
+    given = getattr(value, "__dict__", {})
+    for name in sorted(names):
+        if name not in given:
+            if getattr(kind, name, kind) is None:  # the class has a place for it
+                places.note(given, name)
+        elif given[name] is None or _is_called(given[name]):
+            places.note(given, name)
+            yield from () if given[name] is None else (given[name],)
+
+
+def _of_class(kind: type, own: Any, names: Set[str]) -> Iterator[Any]:
+    """Yields methods of a class of which code names these, or that it calls without a name.
+
+    Args:
+        kind: The class.
+        own: An object of it; the class itself where the code may make some.
+        names: Of the code.
+    """
+    of_modules = issubclass(kind, nn.Module)
+    for base in () if _passed_over(kind) else kind.__mro__:
+        for name, method in [] if _passed_over(base) else sorted(vars(base).items()):
+            special = name in _MADE and own is kind and not of_modules
+            applied = name == "forward" and "apply" in names and issubclass(kind, Function)
+            if not (name in names or special or applied):
+                continue
+            for thing in _parts(method):
+                # as a method it says whose others it calls; a module's is called with the module
+                yield thing if of_modules else types.MethodType(thing, own)
+
+
+def _parts(method: Any) -> list[types.FunctionType]:
+    """Returns the functions of an attribute of a class: of a property there are two."""
+    if isinstance(method, property):
+        return [f for f in (method.fget, method.fset) if isinstance(f, types.FunctionType)]
+    found = getattr(method, "__func__", method)  # of a static or a class method
+    return [found] if isinstance(found, types.FunctionType) else []
+
+
+def _passed_over(kind: type) -> bool:
+    """Whether a class is torch's, tiermem's or Python's own."""
+    package = (getattr(kind, "__module__", None) or "").partition(".")[0]
+    return package in _TRUSTED or package in sys.stdlib_module_names
 
 
 def _of_module(
@@ -279,6 +393,6 @@ def _of_module(
         value = vars(module)[name]
         if isinstance(value, types.ModuleType):
             yield from _of_module(value, names, places, depth - 1) if depth else ()
-        elif _is_called(value):
+        elif value is None or _is_called(value):
             places.note(module, name)
-            yield value
+            yield from () if value is None else (value,)

@@ -23,7 +23,7 @@ from torch.nn.parallel import distributed
 from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.groups.inspect import OR_SHARDED
-from tiermem.nn.groups.olddata import give, keep_old, share
+from tiermem.nn.groups.olddata import REPLACED, give, keep_old, share
 from tiermem.nn.groups.replaced import named, why_not
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.nn.tensors.standin import Opened, StandIn, writes
@@ -292,6 +292,8 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
             keep_old(away, own, value)
             if not isinstance(value, StandIn) and share(own, value):
                 value = value.clone()  # ``param.data = param.data.t()``
+            else:
+                REPLACED.note(away)
             own.copy_(value)
         finally:
             use.group.lender.lent(use.group, use.pushed, dirty=True)

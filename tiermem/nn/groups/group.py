@@ -265,7 +265,8 @@ class Group(Holder):
             slot is None
             or versions != writes.versions
             or use_count(slot.storage) != slot.baseline + slot.pointed  # Slot.others, in line
-            or (writes.suspect and not pointing.all_at(slot))  # an alias kept in its place
+            # an alias kept in its place, or another form of it
+            or (writes.suspect and not pointing.all_at(slot, forms=True))
         ):
             if seen and slot is not None and versions == writes.versions and pointing.all_at(slot):
                 written = True  # by something else among the views, perhaps, later on
@@ -316,12 +317,13 @@ class Group(Holder):
         refused = None
         if slot is not None and versions != before:
             refused = reshaped(self, slot)
-        moved = slot is not None and not self.pointing.all_at(slot)
-        if slot is not None and (refused is not None or moved or slot.others()):
+        if slot is None:
+            return written or versions != before, refused
+        if refused is not None or not self.pointing.all_at(slot, forms=self.writes.suspect):
             refused = refused or bring_home(self, slot)
             self.pointing.point(slot)
-            return True, refused  # an alias may write the bytes, or has replaced them
-        return written or versions != before, refused
+            return True, refused
+        return written or versions != before or slot.others(), None  # an alias may write the bytes
 
     def may_be_written(self) -> bool:
         """Whether other code can write the bytes, or has written them since their last use."""

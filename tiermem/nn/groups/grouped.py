@@ -123,7 +123,7 @@ def ends_of(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     few = len(sizes)
     if max(sizes) == 1 and few <= _COUNTED:
         return _counted(like.dtype, like.device)[:few]
-    ends = torch.tensor([*accumulate(sizes)], dtype=like.dtype)
+    ends = torch.tensor([*accumulate(sizes)], dtype=like.dtype, device="cpu")
     return ends.to(like.device, non_blocking=True)
 
 

@@ -68,6 +68,9 @@ class HeldDict(dict[str, Any]):
         elif value is None and self.lender.here.inside and _puts_function(sys._getframe(3)):
             self.behind[name] = _item(self, name)
         elif not _is_swap(sys._getframe(2)):
+            second = f"{name}_orig"  # pruning gives it this name as well, and then takes it out
+            if second not in self.groups and self.get(second, self) is self.get(name):
+                super().pop(second)
             raise self._replaced(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:

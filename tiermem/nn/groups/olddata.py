@@ -14,6 +14,35 @@ _given: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Managed tensor to references to those that were given out as its ``data``."""
 
 
+class Replaced:
+    """Which managed tensors were given other data, in the order in which they were.
+
+    A view that autograd has saved keeps the old values with torch. Here these are gone.
+
+    Attributes:
+        times: How often any was.
+    """
+
+    __slots__ = ("_last", "times")
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self.times = 0
+        self._last: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Notes that a tensor is given other data."""
+        self.times += 1
+        self._last[tensor] = self.times
+
+    def since(self, tensor: torch.Tensor, times: int) -> bool:
+        """Whether a tensor was given other data when any had been ``times`` times."""
+        return bool(self._last.get(tensor, 0) > times)
+
+
+REPLACED = Replaced()
+
+
 def give(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Notes that a user gets ``data``, over the memory of ``tensor``; returns it."""
     kept = [ref for ref in _given.get(tensor, ()) if ref() is not None]

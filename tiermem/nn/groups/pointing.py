@@ -129,12 +129,24 @@ class Pointing:
         slot.pointer = self
         self.slot = slot
 
-    def all_at(self, slot: Slot) -> bool:
-        """Whether each tensor, shown just now, is where it was pointed."""
+    def all_at(self, slot: Slot, *, forms: bool = False) -> bool:
+        """Whether each tensor, shown just now, is where it was pointed.
+
+        Args:
+            slot: Where that was.
+            forms: Whether to look at shapes and strides as well (``weight.data = weight.data.t()``
+                leaves the memory as it was).
+        """
         views = slot.views
         if self._indices is not None:
             views = [views[index] for index in self._indices]
-        return list(map(_address, self.tensors)) == list(map(_address, views))
+        return list(map(_address, self.tensors)) == list(map(_address, views)) and not (
+            forms
+            and any(
+                a.shape != b.shape or a.stride() != b.stride()
+                for a, b in zip(self.tensors, views, strict=True)
+            )
+        )
 
     def away(self) -> None:
         """Points the tensors at their placeholders."""

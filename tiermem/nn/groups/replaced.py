@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tiermem.errors import ParameterError
+from tiermem.nn.groups.olddata import REPLACED
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.runtime.memory.slots import Slot
 
@@ -120,12 +121,14 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
             if member.materialized:
                 continue
             data, view = member.tensor.data, slot.views[member.index]
-            if is_placeholder(data) or data.data_ptr() == view.data_ptr():
+            as_it_was = data.shape == view.shape and data.stride() == view.stride()
+            if is_placeholder(data) or (as_it_was and data.data_ptr() == view.data_ptr()):
                 continue
             found = why_not(group, member.tensor, view, data)
             if found is None:  # one may have another's memory (``a.data, b.data = b.data, a.data``)
                 inside = data.untyped_storage().data_ptr() == slot.address
                 moved.append((view, data.clone() if inside else data))
+                REPLACED.note(member.tensor)
             refused = refused or found
         for view, data in moved:
             view.copy_(data)

@@ -32,6 +32,19 @@ def refuse_changed(weight: torch.Tensor, version: int, block: str) -> None:
         )
 
 
+def refuse_replaced(block: str) -> RuntimeError:
+    """Returns the error of a weight that backward needs as it was, and that has other data now.
+
+    Args:
+        block: The name of its block.
+    """
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified: a weight of block "
+        f"{block!r} was given other data (`weight.data = ...`) after forward had used it, and the "
+        "tiers keep one value of a weight; assign it before forward uses it, or after backward"
+    )
+
+
 class Writes:
     """What is known of writes to the tensors of one block.
 

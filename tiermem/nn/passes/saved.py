@@ -40,11 +40,12 @@ from tiermem.nn.compat.hookpair import (
 )
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.away import group_of
-from tiermem.nn.groups.writes import refuse_changed
+from tiermem.nn.groups.olddata import REPLACED
+from tiermem.nn.groups.writes import refuse_changed, refuse_replaced
 from tiermem.nn.passes.activations import Kept, SavedActivation, changed
 from tiermem.nn.passes.leftout import Again, LeavesOut, left_out
 from tiermem.nn.passes.savedrows import SavedCopies, SavedRows
-from tiermem.nn.passes.savedview import SavedView
+from tiermem.nn.passes.savedview import ALWAYS, SavedView
 from tiermem.runtime.base.functorch import transforming, untransformed
 from tiermem.runtime.memory.slots import Slot, View, typed_view
 
@@ -63,6 +64,12 @@ _Plain = torch._C.DisableTorchFunctionSubclass
 
 class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
     """The result of a covered pair's pack hook, and its unpack hook."""
+
+    __slots__ = ()
+
+
+class _Beside(tuple[Kept, SavedView]):
+    """An alias of a weight's bytes that never leave HBM, and what it is of."""
 
     __slots__ = ()
 
@@ -276,7 +283,7 @@ class SavedHooks:
                 self.manager.gate.torn = self.manager.gate.unsure = True
             raise
 
-    def beside(self, saved: SavedView, tensor: torch.Tensor) -> Kept | None:
+    def beside(self, saved: SavedView, tensor: torch.Tensor) -> _Beside | None:
         """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
 
         It looks through the storage that is only read, and has the tensor's version counter.
@@ -288,10 +295,14 @@ class SavedHooks:
         with _Plain():
             alias = tensor.detach()
             alias.data = slot.sight.read_view(saved.view)
-        return Kept((alias, alias._version))
+        return _Beside((Kept((alias, alias._version)), saved))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
+        if kind is _Beside:
+            packed, saved = packed
+            _refuse_replaced(saved)
+            kind = Kept
         if kind is Kept:
             tensor: torch.Tensor
             tensor, version = packed
@@ -343,6 +354,7 @@ class SavedHooks:
                 refuse_changed(owner, version, saved.block.name)  # and nothing to repair
             if type(saved) is SavedCopies and saved.counter._version != saved.counted:
                 raise changed(saved.counter, saved.counted, saved.shown[2])
+        _refuse_replaced(saved)
         try:
             if not backward.under_way or backward.ending() is None:
                 backward.enter()
@@ -408,6 +420,17 @@ class SavedHooks:
             return slot.sight.read_view(saved.view)
         finally:
             self.manager.release(block)
+
+
+def _refuse_replaced(saved: SavedView) -> None:
+    """Refuses a view whose values are gone, as its weight has been given other data since.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    owner, times = saved.owner, saved.times
+    if times < REPLACED.times and owner is not None and REPLACED.since(owner, times):
+        raise refuse_replaced(saved.block.name)
 
 
 def _alias(slot: Slot) -> torch.Tensor:
@@ -573,7 +596,7 @@ class _Covering:
         if self.recomputes:
             if type(found) is SavedCopies:
                 return self._given(tensor, None)  # it counts them where the whole block is used
-            found.version = -1
+            found.version, found.times = -1, ALWAYS
             # it counts what it sees, and computes again up to the last of it, whatever has side
             # effects there; the weight itself it would hold in HBM
             pack, unpack = self.outer

@@ -173,7 +173,7 @@ class InterceptedModules:
         for hooks in _HOOKS_OF_ALL:
             for key in [key for key in hooks if key not in self._looked_at] if hooks else ():
                 self._looked_at.add(key)
-                if hook_may(self._wrapped.model, hooks[key]):
+                if hook_may(self._wrapped.model, hooks[key], places=self._places):
                     for name in self.scopes:
                         self._suspect_now(self._modules[name], None)
 
@@ -187,6 +187,7 @@ class InterceptedModules:
         """
         if replaced:  # what was noted is noted anew, or counts no longer
             self._places = Places()
+            self._looked_at.clear()
         former = zip(self._kinds, self._sizes, strict=True)
         for module, before, now in zip(
             self._listed, [*former], [*zip(kinds, sizes, strict=True)], strict=True

@@ -20,6 +20,11 @@ from tiermem.storage.files import FileStore, JoinedFiles
 from tiermem.storage.pagelock import PageLocks
 from tiermem.storage.swapfile import SwapFile
 
+UNUSED = (
+    ", or free what is not used any more, dropped or not (tier.unwrap(model), optimizer.close())"
+)
+"""What to do where others take the room, which may be of a model that the program has dropped."""
+
 Owned = tuple[Tier, Extent]
 StoredBlock = Sequence[Sequence[SourceRange]]
 """Where checkpoint files have the tensors of a block: ranges of each, targets within the tensor."""
@@ -420,7 +425,7 @@ class Homes:
             least = self.dram.capacity + align_up(request.nbytes)
         hint = "" if self.swap is not None else ", or give nvme=folder for what does not fit"
         if self.dram.used > mine:
-            hint += ", or free what is not used any more (tier.unwrap(model), optimizer.close())"
+            hint += UNUSED
         return CapacityError(
             f"block {request.name!r} ({format_size(request.nbytes)}) does not fit in tier dram: "
             f"{format_size(self.dram.capacity - self.dram.used)} of "

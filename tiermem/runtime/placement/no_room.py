@@ -8,6 +8,7 @@ from tiermem.config import format_size
 from tiermem.core.block import Block, Role, align_up
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import CapacityError
+from tiermem.runtime.memory.homes import UNUSED
 from tiermem.runtime.memory.slots import SlotCache
 
 _WEIGHTS = (Role.PARAM, Role.BUFFER)
@@ -49,6 +50,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
         beside += align_up(block.nbytes)
     names = ", ".join(f"{name!r} ({format_size(n)}, {why})" for n, name, why in held[:6])
     seen = any(why == _SEEN for _, _, why in held)
+    fixed = any(why == "fixed" for _, _, why in held)
     whole = weights + beside + (0 if block.role in _WEIGHTS else align_up(block.nbytes))
     every = f", or {whole} for all weights at once" if seen and whole > least else ""
     if table.hbm.walled:
@@ -62,7 +64,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
         f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",
         f"give hbm= at least {least}{every}",
-        f", or wrap with smaller blocks{MANY if seen else ''}",
+        f", or wrap with smaller blocks{MANY if seen else ''}{UNUSED if fixed else ''}",
     )
 
 
@@ -81,5 +83,5 @@ def too_much_for_good(blocks: Sequence[Block], there: int, capacity: int) -> Cap
         f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
         f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
         f"give hbm= at least {least}, and room for what streams",
-        ", or another home tier to some roles",
+        f", or another home tier to some roles{UNUSED if there else ''}",
     )
