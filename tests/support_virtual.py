@@ -326,6 +326,9 @@ class Clock:
     def host(self) -> float:
         return self.world.now
 
+    def prepare(self, stamps: int) -> None:
+        pass
+
 
 class Mover:
     """The file mover of a :class:`World`; writes take no time."""

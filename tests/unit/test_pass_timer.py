@@ -46,6 +46,9 @@ class FakeClock:
         self.late.add(number)
         return number
 
+    def prepare(self, stamps: int) -> None:
+        pass
+
     def stamp(self) -> int | None:
         return self._set(self.now)
 

@@ -21,6 +21,7 @@ from tiermem.core.residency import State
 from tiermem.core.schedule import Planner
 from tiermem.nn.wrap.wrapped import WrappedModel
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
+from tiermem.transfer.stamps import HostClock
 
 _PAGES = Shape((6,) * 24)
 
@@ -359,3 +360,16 @@ def test_a_wrap_that_is_cut_short_while_it_fills_is_none(monkeypatch: pytest.Mon
         assert all(map(torch.equal, model.parameters(), before))
         tier.wrap(model)
         model(torch.randn(1, 64))
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_what_measuring_takes_is_made_ahead_where_blocks_move(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(HostClock, "prepare", lambda _, stamps: asked.append(stamps))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    hbm = "1MiB" if fits else "64KiB"
+    with tiermem.TierManager(device="cpu", hbm=hbm, dram="1MiB") as tier:
+        tier.wrap(model, blocks=[str(number) for number in range(6)])
+    assert asked == ([] if fits else [4 * 6])

@@ -69,3 +69,25 @@ def test_there_is_an_end_to_the_events() -> None:
     clock = CudaClock(FakeEngine())  # type: ignore[arg-type]
     stamps = [clock.stamp() for _ in range((1 << 14) + 2)]
     assert stamps.count(None) == 2
+
+
+def test_events_are_made_ahead() -> None:
+    """As many as are asked for, together with those there are, and none while a graph is made."""
+    engine = FakeEngine()
+    clock = CudaClock(engine)  # type: ignore[arg-type]
+    first = clock.stamp()
+    clock.prepare(5)
+    assert engine.made == 5
+    clock.free(first)
+    assert len({clock.stamp() for _ in range(5)}) == 5
+    assert engine.made == 5
+    clock.prepare(3)
+    engine.captures = True
+    clock.prepare(9)
+    assert engine.made == 5
+
+
+def test_there_is_an_end_to_events_made_ahead() -> None:
+    engine = FakeEngine()
+    CudaClock(engine).prepare(1 << 20)  # type: ignore[arg-type]
+    assert engine.made == 1 << 14

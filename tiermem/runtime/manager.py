@@ -44,6 +44,8 @@ from tiermem.runtime.transfers.file_fills import FileFills
 from tiermem.storage.checkpointstore import SourceRange
 
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
+_STAMPS = 4
+"""For a use: its begin and end, and those of the copy for it."""
 
 
 class BlockManager:
@@ -438,6 +440,16 @@ class BlockManager:
         with self.lock:
             self.gate.guard()
             FirstFill(self.parts, self.prefetcher, self.replay.arranger).fill(order, held)
+
+    def prepare_stamps(self, uses: int) -> None:
+        """Makes ahead what measuring a first pass takes, where blocks move in it.
+
+        Args:
+            uses: How many uses of blocks it has.
+        """
+        with self.lock:
+            if not self.parts.table.all_fit:
+                self.parts.pass_timer.clock.prepare(_STAMPS * uses)
 
     def end_pass(self) -> None:
         """Ends the pass under way; without this call it ends when the next begins."""

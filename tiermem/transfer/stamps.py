@@ -52,6 +52,10 @@ class Clock(Protocol):
         """Returns the host's time in seconds, where passes may be told apart by it; else 0."""
         ...
 
+    def prepare(self, stamps: int) -> None:
+        """Makes what so many stamps need, so that the first ones take no longer than others."""
+        ...
+
 
 class HostClock:
     """For ``device="cpu"``: the compute and the copies are on the host's time."""
@@ -82,6 +86,9 @@ class HostClock:
     def host(self) -> float:
         """Returns 0: what else the cores do would look like a change."""
         return 0.0
+
+    def prepare(self, stamps: int) -> None:
+        """Nothing to make."""
 
 
 class CudaClock:
@@ -130,6 +137,12 @@ class CudaClock:
     def usable(self) -> bool:
         """Whether no CUDA graph is captured on the current stream."""
         return not self._engine.capturing()
+
+    def prepare(self, stamps: int) -> None:
+        """Makes events until there are so many."""
+        while self._made < min(stamps, _MOST_EVENTS) and self.usable():
+            self._made += 1
+            self._free.add(self._calls.new_event(timing=True))
 
     def _record(self, stream: int) -> Stamp | None:
         if not self.usable():

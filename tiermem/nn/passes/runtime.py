@@ -189,8 +189,10 @@ class ModuleRuntime:
             scope: Of the model itself.
             held: Ids of its blocks that are held while others are used.
         """
+        order = scope.order(self._looked_up(1))
         if not self.experts.stacks:  # which experts tokens choose is not known
-            self.manager.fill_ahead(scope.order(self._looked_up(1)), held)
+            self.manager.fill_ahead(order, held)
+        self.manager.prepare_stamps(len(order))
 
     def _looked_up(self, tokens: int) -> int:
         """Returns a call's tokens where rows of embeddings are read in DRAM, else 0."""
