@@ -7,18 +7,14 @@ had, or where what they pack does not come back bit for bit, nothing is packed.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import struct
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 
 from tiermem.core.packing import GROWS, MOST, PACKED_TILE, TILE, WORDS
-
-_THREADS = 256
+from tiermem.transfer.nvrtc import Launch, Module, check, compiled
 
 _SOURCE = r"""
 static const unsigned WORDS = 8192, ESCAPES = 30, PACKED = 12416, GROWS = 3968, THREADS = 256;
@@ -149,27 +145,19 @@ extern "C" __global__ void tiermem_unpack(
 
 _PACK = struct.Struct("=QQQ")
 _UNPACK = struct.Struct("=QQII")
-_END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, _BUFFER_POINTER and _BUFFER_SIZE
 
 
 class _Function:
-    """A kernel, and how it is launched: its arguments are laid out in one run of bytes."""
+    """A kernel, and the layout of its arguments."""
 
-    def __init__(self, launch: Callable[..., int], handle: int, layout: struct.Struct) -> None:
-        self._launch = launch
-        self._handle = handle
+    def __init__(self, driver: Any, handle: int, layout: struct.Struct) -> None:
         self._write = layout.pack_into
-        self._arguments = ctypes.create_string_buffer(layout.size)
-        self._size = ctypes.c_size_t(layout.size)
-        places = ctypes.addressof(self._arguments), _SIZE, ctypes.addressof(self._size)
-        self._extra = (ctypes.c_void_p * 5)(_BUFFER, *places, _END)
+        self._launch = Launch(driver, handle, layout.size)
 
     def __call__(self, stream: int, blocks: int, *arguments: int) -> int:
-        """Launches it; returns the driver's code. The driver keeps a copy of the arguments."""
-        self._write(self._arguments, 0, *arguments)
-        return self._launch(
-            self._handle, blocks, 1, 1, _THREADS, 1, 1, 0, stream, None, self._extra
-        )
+        """Launches it; returns the driver's code."""
+        self._write(self._launch.arguments, 0, *arguments)
+        return self._launch(stream, blocks)
 
 
 class _State:
@@ -211,14 +199,9 @@ class PackingKernels:
         Raises:
             RuntimeError: If the driver refuses, or the device has no memory.
         """
-        pointer, word = ctypes.c_void_p, ctypes.c_uint
-        driver.cuLaunchKernel.argtypes = [pointer, *([word] * 7), pointer, pointer, pointer]
-        self._image = ctypes.create_string_buffer(image, len(image))
-        module = ctypes.c_void_p()
-        _check("cuModuleLoadData", driver.cuModuleLoadData(ctypes.byref(module), self._image))
-        launch = driver.cuLaunchKernel
-        self._pack = _Function(launch, _function(driver, module, b"tiermem_pack"), _PACK)
-        self._unpack = _Function(launch, _function(driver, module, b"tiermem_unpack"), _UNPACK)
+        module = self._module = Module(driver, image)
+        self._pack = _Function(driver, module.function(b"tiermem_pack"), _PACK)
+        self._unpack = _Function(driver, module.function(b"tiermem_unpack"), _UNPACK)
         self._device = device
         self._states: dict[int, _State] = {}
 
@@ -264,7 +247,7 @@ def load_kernels(driver: Any, device: torch.device) -> PackingKernels | None:
     """
     with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
         try:
-            image = _compiled(*torch.cuda.get_device_capability(device))
+            image = compiled(_SOURCE, *torch.cuda.get_device_capability(device))
             kernels = PackingKernels(driver, image, device)
             return kernels if _come_back(kernels, device) else None
         except (OSError, AttributeError, RuntimeError):
@@ -293,49 +276,11 @@ def _come_back(kernels: PackingKernels, device: torch.device) -> bool:
     packed = torch.empty(count * PACKED_TILE, dtype=torch.uint8, device=device)
     at = packed.data_ptr()
     code = kernels.pack(stream.cuda_stream, at, chosen.data_ptr(), count, spoiled.data_ptr())
-    _check("cuLaunchKernel of tiermem_pack", code)
+    check("cuLaunchKernel of tiermem_pack", code)
     for _ in range(2):
         room[count * GROWS :].copy_(packed)
         code = kernels.unpack(stream.cuda_stream, room.data_ptr(), count)
-        _check("cuLaunchKernel of tiermem_unpack", code)
+        check("cuLaunchKernel of tiermem_unpack", code)
         if bool(spoiled) or not torch.equal(room.view(torch.int16), chosen):
             return False
     return True
-
-
-@cache
-def _compiled(major: int, minor: int) -> bytes:
-    """Compiles the source for devices of a compute capability.
-
-    Raises:
-        OSError: If there is no compiler.
-        RuntimeError: If it refuses.
-    """
-    # torch's own library of that name loads the compiler that belongs to this torch
-    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
-    nvrtc = ctypes.CDLL(os.path.join(folder, "libcaffe2_nvrtc.so"))
-    program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = _SOURCE.encode()
-    code = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"tiermem.cu", 0, None, None)
-    _check("nvrtcCreateProgram", code)
-    try:
-        options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{major}{minor}".encode())
-        _check("nvrtcCompileProgram", nvrtc.nvrtcCompileProgram(program, 1, options))
-        _check("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-        image = ctypes.create_string_buffer(size.value)
-        _check("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(program, image))
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return image.raw
-
-
-def _function(driver: Any, module: ctypes.c_void_p, name: bytes) -> int:
-    found = ctypes.c_void_p()
-    code = driver.cuModuleGetFunction(ctypes.byref(found), module, name)
-    _check("cuModuleGetFunction", code)
-    return found.value or 0
-
-
-def _check(what: str, code: int) -> None:
-    if code:
-        raise RuntimeError(f"{what} failed with code {code}")

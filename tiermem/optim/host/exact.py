@@ -11,10 +11,8 @@ if nothing is said. Which operations they are made of: ADR 45.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from struct import Struct
 from typing import Any, Literal
 
@@ -23,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tiermem.optim.host.loop import Row, make_steps, power
+from tiermem.optim.rules.adamstep import foreach_numbers, is_decoupled, is_torchs
 from tiermem.optim.rules.plainstep import is_bare
 
 Flavour = Literal["fused", "foreach"]
@@ -40,7 +39,6 @@ _ADAM_NUMBERS = ("lr", "beta1", "beta2", "weight_decay", "eps")
 _SCALES = ("grad_scale", "found_inf")
 _MOST_NUMBERS = 64
 _bits_of = Struct("5d").pack  # zeros of both signs are two settings, and NaN is one
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _f32 = np.float32
 
 
@@ -233,7 +231,7 @@ class ExactCalls(TorchFunctionMode):
     def _rows_of(self, optimizer: torch.optim.Optimizer) -> list[Row] | None:
         """Begins a step of Adam or AdamW; returns None if it is not known what that does."""
         cls = type(optimizer)
-        if not is_bare(optimizer) or not all(map(_is_torchs, (cls.step, cls._init_group))):  # type: ignore[attr-defined]
+        if not is_bare(optimizer) or not all(map(is_torchs, (cls.step, cls._init_group))):  # type: ignore[attr-defined]
             return None
         if any(getattr(optimizer, name, None) is not None for name in _SCALES):
             return None
@@ -256,7 +254,7 @@ class ExactCalls(TorchFunctionMode):
             settings = {name: group[name] for name in _ADAM_SETTINGS}
             settings["beta1"], settings["beta2"] = group["betas"]
             grads = [param.grad for param in params]
-            settings["decoupled"] = _is_decoupled(optimizer, group)
+            settings["decoupled"] = is_decoupled(optimizer, group)
             rows += self._adam(params, grads, firsts, seconds, tops, steps, **settings)
         return rows
 
@@ -300,7 +298,7 @@ class ExactCalls(TorchFunctionMode):
             if len(known) >= _MOST_NUMBERS:
                 known.clear()  # another thread may just have found its own
             fused = self._device.flavour == "fused"
-            numbers_of = self._fused_numbers if fused else _foreach_numbers
+            numbers_of = self._fused_numbers if fused else foreach_numbers
             found = known[key] = numbers_of(settings, step, decoupled=decoupled)
         return found
 
@@ -380,36 +378,6 @@ class ExactCalls(TorchFunctionMode):
 
 
 _NOTHING = Beside()
-
-
-def _foreach_numbers(
-    settings: Mapping[str, Any], step: float, *, decoupled: bool
-) -> tuple[bool, list[float]]:
-    """Returns the numbers that torch's Python derives from settings, in double precision."""
-    lr, beta1, beta2 = (settings[name] for name in ("lr", "beta1", "beta2"))
-    decay = settings["weight_decay"]
-    size = (lr / (1 - beta1**step)) * -1
-    root = (1 - beta2**step) ** 0.5
-    factor = 1 - lr * decay if decoupled else decay
-    numbers = (beta1, beta2, size, root, settings["eps"], factor, 1 - beta1, 1 - beta2)
-    with np.errstate(all="ignore"):
-        return bool(decay != 0), [float(_f32(x)) for x in numbers]
-
-
-@cache
-def _is_torchs(method: Any) -> bool:
-    """Whether all of a method is torch's own: users give classes other ones, or wrap them."""
-    while method is not None:
-        code = getattr(method, "__code__", None)
-        if code is None or not code.co_filename.startswith(_TORCH):
-            return False
-        method = getattr(method, "__wrapped__", None)
-    return True
-
-
-def _is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether decay leaves the gradients alone; before torch 2.7 the class alone says so."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 def _refuse_scale(settings: Mapping[str, Any]) -> None:

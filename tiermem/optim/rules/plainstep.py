@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tiermem.nn.compat.outside import outside
+from tiermem.optim.rules.adamstep import step_at_once
 from tiermem.optim.rules.scaling import Scaling
 
 _AUTOGRAD: Any = torch.autograd
@@ -30,7 +31,8 @@ def run(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
         return
     inner: Callable[[torch.optim.Optimizer], Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-    inner(optimizer)
+    if not step_at_once(optimizer, inner):
+        inner(optimizer)
 
 
 def is_bare(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,245 @@
+"""Steps of Adam by one kernel: where they are made, and that they leave what torch's leave.
+
+The kernel is a fake here, which makes the operations of ``foreach`` one after the other; the bits
+of the real one are compared in ``tests/gpu/test_adam_kernel.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tiermem.optim.rules import adamstep
+from tiermem.optim.rules.adamkernel import Numbers, Rows
+from tiermem.optim.rules.plainstep import run
+
+
+class FakeKernel:
+    """Makes a step as torch's ``foreach`` does, on the CPU; may give one wrong bit."""
+
+    def __init__(self, *, wrong: bool = False) -> None:
+        self.steps = 0
+        self.wrong = wrong
+
+    def step(self, dtype: torch.dtype, numbers: Numbers, rows: Rows) -> None:
+        """Makes it."""
+        self.steps += 1
+        beta1, beta2, size, root, eps, decay, rest1, rest2 = numbers.values
+        del beta1
+        for param, grad, first, second in zip(*rows, strict=True):
+            with (
+                torch.no_grad(),
+                torch.autograd._unsafe_preserve_version_counter((param, first, second)),
+            ):
+                used = -grad if numbers.maximize else grad
+                if numbers.decay and numbers.decoupled:
+                    param.mul_(decay)
+                elif numbers.decay:
+                    used = used.add(param, alpha=decay)
+                first.lerp_(used, rest1)
+                second.mul_(beta2).addcmul_(used, used, value=rest2)
+                below = second.sqrt().div_(root).add_(eps)
+                param.addcdiv_(first, below, value=size)
+                if self.wrong:
+                    param.view(-1)[:1].add_(1.0)
+
+
+Made = Callable[..., torch.optim.Optimizer]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
+    made = FakeKernel()
+    monkeypatch.setattr(adamstep, "_DEVICE", "cpu")
+    monkeypatch.setattr(adamstep, "_LEAST", 0)
+    monkeypatch.setattr(adamstep, "_SIZES", (5, 8))
+    monkeypatch.setattr(adamstep, "kernel_for", lambda _: made)
+    adamstep.forget()
+    yield made
+    adamstep.forget()
+
+
+def twins(
+    kind: Made, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[tuple[list[nn.Parameter], torch.optim.Optimizer]]:
+    """Returns parameters and their optimizer twice, after a first step, with new gradients."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(n, 3).to(dtype)) for n in (4, 1, 2)]
+        optimizer = kind(params, lr=1e-2, **options)
+        for number in range(2):
+            for param in params:
+                param.grad = torch.randn_like(param)
+            if not number:
+                optimizer.step()
+        made.append((params, optimizer))
+    return made
+
+
+def step_both(pair: list[tuple[list[nn.Parameter], torch.optim.Optimizer]]) -> None:
+    """Makes a step of the first by torch, and of the second as plain optimizers are stepped."""
+    type(pair[0][1]).step.__wrapped__(pair[0][1])  # type: ignore[attr-defined]
+    run(pair[1][1])
+
+
+def left(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns what a step leaves: values, and how often they were written."""
+    found: list[Any] = []
+    for param in params:
+        state = optimizer.state.get(param, {})
+        tensors = [param.detach(), *(state[key] for key in sorted(state))]
+        found += [(tensor.tolist(), tensor._version) for tensor in tensors]
+        found.append(None if param.grad is None else (param.grad.tolist(), param.grad._version))
+    return found
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([torch.optim.Adam, torch.optim.AdamW]),
+    st.sampled_from([0.0, 0.1]),
+    st.booleans(),
+    st.sampled_from([(0.9, 0.999), (0.3, 0.9)]),
+    st.sets(st.integers(0, 2), max_size=2),
+)
+def test_a_step_leaves_what_torchs_own_does(
+    cls: Made, decay: float, maximize: bool, betas: tuple[float, float], without: set[int]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        made = FakeKernel()
+        patch.setattr(adamstep, "_DEVICE", "cpu")
+        patch.setattr(adamstep, "_LEAST", 0)
+        patch.setattr(adamstep, "_SIZES", (5, 8))
+        patch.setattr(adamstep, "kernel_for", lambda _: made)
+        options = {"weight_decay": decay, "maximize": maximize, "betas": betas, "foreach": True}
+        pair = twins(cls, **options)
+        for params, _ in pair:
+            for number in without:
+                params[number].grad = None
+        for _ in range(3):
+            before = made.steps
+            step_both(pair)
+            assert made.steps > before
+        assert left(*pair[0]) == left(*pair[1])
+    adamstep.forget()
+
+
+def test_groups_are_stepped_with_their_own_settings(kernel: FakeKernel) -> None:
+    pair = twins(torch.optim.AdamW, foreach=True)
+    for params, optimizer in pair:
+        group = optimizer.param_groups[0]
+        group["params"] = params[:2]
+        optimizer.add_param_group({"params": params[2:], "lr": 0.5, "weight_decay": 0.0})
+    step_both(pair)
+    assert kernel.steps and left(*pair[0]) == left(*pair[1])
+
+
+def test_other_bits_are_not_taken(kernel: FakeKernel) -> None:
+    """A kernel that is found to give others is not asked again."""
+    kernel.wrong = True
+    pair = twins(torch.optim.AdamW, foreach=True)
+    step_both(pair)
+    tried = kernel.steps
+    step_both(pair)
+    assert kernel.steps == tried > 0
+    assert left(*pair[0]) == left(*pair[1])
+
+
+def _set(name: str, value: Any) -> Callable[[list[nn.Parameter], Any], None]:
+    def change(_params: list[nn.Parameter], optimizer: Any) -> None:
+        optimizer.param_groups[0][name] = value
+
+    return change
+
+
+def _other_step(params: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.state[params[0]]["step"] += 1
+
+
+def _turned(params: list[nn.Parameter], optimizer: Any) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg"] = torch.zeros(3, 4).t()
+
+
+def _no_state(params: list[nn.Parameter], optimizer: Any) -> None:
+    del optimizer.state[params[1]]
+
+
+def _half(params: list[nn.Parameter], optimizer: Any) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg_sq"] = state["exp_avg_sq"].double()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("foreach", False),
+        _set("amsgrad", False),  # as it is
+        _set("lr", torch.tensor(1e-2)),
+        _set("differentiable", False),
+        _other_step,
+        _turned,
+        _no_state,
+        _half,
+    ],
+    ids=["single", "plain", "rate", "also_plain", "steps", "turned", "no_state", "dtypes"],
+)
+def test_anything_else_is_left_to_torch(
+    change: Callable[[list[nn.Parameter], Any], None],
+    kernel: FakeKernel,
+    request: pytest.FixtureRequest,
+) -> None:
+    pair = twins(torch.optim.Adam, foreach=True)
+    for params, optimizer in pair:
+        change(params, optimizer)
+    plain = request.node.callspec.id in ("plain", "also_plain")
+    if request.node.callspec.id in ("dtypes", "rate"):  # torch refuses these
+        assert not adamstep.step_at_once(pair[1][1], type(pair[1][1]).step.__wrapped__)  # type: ignore[attr-defined]
+    else:
+        step_both(pair)
+        assert left(*pair[0]) == left(*pair[1])
+    assert bool(kernel.steps) is plain
+
+
+def test_a_subclass_or_few_elements_are_left_to_torch(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    step_both(twins(Own, foreach=True))
+    monkeypatch.setattr(adamstep, "_LEAST", 100)
+    step_both(twins(torch.optim.AdamW, foreach=True))
+    assert not kernel.steps
+
+
+def test_whoever_looks_at_torchs_operations_sees_them(kernel: FakeKernel) -> None:
+    seen = []
+
+    class Looks(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    pair = twins(torch.optim.AdamW, foreach=True)
+    with Looks():
+        step_both(pair)
+    assert torch._foreach_addcdiv_ in seen and not kernel.steps
+    assert left(*pair[0]) == left(*pair[1])
+
+
+def test_what_others_keep_in_groups_is_no_setting(kernel: FakeKernel) -> None:
+    """Schedulers put names of their own there."""
+    pair = twins(torch.optim.AdamW, foreach=True)
+    for _, optimizer in pair:
+        optimizer.param_groups[0] |= {"initial_lr": 1e-2, "name": "all"}
+    step_both(pair)
+    assert kernel.steps and left(*pair[0]) == left(*pair[1])

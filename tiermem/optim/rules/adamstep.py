@@ -1,0 +1,362 @@
+"""Steps of plain Adam and AdamW optimizers by one kernel, with the bits of torch's ``foreach``.
+
+Whether it has them is not taken for granted: each kind of step is tried beside torch's own, on
+values of all sizes, before it is used. What is tried also says how often torch counts a write of
+each tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from tiermem.nn.compat.counters import increment_versions
+from tiermem.optim.rules.adamkernel import AdamKernel, Numbers, Rows, kernel_for
+
+_CLASSES = (torch.optim.Adam, torch.optim.AdamW)
+_LEAST = 1 << 20
+"""Elements from which on a step is worth a kernel: to compile and try it takes half a second."""
+_DTYPES = (torch.float32, torch.bfloat16)
+_PLAIN = {torch.Tensor, nn.Parameter}
+_NUMBERS = ("lr", "eps", "weight_decay")
+_OFF = ("amsgrad", "capturable", "differentiable", "fused")
+_TRIED = (0, 1, 9, 99, 999, 123455)
+"""Steps made before those that are tried."""
+_SIZES = (16384, 16381, 8192 * 3 + 5)
+_ROUNDS = 3
+_SPECIAL = (0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_DEVICE = "cuda"
+_Base: Any = torch._C.TensorBase
+_numel, _is_contiguous, _is_inference = _Base.numel, _Base.is_contiguous, _Base.is_inference
+_get_device, _dtype = _Base.get_device, _Base.dtype.__get__
+_f32 = np.float32
+
+
+class _Kind(NamedTuple):
+    """Which operations a step is made of, on which device."""
+
+    cls: type[torch.optim.Optimizer]
+    dtype: torch.dtype
+    decay: bool
+    decays: bool  # as float32
+    decoupled: bool
+    maximize: bool
+    near: bool
+    device: torch.device
+
+
+class _Ready(NamedTuple):
+    """The step of one parameter group.
+
+    Attributes:
+        kind: What it is made of.
+        group: The settings.
+        numbers: What it is made with.
+        rows: The tensors.
+        steps: The counters.
+    """
+
+    kind: _Kind
+    group: dict[str, Any]
+    numbers: Numbers
+    rows: Rows
+    steps: list[torch.Tensor]
+
+
+Writes = tuple[int, int, int]
+"""How often torch counts a write of a parameter, and of its first and second moments, in a step."""
+
+_tried: dict[_Kind, Writes | None] = {}
+
+
+def forget() -> None:
+    """Forgets what was tried, so that every kind is tried anew."""
+    _tried.clear()
+
+
+def step_at_once(
+    optimizer: torch.optim.Optimizer, own: Callable[[torch.optim.Optimizer], Any]
+) -> bool:
+    """Makes the step of a plain optimizer by one kernel, where that is known to be the same.
+
+    Args:
+        optimizer: A plain one, whose ``step`` nobody sees.
+        own: Its class's ``step``.
+
+    Returns:
+        Whether the step is made; else nothing is done.
+    """
+    cls: Any = type(optimizer)
+    if cls not in _CLASSES or not (is_torchs(own) and is_torchs(cls._init_group)):
+        return False
+    ready: list[_Ready] = []
+    for group in optimizer.param_groups:
+        found = _ready(optimizer, group)
+        if found is None:
+            return False
+        if found.rows.params:
+            ready.append(found)
+    if not ready or not _is_plain_time(optimizer):
+        return False
+    device = ready[0].kind.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False  # torch has something to say to that
+    kernel = kernel_for(device)
+    if kernel is None or any(one.kind.device != device for one in ready):
+        return False
+    with _current(device):
+        writes = [_writes_of(kernel, one.kind, one.group) for one in ready]
+        if None in writes:
+            return False
+        for one, counts in zip(ready, writes, strict=True):
+            torch._foreach_add_(one.steps, 1)
+            kernel.step(one.kind.dtype, one.numbers, one.rows)
+            _count(one.rows, counts or (0, 0, 0))
+    return True
+
+
+def foreach_numbers(
+    settings: Mapping[str, Any], step: float, *, decoupled: bool
+) -> tuple[bool, list[float]]:
+    """Returns the numbers that torch's Python derives from settings, in double precision.
+
+    Args:
+        settings: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
+        step: Number of the step, from 1 on.
+        decoupled: Whether the decay is decoupled from the gradients.
+
+    Returns:
+        Whether there is a decay, and the numbers as float32: see :class:`Numbers`.
+    """
+    lr, beta1, beta2 = (settings[name] for name in ("lr", "beta1", "beta2"))
+    decay = settings["weight_decay"]
+    size = (lr / (1 - beta1**step)) * -1
+    root = (1 - beta2**step) ** 0.5
+    factor = 1 - lr * decay if decoupled else decay
+    numbers = (beta1, beta2, size, root, settings["eps"], factor, 1 - beta1, 1 - beta2)
+    with np.errstate(all="ignore"):
+        return bool(decay != 0), [float(_f32(x)) for x in numbers]
+
+
+def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether decay leaves the gradients alone; before torch 2.7 the class alone says so."""
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+@cache
+def is_torchs(method: Any) -> bool:
+    """Whether all of a method is torch's own: users give classes other ones, or wrap them."""
+    while method is not None:
+        code = getattr(method, "__code__", None)
+        if code is None or not code.co_filename.startswith(_TORCH):
+            return False
+        method = getattr(method, "__wrapped__", None)
+    return True
+
+
+# -- inside ----------------------------------------------------------------
+
+
+def _is_plain_time(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nobody is to see torch's operations, and gradients have no scale."""
+    return (
+        not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+        and getattr(optimizer, "grad_scale", None) is None
+        and getattr(optimizer, "found_inf", None) is None
+    )
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a device the current one."""
+    here = device.type != "cuda" or torch._C._cuda_getDevice() == device.index
+    return nullcontext() if here else torch.cuda.device(device)
+
+
+def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | None:
+    """Returns the step of a group; None where it cannot be made by the kernel."""
+    betas = group["betas"]
+    if group.get("foreach") is False or any(group.get(name) for name in _OFF):
+        return None
+    if not all(type(v) in (int, float) for v in (*betas, *(group[name] for name in _NUMBERS))):
+        return None
+    params = [param for param in group["params"] if param.grad is not None]
+    if not params:
+        return _Ready(_NONE, group, _NO_NUMBERS, _NO_ROWS, [])
+    known = [optimizer.state.get(param) for param in params]
+    if not all(known):
+        return None  # torch makes it
+    states: list[dict[str, Any]] = known  # type: ignore[assignment]
+    grads: list[Any] = [param.grad for param in params]
+    firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+    rows, steps = Rows(params, grads, firsts, seconds), [state["step"] for state in states]
+    first = params[0]
+    if first.device.type != _DEVICE or first.dtype not in _DTYPES or not _are_alike(rows):
+        return None
+    if sum(map(_numel, params)) < _LEAST:
+        return None
+    made = {step.item() if step.device.type == "cpu" else -1.0 for step in steps}
+    if len(made) != 1 or min(made) < 0:
+        return None
+    decoupled, maximize = is_decoupled(optimizer, group), bool(group["maximize"])
+    settings = *map(group.__getitem__, _NUMBERS), *betas
+    numbers = _numbers(*settings, made.pop() + 1, decoupled, maximize)
+    kind = _Kind(
+        type(optimizer),
+        first.dtype,
+        numbers.decay,
+        numbers.values[5] != 0,
+        decoupled,
+        maximize,
+        bool(abs(_f32(numbers.values[6])) < _f32(0.5)),
+        first.device,
+    )
+    return _Ready(kind, group, numbers, rows, steps)
+
+
+def _are_alike(rows: Rows) -> bool:
+    """Whether all tensors are ordinary ones of one dtype and device, each with all its elements.
+
+    By calls of C alone: there are four for each parameter, in every step.
+    """
+    every = [*rows.params, *rows.grads, *rows.firsts, *rows.seconds]
+    counts = [*map(_numel, rows.params)]
+    return (
+        set(map(type, every)) <= _PLAIN
+        and len(set(map(_dtype, every))) == 1
+        and len(set(map(_get_device, every))) == 1
+        and all(map(_is_contiguous, every))
+        and not any(map(_is_inference, every))
+        and [*map(_numel, rows.grads)] == counts
+        and [*map(_numel, rows.firsts)] == counts
+        and [*map(_numel, rows.seconds)] == counts
+    )
+
+
+@lru_cache(maxsize=64)
+def _numbers(
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    step: float,
+    decoupled: bool,
+    maximize: bool,
+) -> Numbers:
+    """Returns what a step is made with; all units of a step have it in common."""
+    settings = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "beta1": beta1, "beta2": beta2}
+    decay, values = foreach_numbers(settings, step, decoupled=decoupled)
+    return Numbers(values, decay, decoupled, maximize)
+
+
+_NO_NUMBERS = Numbers((), decay=False, decoupled=False, maximize=False)
+_NO_ROWS = Rows([], [], [], [])
+_NONE = _Kind(
+    torch.optim.Adam, torch.float32, False, False, False, False, False, torch.device("cpu")
+)
+
+
+def _count(rows: Rows, counts: Writes) -> None:
+    """Counts the writes of tensors as torch does."""
+    written = rows.params, rows.firsts, rows.seconds
+    for tensors, times in zip(written, counts, strict=True):
+        for _ in range(times):
+            increment_versions(tuple(tensors))
+
+
+def _writes_of(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | None:
+    """Returns how torch counts the writes of such a step; None where the bits are others."""
+    if kind not in _tried:
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                _tried[kind] = _try(kernel, kind, group)
+            except torch.OutOfMemoryError:
+                return None  # it is tried later
+            except Exception:  # whatever a version of torch says to settings of another one
+                _tried[kind] = None
+    return _tried[kind]
+
+
+def _try(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | None:
+    """Makes steps both ways; returns how torch counts them, None where a bit differs."""
+    cls: Any = kind.cls
+    settings = {name: group[name] for name in (*_NUMBERS, "betas", "maximize")}
+    if cls is torch.optim.Adam and kind.decoupled:
+        settings["decoupled_weight_decay"] = True
+    source = torch.Generator().manual_seed(1)
+    counts: Writes | None = None
+    for made in _TRIED:
+        theirs = [nn.Parameter(_values(size, kind, source)) for size in _SIZES]
+        mine = [nn.Parameter(param.detach().clone()) for param in theirs]
+        plain = [cls(params, foreach=True, **settings) for params in (theirs, mine)]
+        for params, own in zip((theirs, mine), plain, strict=True):
+            generator = torch.Generator().manual_seed(made + 2)
+            for param in params:
+                own.state[param] = {
+                    "step": torch.tensor(float(made), dtype=torch.float32, device="cpu"),
+                    "exp_avg": _values(param.numel(), kind, generator),
+                    "exp_avg_sq": _values(param.numel(), kind, generator).abs(),
+                }
+        for _ in range(_ROUNDS):
+            for param, other in zip(theirs, mine, strict=True):
+                param.grad = _values(param.numel(), kind, source)
+                other.grad = param.grad.clone()
+            before = [t._version for t in _written(plain[0], theirs[0])]
+            type(plain[0]).step.__wrapped__(plain[0])  # nobody sees it
+            after = [t._version for t in _written(plain[0], theirs[0])]
+            found = tuple(now - then for then, now in zip(before, after, strict=True))
+            if counts is not None and counts != found:
+                return None
+            counts = found  # type: ignore[assignment]
+            _step_mine(kernel, kind, plain[1], mine)
+            for param, other in zip(theirs, mine, strict=True):
+                sides = zip(_written(plain[0], param), _written(plain[1], other), strict=True)
+                if not all(torch.equal(_bits(a), _bits(b)) for a, b in sides):
+                    return None
+    return counts
+
+
+def _step_mine(
+    kernel: AdamKernel,
+    kind: _Kind,
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[nn.Parameter],
+) -> None:
+    """Makes a step by the kernel, of whatever size."""
+    group, states = optimizer.param_groups[0], [optimizer.state[param] for param in params]
+    torch._foreach_add_([state["step"] for state in states], 1)
+    settings = *map(group.__getitem__, _NUMBERS), *group["betas"]
+    numbers = _numbers(*settings, states[0]["step"].item(), kind.decoupled, kind.maximize)
+    grads: list[Any] = [param.grad for param in params]
+    firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
+    kernel.step(kind.dtype, numbers, Rows([*params], grads, firsts, seconds))
+
+
+def _written(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> list[torch.Tensor]:
+    state = optimizer.state[param]
+    return [param, state["exp_avg"], state["exp_avg_sq"]]
+
+
+def _values(size: int, kind: _Kind, source: torch.Generator) -> torch.Tensor:
+    """Returns values of all sizes, on the device."""
+    mantissas = torch.randn(size, generator=source, device="cpu", dtype=torch.float32)
+    exponents = torch.randint(-40, 20, (size,), generator=source, device="cpu")
+    values = torch.ldexp(mantissas, exponents)
+    special = torch.tensor(_SPECIAL, dtype=torch.float32, device="cpu")
+    places = torch.randint(0, size, (20 * len(special),), generator=source, device="cpu")
+    values[places] = special.repeat(20)
+    return values.to(kind.dtype).to(kind.device)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else torch.int32)
