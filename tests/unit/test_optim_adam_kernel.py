@@ -158,6 +158,10 @@ def _set(name: str, value: Any) -> Callable[[list[nn.Parameter], Any], None]:
     return change
 
 
+def _not_fused(_params: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.param_groups[0] |= {"foreach": None, "fused": False}  # torch takes neither then
+
+
 def _other_step(params: list[nn.Parameter], optimizer: Any) -> None:
     optimizer.state[params[0]]["step"] += 1
 
@@ -180,6 +184,7 @@ def _half(params: list[nn.Parameter], optimizer: Any) -> None:
     "change",
     [
         _set("foreach", False),
+        _not_fused,
         _set("amsgrad", False),  # as it is
         _set("lr", torch.tensor(1e-2)),
         _set("differentiable", False),
@@ -188,7 +193,17 @@ def _half(params: list[nn.Parameter], optimizer: Any) -> None:
         _no_state,
         _half,
     ],
-    ids=["single", "plain", "rate", "also_plain", "steps", "turned", "no_state", "dtypes"],
+    ids=[
+        "single",
+        "neither",
+        "plain",
+        "rate",
+        "also_plain",
+        "steps",
+        "turned",
+        "no_state",
+        "dtypes",
+    ],
 )
 def test_anything_else_is_left_to_torch(
     change: Callable[[list[nn.Parameter], Any], None],

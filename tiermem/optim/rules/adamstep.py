@@ -185,7 +185,9 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | None:
     """Returns the step of a group; None where it cannot be made by the kernel."""
     betas = group["betas"]
-    if group.get("foreach") is False or any(group.get(name) for name in _OFF):
+    # where one of the two is said, torch takes the other only if that is said as well
+    chosen = group.get("foreach") or (group.get("foreach") is None and group.get("fused") is None)
+    if not chosen or any(group.get(name) for name in _OFF):
         return None
     if not all(type(v) in (int, float) for v in (*betas, *(group[name] for name in _NUMBERS))):
         return None
