@@ -31,6 +31,7 @@ _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
+_ADAM = ("tests/unit/test_optim_adam_kernel.py",)
 _EDITS = ("tests/unit/test_optim_edits.py",)
 _BYPASS, _BYPASSED = "tiermem/nn/wrap/bypass.py", ("tests/unit/test_nn_bypass.py",)
 _TRAINED = ("tests/unit/test_nn_bypass_training.py",)
@@ -697,6 +698,55 @@ _ELSEWHERE = (
         "            unpack(inner)  # it computes again what it has to\n",
         "",
         ("tests/unit/test_runtime_saved.py",),
+    ),
+    Mutation(
+        "adam: fused=False counts as foreach",
+        "tiermem/optim/rules/adamstep.py",
+        ' or (group.get("foreach") is None and group.get("fused") is None)',
+        ' or group.get("foreach") is None',
+        _ADAM,
+    ),
+    Mutation(
+        "adam: a kernel with other bits is used",
+        "tiermem/optim/rules/adamstep.py",
+        "        if None in writes:\n            return False\n",
+        "",
+        _ADAM,
+    ),
+    Mutation(
+        "adam: writes are not counted",
+        "tiermem/optim/rules/adamstep.py",
+        "            _count(one.rows, counts or (0, 0, 0))\n",
+        "",
+        _ADAM,
+    ),
+    Mutation(
+        "adam: tensors in another order are stepped in the order of memory",
+        "tiermem/optim/rules/adamstep.py",
+        "        and all(map(_is_contiguous, every))\n",
+        "",
+        _ADAM,
+    ),
+    Mutation(
+        "adam: steps that were made unequally often are made with one number",
+        "tiermem/optim/rules/adamstep.py",
+        "    if len(made) != 1 or min(made) < 0:\n",
+        "    if min(made) < 0:\n",
+        _ADAM,
+    ),
+    Mutation(
+        "adam: a kind is tried with the settings of another group",
+        "tiermem/optim/rules/adamstep.py",
+        "_writes_of(kernel, one.kind, one.group) for one in ready",
+        "_writes_of(kernel, one.kind, ready[0].group) for one in ready",
+        _ADAM,
+    ),
+    Mutation(
+        "adam: modes do not see torch's operations",
+        "tiermem/optim/rules/adamstep.py",
+        "        not torch._C._len_torch_function_stack()\n        and not",
+        "        not",
+        _ADAM,
     ),
     Mutation(
         "groups of several rows end as those of one token do",

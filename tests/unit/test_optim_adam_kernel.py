@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tiermem.nn.compat.counters import keep_versions
 from tiermem.optim.rules import adamstep
 from tiermem.optim.rules.adamkernel import Numbers, Rows
 from tiermem.optim.rules.plainstep import run
@@ -33,10 +34,8 @@ class FakeKernel:
         beta1, beta2, size, root, eps, decay, rest1, rest2 = numbers.values
         del beta1
         for param, grad, first, second in zip(*rows, strict=True):
-            with (
-                torch.no_grad(),
-                torch.autograd._unsafe_preserve_version_counter((param, first, second)),
-            ):
+            kept = keep_versions([param, first, second])
+            with torch.no_grad():
                 used = -grad if numbers.maximize else grad
                 if numbers.decay and numbers.decoupled:
                     param.mul_(decay)
@@ -48,6 +47,8 @@ class FakeKernel:
                 param.addcdiv_(first, below, value=size)
                 if self.wrong:
                     param.view(-1)[:1].add_(1.0)
+            for counter in kept:
+                counter.__exit__(None, None, None)
 
 
 Made = Callable[..., torch.optim.Optimizer]
