@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,10 +119,17 @@ def step_at_once(
         if None in writes:
             return False
         for one, counts in zip(ready, writes, strict=True):
-            torch._foreach_add_(one.steps, 1)
+            torch._foreach_add_(one.steps, _one(), alpha=1.0)
             kernel.step(one.kind.dtype, one.numbers, one.rows)
             _count(one.rows, counts or (0, 0, 0))
     return True
+
+
+@cache
+def _one() -> torch.Tensor:
+    """Returns 1 as a tensor: a number would be made one for each counter."""
+    with torch.inference_mode(False):
+        return torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
 def foreach_numbers(
@@ -194,7 +202,10 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     params = [param for param in group["params"] if param.grad is not None]
     if not params:
         return _Ready(_NONE, group, _NO_NUMBERS, _NO_ROWS, [])
-    known = [optimizer.state.get(param) for param in params]
+    kept = optimizer.state
+    # to look a tensor up runs Python's code in torch; mostly all are there, in the same order
+    ordered = len(kept) == len(params) and all(map(is_, kept, params))
+    known = [*kept.values()] if ordered else [kept.get(param) for param in params]
     if not all(known):
         return None  # torch makes it
     states: list[dict[str, Any]] = known  # type: ignore[assignment]
