@@ -202,7 +202,9 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     params = [param for param in group["params"] if param.grad is not None]
     if not params:
         return _Ready(_NONE, group, _NO_NUMBERS, _NO_ROWS, [])
-    kept = optimizer.state
+    first, kept = params[0], optimizer.state
+    if first.device.type != _DEVICE or first.dtype not in _DTYPES:
+        return None
     # to look a tensor up runs Python's code in torch; mostly all are there, in the same order
     ordered = len(kept) == len(params) and all(map(is_, kept, params))
     known = [*kept.values()] if ordered else [kept.get(param) for param in params]
@@ -212,10 +214,7 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     grads: list[Any] = [param.grad for param in params]
     firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
     rows, steps = Rows(params, grads, firsts, seconds), [state["step"] for state in states]
-    first = params[0]
-    if first.device.type != _DEVICE or first.dtype not in _DTYPES or not _are_alike(rows):
-        return None
-    if sum(map(_numel, params)) < _LEAST:
+    if not _are_alike(rows) or sum(map(_numel, params)) < _LEAST:
         return None
     made = {step.item() if step.device.type == "cpu" else -1.0 for step in steps}
     if len(made) != 1 or min(made) < 0:
