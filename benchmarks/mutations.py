@@ -734,6 +734,13 @@ _ELSEWHERE = (
         ("tests/unit/test_nn_training.py", *_NEW_GRADS),
     ),
     Mutation(
+        "the staging of files takes no DRAM where no home does",
+        "tiermem/nn/groups/need.py",
+        "return max(wanted, staging_size(budget)) if files else wanted",
+        "return wanted",
+        ("tests/unit/test_budgets.py",),
+    ),
+    Mutation(
         "state that a step has made anew is lost",
         "tiermem/optim/units/plainopt.py",
         "                and value is views[place.first]\n",
