@@ -3123,6 +3123,27 @@ MUTATIONS = (
                 "tests/unit/test_optim_classes.py",
             ),
             (
+                "state may be the memory of other state",
+                "optim/rules/separable.py",
+                "if not numbers and _overlap(own, other):",
+                "if other is param and _overlap(own, other):",
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
+                "state is refused that lies beside other state",
+                "optim/rules/separable.py",
+                " and not _places(first).isdisjoint(\n        _places(second)\n    )",
+                "",
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
+                "buffers that a class exchanges overwrite each other",
+                "optim/units/places.py",
+                "            own[place.key] = value.clone()\n",
+                "            pass\n",
+                "tests/unit/test_optim_classes.py",
+            ),
+            (
                 "gradients of a trial over several dtypes are none of them small",
                 "optim/rules/separable.py",
                 "_SMALL = (1.0, 2.0**-24, 2.0**-12)",
