@@ -3301,6 +3301,20 @@ MUTATIONS = (
                 "test_nn_writes",
             ),
             (
+                "arrays over weights are taken for copies",
+                "nn/compat/writes.py",
+                '        "asarray",\n',
+                "",
+                "test_nn_writes",
+            ),
+            (
+                "a counter that is kept is not looked for",
+                "nn/compat/writes.py",
+                '        "_unsafe_preserve_version_counter",\n',
+                "",
+                "test_nn_writes",
+            ),
+            (
                 "objects that are called are not looked at",
                 "nn/compat/writes.py",
                 "isinstance(call, types.FunctionType) and not _trusted(call)",
