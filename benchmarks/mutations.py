@@ -3123,6 +3123,20 @@ MUTATIONS = (
                 "tests/unit/test_optim_classes.py",
             ),
             (
+                "HBM beyond all addresses is tried",
+                "storage/pieces.py",
+                "if self.nbytes > _MOST:",
+                "if False:",
+                "tests/unit/test_limits.py",
+            ),
+            (
+                "another thread's step is said to be cut short",
+                "optim/timing.py",
+                "if current.failed else _ELSEWHERE",
+                'if current else ""',
+                "tests/unit/test_optim_errors.py",
+            ),
+            (
                 "state may be the memory of other state",
                 "optim/rules/separable.py",
                 "if not numbers and _overlap(own, other):",
