@@ -3137,6 +3137,13 @@ MUTATIONS = (
                 "tests/unit/test_optim_errors.py",
             ),
             (
+                "a tensor that is made ordinary twice is counted twice",
+                "nn/groups/pointing.py",
+                "            self.slot.pointed = len(others)\n",
+                "            self.slot.pointed -= 1\n",
+                "tests/faults/test_interrupts.py",
+            ),
+            (
                 "state may be the memory of other state",
                 "optim/rules/separable.py",
                 "if not numbers and _overlap(own, other):",
