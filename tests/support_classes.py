@@ -148,3 +148,38 @@ class Averaging(Plain):
     def version() -> str:
         """Returns a text that depends on nothing."""
         return "1.0"
+
+
+class TwoNames(Plain):
+    """Reads its momentum by another name, by a view of it, or keeps the weight itself."""
+
+    def __init__(self, params: Any, kept: str, lr: float = 0.1) -> None:
+        super().__init__(params, lr, kept=kept)
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        kept = {"same": state["mean"], "view": state["mean"].view(-1), "weight": p.detach()}
+        state.setdefault("other", kept[group["kept"]])
+        p.add_(state["other"].view_as(p), alpha=-group["lr"])
+
+
+class Halves(Plain):
+    """Keeps two tensors in one piece of memory, which have nothing in common."""
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "first" not in state:
+            both = torch.zeros(*p.shape, 2, dtype=p.dtype, device=p.device)
+            state["first"], state["second"] = both.unbind(-1)
+        state["first"].add_(state["mean"])
+        state["second"].add_(state["first"])
+        p.sub_(group["lr"] * state["second"])
+
+
+class Exchanging(Plain):
+    """Exchanges its two buffers at each step."""
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "last" not in state:
+            state["last"], state["now"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["last"], state["now"] = state["now"], state["last"]
+        state["now"].copy_(state["mean"])
+        p.add_(state["now"] - 0.5 * state["last"], alpha=-group["lr"])

@@ -160,6 +160,10 @@ PLACES = {
         ("dram", "unwrap"),
         (Pointing.sort, "self.shown = ", 23),
     ),
+    "a buffer that stays in HBM made ordinary, and not known to be": (
+        ("nvme", "unwrap"),
+        (Pointing.free, "member.materialized = True", 23),
+    ),
     "a parameter made ordinary, and its gradient not": (
         ("dram", "unwrap"),
         (Leaving._free, "member.param.grad = ", 3),

@@ -79,6 +79,22 @@ def test_homes_in_hbm_and_in_files(tmp_path: Path) -> None:
         assert used["dram"] <= found.dram
 
 
+def test_the_staging_of_files_counts_where_no_home_is_in_dram(tmp_path: Path) -> None:
+    found = tiermem.budgets_for(
+        Model(), torch.optim.AdamW, device="cpu", hbm="4MiB", nvme=True, policy="nvme"
+    )
+    assert found.dram > 0
+    model = Model()
+    with opened(found, "nvme", nvme=tmp_path) as tier:
+        tier.wrap(model)
+        tier.optimizer(model, torch.optim.AdamW)
+        used = tier.stats().used
+        assert used["nvme"] == found.nvme_bytes
+        assert used["dram"] <= found.dram
+    with pytest.raises(tiermem.CapacityError, match=f"give dram= at least {found.dram}"):
+        tiermem.TierManager(device="cpu", hbm=found.hbm, dram=found.dram - 4096, nvme=tmp_path)
+
+
 def test_state_that_is_made_with_the_optimizer_counts_for_what_is_frozen() -> None:
     """The frozen layer is most of it, and its weights and state are there at once."""
 

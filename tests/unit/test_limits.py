@@ -45,6 +45,12 @@ def test_budgets_are_sizes_shares_or_found_out() -> None:
             parse_budget(wrong, "hbm", lambda: 1000)
 
 
+@pytest.mark.parametrize("hbm", [1 << 50, 1 << 62, 1 << 70])
+def test_more_than_there_are_addresses_is_refused(hbm: int) -> None:
+    with pytest.raises(tiermem.CapacityError, match=f"tier hbm: no {hbm} bytes of addresses"):
+        tiermem.TierManager(device="cpu", hbm=hbm, dram="1MiB")
+
+
 def test_shares_are_of_what_there_is() -> None:
     with tiermem.TierManager(device="cpu", hbm="1%", dram="2%") as tier:
         budget = tier.stats().budget

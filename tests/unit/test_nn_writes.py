@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import support_writing
 import torch
@@ -187,6 +189,53 @@ def test_what_a_module_writes_by_its_helpers(kind: type[nn.Module], graph: bool)
         module.writes = True
 
     follow(kind, write, graph=graph)
+
+
+def by_array(weight: torch.Tensor) -> None:
+    found = np.asarray(weight.detach())
+    found *= 1.5
+
+
+def by_numpys_dlpack(weight: torch.Tensor) -> None:
+    found = np.from_dlpack(weight.detach())
+    found *= 1.5
+
+
+def by_torchs_dlpack(weight: torch.Tensor) -> None:
+    torch.from_dlpack(weight.detach()).mul_(1.5)
+
+
+def with_the_counter_kept(weight: torch.Tensor) -> None:
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.mul_(1.5)
+
+
+def by_the_text_of_a_name(weight: torch.Tensor) -> None:
+    weight.__getattribute__("data").mul_(1.5)
+
+
+def by_the_text_of_a_method(weight: torch.Tensor) -> None:
+    found = operator.methodcaller("numpy")(weight.detach())
+    found *= 1.5
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        by_array,
+        by_numpys_dlpack,
+        by_torchs_dlpack,
+        with_the_counter_kept,
+        by_the_text_of_a_name,
+        by_the_text_of_a_method,
+    ],
+)
+def test_ways_around_the_version_counter(way: Callable[[torch.Tensor], None]) -> None:
+    class Written(Layer):
+        def write(self) -> None:
+            way(self.weight)
+
+    follow(Written, lambda module: setattr(module, "writes", True))
 
 
 class Linear(nn.Linear):

@@ -13,8 +13,11 @@ from support_classes import (
     CountingBySelf,
     CountingInPlace,
     CountingNorms,
+    Exchanging,
+    Halves,
     Noisy,
     Plain,
+    TwoNames,
 )
 from support_nn import Pair, Tiers, assert_same, seed
 from torch import nn
@@ -139,6 +142,38 @@ def test_counters_of_several_groups() -> None:
 def test_counters_that_are_not_alike_are_refused(cls: Any, why: str) -> None:
     with pytest.raises(tiermem.StepError, match=why):
         Pair(Net, DRAM, (cls, {}))
+
+
+# -- tensors of a state in the same memory -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kept", "why"),
+    [
+        ("same", "'other' shares memory with 'mean'"),
+        ("view", "'other' shares memory with 'mean'"),
+        ("weight", "'other' shares memory with the parameter"),
+    ],
+)
+def test_state_that_is_other_state_or_the_weight_is_refused(kept: str, why: str) -> None:
+    """In the tiers each has a place of its own: a write to one would not show in the other."""
+    with pytest.raises(tiermem.StepError, match=why):
+        Pair(Net, DRAM, (TwoNames, {"kept": kept}))
+
+
+def test_state_beside_other_state_in_the_same_memory() -> None:
+    with Pair(Net, DRAM, (Halves, {})) as pair:
+        follow(pair)
+
+
+@pytest.mark.parametrize("options", [{}, {"where": "host"}, {"overlap": "backward"}])
+def test_buffers_that_are_exchanged(options: dict[str, Any]) -> None:
+    """Each comes to the other one's place, whose bytes are those of the first by then."""
+    with Pair(Net, DRAM, (Exchanging, options)) as pair:
+        follow(pair)
+        plain, tiered = pair.plain_optimizer.state_dict(), pair.optimizer.state_dict()
+        by_number = dict(sorted(plain["state"].items()))
+        assert_same(tiered["state"], by_number, "state")
 
 
 # -- what is no class ------------------------------------------------------------------

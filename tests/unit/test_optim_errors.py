@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -396,3 +398,42 @@ def test_the_error_says_how_far_the_step_got(tmp_path: Path) -> None:
         assert "units of the optimizer step are made" in notes[0]
         assert len(one_group(pair.model)[0]["params"]) == PARAMS
         pair.optimizer.step()
+
+
+class Meeting(torch.optim.SGD):
+    """Calls something in each step, once it has that."""
+
+    meet: Callable[[], object] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if Meeting.meet is not None:
+            Meeting.meet()
+        return super().step(closure)
+
+
+def test_a_forward_beside_another_threads_step_is_told_to_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[BaseException] = []
+    with tiermem.TierManager(device="cpu", hbm="64KiB", dram="1MiB") as tier:
+        first, second = (tier.wrap(nn.Sequential(nn.Linear(8, 8))) for _ in range(2))
+        optimizer = tier.optimizer(first, Meeting, lr=0.1, overlap=False)
+
+        def forward() -> None:
+            try:
+                second(torch.ones(1, 8))
+            except tiermem.StepError as error:
+                raised.append(error)
+
+        def meet() -> None:
+            monkeypatch.setattr(Meeting, "meet", None)
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join()
+
+        first(torch.ones(1, 8)).sum().backward()
+        monkeypatch.setattr(Meeting, "meet", staticmethod(meet))
+        optimizer.step()
+        second(torch.ones(1, 8))
+    (error,) = raised
+    assert "another thread is at it" in str(error) and "take turns" in str(error)

@@ -24,6 +24,8 @@ CHUNK = 16 << 20
 A small model touches three places of HBM at the most (where it streams through, and a run at the
 end that may lie across two chunks): 48 MiB of such chunks, less than 64 MiB. At the device's own
 2 MiB there would be eight times as many calls; larger ones would save little more of them."""
+_MOST = 1 << 47
+"""Bytes of addresses, more than which no process has; lists of chunks are as long as the run."""
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: not in Python's mmap before 3.13
 
 Whole = Callable[[Callable[[], object]], None]
@@ -112,6 +114,10 @@ class Pieces:
         self.refused = 0
         self._calls = calls
         self._whole = whole
+        if self.nbytes > _MOST:
+            raise CapacityError(
+                f"tier hbm: no {nbytes} bytes of addresses; give hbm= what a device can have"
+            )
         number = -(-self.nbytes // self.chunk)
         self._there = bytearray(number)  # what callers may use: asked at every place in HBM
         self._handles = [0] * number

@@ -29,11 +29,19 @@ _UNCOUNTED = frozenset(
         "storage",
         "__dlpack__",
         "to_dlpack",
+        "from_dlpack",
         "__array__",
+        "__array_interface__",
+        "__cuda_array_interface__",
+        "as_cuda_array",
+        "asarray",
+        "asanyarray",
+        "ascontiguousarray",
         "from_numpy",
+        "_unsafe_preserve_version_counter",
     }
 )
-_BY_TEXT = frozenset({"getattr", "setattr", "attrgetter"})
+_BY_TEXT = frozenset({"getattr", "setattr", "attrgetter", "methodcaller", "__getattribute__"})
 _DEPTH = 5
 _MOST = 64
 """Of what a list or dictionary has, which is looked at."""

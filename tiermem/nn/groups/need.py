@@ -243,10 +243,12 @@ class Program:
         def homes(budget: int) -> int:
             return budget // 4096 * 4096 - (staging_size(budget) if files else 0)
 
-        found = least(
-            lambda budget: budget + align_up(played.short_of_dram(homes(budget), files=files)),
-            dram,
-        )
+        def needed(budget: int) -> int:
+            wanted = budget + align_up(played.short_of_dram(homes(budget), files=files))
+            # the staging has to be there even where no home is
+            return max(wanted, staging_size(budget)) if files else wanted
+
+        found = least(needed, dram)
         return found, played.on_disk(homes(found))
 
     def _adamw(self) -> Kept:

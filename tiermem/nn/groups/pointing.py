@@ -165,8 +165,9 @@ class Pointing:
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``; it is one once it is ``materialized``."""
         member.point(data, member.kind)
-        if self.slot is not None and not member.materialized:
-            self.slot.pointed -= 1
+        if self.slot is not None:  # not one less: cut short after this, it is called again
+            others = [m for m in self.members if m is not member and not m.materialized]
+            self.slot.pointed = len(others)
         member.materialized = True  # after the tensor has its data: it gets none later
         self.sort()
 

@@ -19,6 +19,7 @@ from tiermem.optim.host.room import HostRoom
 from tiermem.optim.rules.casts import cast
 from tiermem.optim.rules.plainstep import run
 from tiermem.optim.units.held import versions
+from tiermem.optim.units.places import part_exchanged
 from tiermem.optim.units.undo import Undo, cannot_fail_midway
 from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.manager import BlockManager
@@ -217,9 +218,10 @@ class HostUpdate:
         if block is None:
             return
         job.renewed.clear()
-        views = job.views[block.id]
-        for place in self._unit.plain.places:
-            own = optimizer.state.get(self.owns[id(place.param)], {})
+        views, places = job.views[block.id], self._unit.plain.places
+        states = [optimizer.state.get(self.owns[id(place.param)], {}) for place in places]
+        part_exchanged(zip(states, places, strict=True), views)
+        for own, place in zip(states, places, strict=True):
             value = own.get(place.key)
             if not isinstance(value, torch.Tensor) or place.is_over(value, views):
                 continue

@@ -389,11 +389,50 @@ def _odd_state(optimizer: torch.optim.Optimizer) -> str:
                 return f"its state {key!r} is a {type(value).__name__}, not a tensor or a number"
             if isinstance(value, torch.Tensor) and is_opaque(value):
                 return opaque(str(key), value)
+    for param, state in optimizer.state.items():
+        if isinstance(param, torch.Tensor) and (shared := _shared(param, state)):
+            return shared
     others = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
     if others:
         return f"its state_dict() has {others[0]!r} beside the state of its parameters"
     extra = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
     return f"it keeps state {extra[0]!r} that belongs to no parameter" if extra else ""
+
+
+def _shared(param: torch.Tensor, state: dict[Any, Any]) -> str:
+    """Returns what a parameter's state shares memory with, or "".
+
+    In the tiers each tensor of it has a place of its own, so a write to one would not show in the
+    other. Numbers stay as they are.
+    """
+    seen: list[tuple[str, torch.Tensor]] = [("the parameter", param)]
+    for key, value in state.items():
+        for _, own in insides(value) if isinstance(value, torch.Tensor) else ():
+            for name, other in seen:
+                numbers = not own.dim() and not other.dim() and other is not param
+                if not numbers and _overlap(own, other):
+                    return f"its state {key!r} shares memory with {name}, and is no clone() of it"
+            seen.append((repr(key), own))
+    return ""
+
+
+def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have a byte in common; sparse ones are taken to have none."""
+    if first.layout is not torch.strided or second.layout is not torch.strided:
+        return False
+    address = first.untyped_storage().data_ptr()
+    return address == second.untyped_storage().data_ptr() and not _places(first).isdisjoint(
+        _places(second)
+    )
+
+
+def _places(tensor: torch.Tensor) -> set[int]:
+    """Returns the numbers of a tensor's bytes within its storage."""
+    size = tensor.dtype.itemsize
+    steps = [step * size for step in tensor.stride()]
+    numbers = torch.arange(tensor.untyped_storage().nbytes(), device="cpu")
+    seen = numbers.as_strided((*tensor.shape, size), (*steps, 1), tensor.storage_offset() * size)
+    return set(seen.flatten().tolist())
 
 
 def opaque(key: str, value: torch.Tensor) -> str:

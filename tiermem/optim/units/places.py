@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from tiermem.nn.tensors.lazy import LazyTensor
 from tiermem.nn.tensors.shells import Shell, insides
 
 
@@ -76,6 +78,29 @@ class Place:
                 view.copy_(tensor)
         self.shell = Shell.of(value)
         return True
+
+
+def part_exchanged(
+    held: Iterable[tuple[dict[str, Any] | None, Place]], views: Sequence[torch.Tensor]
+) -> None:
+    """Copies what a step has put under another name, as classes do that exchange buffers.
+
+    All of it before any is stored: its place may be that of the other one's bytes.
+
+    Args:
+        held: For each tensor, what there is of that parameter, and its place.
+        views: The tensors of the block.
+    """
+    for own, place in held:
+        value = None if own is None else own.get(place.key)
+        if own is None or not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
+            continue
+        if place.is_over(value, views):
+            continue
+        address = views[place.first].untyped_storage().data_ptr()
+        inner = [tensor for _, tensor in insides(value) if tensor.layout is torch.strided]
+        if any(tensor.untyped_storage().data_ptr() == address for tensor in inner):
+            own[place.key] = value.clone()
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 from tiermem.errors import StepError
 from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, refresh
 from tiermem.optim.rules.separable import Make, copied, settings_of
-from tiermem.optim.units.places import Place
+from tiermem.optim.units.places import Place, part_exchanged
 from tiermem.optim.units.undo import states_of
 from tiermem.runtime.memory.slots import Slot
 
@@ -156,6 +156,7 @@ class PlainOptimizer:
         if self._is_as_before(views, states, shown):
             return shown
         self._settled = []
+        part_exchanged([(states[number], place) for number, place in self._placed], views)
         settled: list[tuple[int, str, int, LazyTensor]] = []
         for number, place in self._placed:
             own = states[number]
