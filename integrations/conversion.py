@@ -61,7 +61,8 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         optimizer: What its class does not keep in ``defaults`` is read from attributes that are
             named as the arguments of its constructor.
     """
-    known = inspect.signature(type(optimizer)).parameters
+    signature = list(inspect.signature(type(optimizer)).parameters.items())
+    known = dict(signature[1:])  # without the parameters to be trained, which groups have
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     kept = {k: v for k, v in vars(optimizer).items() if k in known and k not in _OF_TORCH}
     return kept | {k: v for k, v in optimizer.defaults.items() if takes_any or k in known}

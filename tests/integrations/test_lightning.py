@@ -229,7 +229,8 @@ class Damped(torch.optim.SGD):
     """Has a setting of its own, which is in no group and is no default."""
 
     def __init__(self, params: Any, lr: float, damping: float, floor: float = 0.0) -> None:
-        super().__init__(params, lr=lr * damping)
+        self.params = list(params)
+        super().__init__(self.params, lr=lr * damping)
         self.damping = damping
         self.floor = floor
 
