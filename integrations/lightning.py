@@ -19,7 +19,7 @@ from torch import nn
 
 from tiermem import ConfigError, TieredOptimizer, TierManager
 
-from .conversion import hand_over, tiered
+from .conversion import hand_over, tiered, without_hooks
 from .options import need
 
 if TYPE_CHECKING:
@@ -159,10 +159,12 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     if not isinstance(optimizer, TieredOptimizer):
         return None
     optimizer.abandon_step()  # an exception may have ended the loop in the middle of one
-    return optimizer.state_dict()
+    with without_hooks(optimizer):
+        return optimizer.state_dict()
 
 
 def _given_back(old: torch.optim.Optimizer, state: dict[str, Any]) -> torch.optim.Optimizer:
     """Returns the plain optimizer that a tiered one was made of, with its state."""
-    old.load_state_dict(state)
+    with without_hooks(old):
+        old.load_state_dict(state)
     return old

@@ -138,7 +138,8 @@ def load(
         The path and the caller's state; twice None where there is no ``latest``.
 
     Raises:
-        CheckpointError: If there is no such checkpoint, or it does not fit.
+        CheckpointError: If there is no such checkpoint, or it does not fit. A file that cannot be
+            read leaves the engine as it was.
     """
     name = _latest(engine, Path(load_dir)) if tag is None else str(tag)
     if name is None:
@@ -148,22 +149,31 @@ def load(
     path = shards.model_file(folder)
     if path is None:
         raise CheckpointError(f"{folder / MODEL}: there is no such file; tag={name!r}")
-    states = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    optimizer = engine.optimizer if load_optimizer_states and not load_module_only else None
+    states = optimizer is not None
     found = unpickling.load(path)
     saved = foreign.read(engine, folder, optimizer=states) if shards.is_deepspeeds(found) else None
+    kept = None
+    if optimizer is not None and saved is None:
+        kept = _read_state(optimizer, folder / STATE)
+    schedules = load_lr_scheduler_states and engine.lr_scheduler is not None
+    if schedules and not load_module_only and found.get("lr_scheduler") is None:
+        raise CheckpointError(
+            f"{path} has no state of a scheduler; load_lr_scheduler_states=False leaves the "
+            "engine's as it is"
+        )
     weights = found["module"] if saved is None else saved.weights
     if custom_load_fn is not None:
         with engine.tier.materialize(engine.module):
             custom_load_fn(src=weights, dst=engine.module)
     else:
         engine.module.load_state_dict(weights, strict=load_module_strict)
-    if states:
-        if saved is None:
-            _load_state(engine, folder / STATE)
-        else:
-            foreign.take_state(engine, saved)
+    if kept is not None:
+        _take_state(engine, kept)
+    elif states and saved is not None:
+        foreign.take_state(engine, saved)
     if not load_module_only:
-        if load_lr_scheduler_states and engine.lr_scheduler is not None:
+        if schedules:
             engine.lr_scheduler.load_state_dict(found["lr_scheduler"])
         _count(engine, found)
     return str(path), {key: value for key, value in found.items() if key not in _OWN}
@@ -188,17 +198,35 @@ def _latest(engine: DeepSpeedEngine, folder: Path) -> str | None:
     return None
 
 
-def _load_state(engine: DeepSpeedEngine, path: Path) -> None:
+def _read_state(optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
+    """Returns the optimizer's part of an engine's own checkpoint; nothing is loaded yet.
+
+    Raises:
+        CheckpointError: If it is not there, is broken, or is of an optimizer of other groups.
+    """
     if not path.is_file():
         raise CheckpointError(
             f"{path}: there is no such file; load_optimizer_states=False loads the weights alone"
         )
-    state = unpickling.load(path)
+    state: dict[str, Any] = unpickling.load(path)
     if "optimizer" not in state or "param_groups" not in state["optimizer"]:
         raise CheckpointError(
             f"{path} has no optimizer state of this engine's, and the model's file beside it is "
             "not DeepSpeed's; load_optimizer_states=False loads the weights alone"
         )
+    saved, here = (
+        [len(group["params"]) for group in groups]
+        for groups in (state["optimizer"]["param_groups"], optimizer.param_groups)
+    )
+    if saved != here:
+        raise CheckpointError(
+            f"{path}: its optimizer has groups of {saved} parameters, this one of {here}; nothing "
+            "was loaded. load_optimizer_states=False loads the weights alone"
+        )
+    return state
+
+
+def _take_state(engine: DeepSpeedEngine, state: dict[str, Any]) -> None:
     if engine.optimizer is not None:
         engine.optimizer.load_state_dict(state["optimizer"])
     if engine.scaler is not None and state.get("loss_scale") is not None:

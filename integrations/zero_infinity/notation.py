@@ -42,7 +42,11 @@ def load(config: Source) -> tuple[dict[str, Any], str]:
         )
     path = Path(config)
     if _is_file(path):
-        return parse(path.read_text(encoding="utf-8-sig"), str(path)), str(path)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as UTF-8: {error}") from error
+        return parse(text, str(path)), str(path)
     return _decoded(str(config)), "base64 config"
 
 

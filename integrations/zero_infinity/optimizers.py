@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tiermem import ConfigError
 
+from ..conversion import settings_of
+
 Values = dict[str, Any]
 Made = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 """A class and its settings."""
@@ -318,7 +320,7 @@ def from_client(optimizer: torch.optim.Optimizer, device: str) -> tuple[Made, li
     if isinstance(optimizer, Adam):
         return (Adam, {}), groups
     taken = inspect.signature(type(optimizer)).parameters
-    settings = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    settings = {key: value for key, value in settings_of(optimizer).items() if key in taken}
     for key, parameter in list(taken.items())[1:]:
         if parameter.default is parameter.empty and key not in settings:
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):

@@ -12,6 +12,7 @@ from torch import nn
 
 from tiermem import CapacityError, ConfigError, TieredOptimizer, TierManager, WrapError
 
+from ..conversion import share_hooks, without_hooks
 from . import (
     autofill,
     comm,
@@ -308,7 +309,9 @@ def _tiered(
         optimizer.accumulate(plan.accumulation)
     if client is not None:
         if client.state:
-            optimizer.load_state_dict(client.state_dict())
+            with without_hooks(client):
+                optimizer.load_state_dict(client.state_dict())
+        share_hooks(client, optimizer)
         client.param_groups = optimizer.param_groups  # which its schedulers write
     return optimizer
 

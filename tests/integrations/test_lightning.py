@@ -225,6 +225,96 @@ def test_a_class_that_cannot_be_streamed_is_refused_by_its_reason(tmp_path: Path
     assert same(expected, module)
 
 
+class Damped(torch.optim.SGD):
+    """Has a setting of its own, which is in no group and is no default."""
+
+    def __init__(self, params: Any, lr: float, damping: float, floor: float = 0.0) -> None:
+        self.params = list(params)
+        super().__init__(self.params, lr=lr * damping)
+        self.damping = damping
+        self.floor = floor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(self.damping).add_(self.floor)
+        super().step()
+        return loss
+
+
+def test_settings_that_are_no_defaults_are_kept(tmp_path: Path) -> None:
+    class Own(Module):
+        def configure_optimizers(self) -> Any:
+            return Damped(self.parameters(), 0.1, 0.5, floor=1e-3)
+
+    found = []
+    for where in ({"accelerator": "cpu"}, {"strategy": TierStrategy(**BUDGETS)}):
+        found.append(Own())
+        trainer(tmp_path, **where).fit(found[-1], loader(8))
+    assert found[0].losses == found[1].losses
+    assert same(*found)
+
+
+def test_a_setting_that_is_nowhere_is_asked_for(tmp_path: Path) -> None:
+    class Secret(torch.optim.SGD):
+        def __init__(self, params: Any, secret: int) -> None:
+            super().__init__(params, lr=0.1 * secret)
+
+    class Own(Module):
+        def configure_optimizers(self) -> Any:
+            return Secret(self.parameters(), 2)
+
+    module = Own()
+    with pytest.raises(tiermem.StepError, match=r"Secret asks for secret=.*'secret': \.\.\."):
+        trainer(tmp_path, strategy=TierStrategy(**BUDGETS)).fit(module, loader(8))
+    strategy = TierStrategy(**BUDGETS, optimizer={"secret": 2})
+    expected, found = Own(), Own()
+    trainer(tmp_path, accelerator="cpu").fit(expected, loader(8))
+    trainer(tmp_path, strategy=strategy).fit(found, loader(8))
+    assert found.losses == expected.losses
+
+
+def test_hooks_of_an_optimizer_are_called_as_in_the_resident_run(tmp_path: Path) -> None:
+    """Hooks that ``configure_optimizers`` registers: around steps, and where state is saved."""
+
+    class Hooked(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called: list[str] = []
+
+        def configure_optimizers(self) -> Any:
+            def note(name: str) -> Any:
+                return lambda *_: self.called.append(name)
+
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            optimizer.register_step_pre_hook(note("before"))
+            optimizer.register_step_post_hook(note("after"))
+            optimizer.register_state_dict_pre_hook(note("saving"))
+            optimizer.register_load_state_dict_post_hook(note("loaded"))
+            optimizer.register_step_pre_hook(note("gone")).remove()
+            return optimizer
+
+    found = []
+    for name in ("resident", "tiered"):
+        for resumes in (False, True):
+            path = next((tmp_path / name).rglob("*.ckpt")) if resumes else None
+            tiers = {"strategy": TierStrategy(**BUDGETS)}
+            where = {"accelerator": "cpu"} if name == "resident" else tiers
+            module, more = Hooked(), {"max_steps": STEPS if resumes else 2}
+            one = trainer(tmp_path / name, **where, **more, enable_checkpointing=not resumes)
+            one.fit(module, loader(8), ckpt_path=path)
+            found.append(module.called)
+    assert found[0] == ["before", "after"] * 2 + ["saving"]
+    assert found[1] == ["loaded"] + ["before", "after"] * (STEPS - 2)
+    assert found[2:] == found[:2]
+
+
 def test_an_exception_leaves_an_ordinary_module(tmp_path: Path) -> None:
     class Fails(Module):
         def training_step(self, batch: Tensor, index: int) -> Tensor:

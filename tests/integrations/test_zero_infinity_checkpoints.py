@@ -73,6 +73,35 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             engine.load_checkpoint(tmp_path, "one")
 
 
+def test_what_cannot_be_loaded_as_a_whole_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    """The weights were those of the checkpoint, and the optimizer's state was not."""
+    with started(config()) as engine:
+        losses_of(engine, range(2))
+        engine.save_checkpoint(tmp_path, "one")
+    path = tmp_path / "one" / checkpoints.STATE
+    whole = path.read_bytes()
+    with started(config(scheduler=SCHEDULE)) as engine:
+        before = engine.module_state_dict()
+        for content, says in ((whole[: len(whole) // 2], "cannot be read"), (b"", "cannot be read"),
+                              (whole, "no state of a scheduler")):  # fmt: skip
+            path.write_bytes(content)
+            with pytest.raises(tiermem.CheckpointError, match=says):
+                engine.load_checkpoint(tmp_path, "one")
+            now = engine.module_state_dict()
+            assert all(torch.equal(value, now[name]) for name, value in before.items())
+            assert not engine.optimizer.state_dict()["state"]
+        engine.load_checkpoint(tmp_path, "one", load_lr_scheduler_states=False)
+        assert engine.global_steps == 2
+    model = build()
+    groups = [{"params": [p]} for p in model.parameters()]
+    with started(config(), model, model_parameters=groups) as engine:
+        before = engine.module_state_dict()
+        with pytest.raises(tiermem.CheckpointError, match=r"groups of \[\d+\] parameters"):
+            engine.load_checkpoint(tmp_path, "one")
+        now = engine.module_state_dict()
+        assert all(torch.equal(value, now[name]) for name, value in before.items())
+
+
 def test_a_crash_while_saving_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

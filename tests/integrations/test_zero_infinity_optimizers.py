@@ -205,6 +205,33 @@ def test_an_optimizer_that_has_stepped_goes_on() -> None:
         assert all(int(s["step"]) == 1 for s in engine.optimizer.state_dict()["state"].values())
 
 
+def test_hooks_and_settings_of_the_callers_optimizer_are_kept() -> None:
+    """A setting that is no default is read from the attribute of its name."""
+
+    class Flipped(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, sign: float) -> None:
+            super().__init__(params, lr=lr)
+            self.sign = sign
+
+        def step(self, closure: Any = None) -> Any:
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(self.sign)
+            return super().step(closure)
+
+    called = []
+    model = build()
+    client = Flipped(model.parameters(), 1e-2, -1.0)
+    client.register_step_pre_hook(lambda *_: called.append("before"))
+    client.register_step_post_hook(lambda *_: called.append("after"))
+    settings = config()
+    del settings["optimizer"]
+    with started(settings, model, optimizer=client) as engine:
+        found = train(engine, 4)
+    assert called == ["before", "after"] * 4
+    assert found == plain(4, make=lambda ps: Flipped(ps, 1e-2, -1.0))
+
+
 def test_an_optimizer_that_cannot_be_made_again_is_refused() -> None:
     class Odd(torch.optim.SGD):
         def __init__(self, params: Any, secret: int) -> None:

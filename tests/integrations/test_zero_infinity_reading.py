@@ -107,6 +107,14 @@ def test_a_path_a_dict_and_base64_are_the_same(tmp_path: Path) -> None:
     assert read(path).name == str(path)
 
 
+def test_a_file_in_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
+    """As some shells write them."""
+    path = tmp_path / "ds_config.json"
+    path.write_text("{}", encoding="utf-16")
+    with pytest.raises(tiermem.ConfigError, match=r"ds_config\.json cannot be read as UTF-8"):
+        read(path)
+
+
 def test_what_is_neither_file_nor_base64_is_refused(tmp_path: Path) -> None:
     for wrong in (str(tmp_path / "none.json"), str(tmp_path), "x" * 5000, "", "dsconfig"):
         with pytest.raises(tiermem.ConfigError, match="no such file, and it is not base64"):
