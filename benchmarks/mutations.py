@@ -735,6 +735,13 @@ _ELSEWHERE = (
         _ADAM,
     ),
     Mutation(
+        "experts: a seat whose view goes as copies begin takes along those given out after it",
+        "tiermem/runtime/services/expert_store.py",
+        "            self._lent[:] = lent",
+        "            self._lent = lent",
+        ("tests/property/test_expert_streams.py",),
+    ),
+    Mutation(
         "adam: a kind is tried with the settings of another group",
         "tiermem/optim/rules/adamstep.py",
         "_writes_of(kernel, one.kind, one.group) for one in ready",
