@@ -144,7 +144,7 @@ def step_at_once(
 
 @cache
 def _one() -> torch.Tensor:
-    """Returns 1 as a tensor: a number would be made one for each counter."""
+    """Returns 1 as a tensor, as torch does: of a number it would make one for each counter."""
     with torch.inference_mode(False):
         return torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
