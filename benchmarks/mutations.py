@@ -772,7 +772,7 @@ _ELSEWHERE = (
     Mutation(
         "adam: modes do not see torch's operations",
         "tiermem/optim/rules/adamstep.py",
-        "        not torch._C._len_torch_function_stack()\n        and not",
+        "        not has_modes()\n        and not",
         "        not",
         _ADAM,
     ),

@@ -293,6 +293,14 @@ def test_whoever_looks_at_torchs_operations_sees_them(kernel: FakeKernel) -> Non
     assert left(*pair[0]) == left(*pair[1])
 
 
+def test_a_default_device_is_nobody_who_looks(kernel: FakeKernel) -> None:
+    """Many scripts set one, and it is a mode of torch's."""
+    pair = twins(torch.optim.AdamW, foreach=True)
+    with torch.device("meta"):
+        step_both(pair)
+    assert kernel.steps and left(*pair[0]) == left(*pair[1])
+
+
 def test_what_others_keep_in_groups_is_no_setting(kernel: FakeKernel) -> None:
     """Schedulers put names of their own there."""
     pair = twins(torch.optim.AdamW, foreach=True)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tiermem.nn.compat.counters import increment_versions
+from tiermem.nn.wrap.lookup import has_modes
 from tiermem.optim.rules.adamkernel import AdamKernel, Numbers, Rows, kernel_for
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
@@ -194,7 +195,7 @@ def is_torchs(method: Any) -> bool:
 def _is_plain_time(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody is to see torch's operations, and gradients have no scale."""
     return (
-        not torch._C._len_torch_function_stack()
+        not has_modes()
         and not torch._C._len_torch_dispatch_stack()
         and getattr(optimizer, "grad_scale", None) is None
         and getattr(optimizer, "found_inf", None) is None
