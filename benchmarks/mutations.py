@@ -735,6 +735,34 @@ _ELSEWHERE = (
         _ADAM,
     ),
     Mutation(
+        "adam: a counter that parameters share is counted once",
+        "tiermem/optim/rules/adamstep.py",
+        " or len(set(map(_data_ptr, steps))) != len(steps):",
+        ":",
+        _ADAM,
+    ),
+    Mutation(
+        "adam: a gradient may be its parameter",
+        "tiermem/optim/rules/adamstep.py",
+        "        and not any(map(eq, map(_data_ptr, rows.grads), map(_data_ptr, rows.params)))\n",
+        "",
+        _ADAM,
+    ),
+    Mutation(
+        "adam: a group of few elements has the whole step made by torch",
+        "tiermem/optim/rules/adamstep.py",
+        "    if not _are_alike(rows) or len(",
+        "    if not _are_alike(rows) or sum(map(_numel, params)) < _LEAST or len(",
+        _ADAM,
+    ),
+    Mutation(
+        "experts: a seat whose view goes as copies begin takes along those given out after it",
+        "tiermem/runtime/services/expert_store.py",
+        "            self._lent[:] = lent",
+        "            self._lent = lent",
+        ("tests/property/test_expert_streams.py",),
+    ),
+    Mutation(
         "adam: a kind is tried with the settings of another group",
         "tiermem/optim/rules/adamstep.py",
         "_writes_of(kernel, one.kind, one.group) for one in ready",
@@ -744,7 +772,7 @@ _ELSEWHERE = (
     Mutation(
         "adam: modes do not see torch's operations",
         "tiermem/optim/rules/adamstep.py",
-        "        not torch._C._len_torch_function_stack()\n        and not",
+        "        not has_modes()\n        and not",
         "        not",
         _ADAM,
     ),

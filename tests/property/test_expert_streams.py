@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from random import Random
@@ -164,3 +165,29 @@ def no_whole_tensor_is_read_too_soon(
     manager.parts.copy.synchronize()
     assert not wrong
     manager.close()
+
+
+def test_a_view_that_goes_as_copies_begin_takes_no_others_along() -> None:
+    """Of each seat that is given out it is known that its reader is still to be waited for."""
+    _manager, store = begun(SimulatedDevice(Random(0)), 9)
+    with store._manager.lock:
+        store.prepare(set())
+        stack = next(iter(store.stacks.values()))
+        use = Use(stack, dict.fromkeys(range(EXPERTS), 1), [stack.piece(0, e) for e in (0, 1, 2)])
+        store.begin(use)
+        kept = [store.rows(use, stack, 0, [expert]) for expert in (0, 1)]
+        assert all(kept)
+        again = Use(stack, {1: 1}, [stack.piece(0, 1)])
+        store.begin(again)
+        again.coming[0] = deque([(0, stack.piece(0, 1))])
+        go_on = store._go_on
+
+        def drops(use: Use) -> bool:
+            kept.clear()
+            store._note_released()
+            return go_on(use)
+
+        store._go_on = drops  # type: ignore[method-assign]
+        rows = store.rows(again, stack, 0, [1])
+        assert rows is not None
+        assert any(seat.aliased and seat.piece == stack.piece(0, 1) for seat in store._lent)

@@ -53,6 +53,20 @@ def test_steps_are_the_same(overlap: Any) -> None:
         assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
 
 
+def test_hooks_of_a_step_are_called_once() -> None:
+    """One that clips or scales gradients would do so twice."""
+    model, called = build(), list[str]()
+    with tiers() as tier:
+        tier.wrap(model)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))
+        backward(model, 0)
+        with torch.inference_mode():
+            optimizer.step()
+        assert called == ["before", "after"]
+
+
 def test_a_state_dict_can_be_written_outside() -> None:
     plain, model = build(), build()
     with tiers() as tier:

@@ -470,3 +470,30 @@ def test_a_weight_itself_that_was_saved_shows_what_it_is_given(home: str) -> Non
 
     with tiers(1 << 20, home) as tier:
         assert same_bits(gradient(tier.wrap(model_of())), gradient(model_of()))
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_weight_that_is_given_anothers_data_of_its_block(itself: bool) -> None:
+    """Where others' hooks see what is saved, torch does not count changes."""
+
+    def gradient(model: nn.Module) -> torch.Tensor:
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        with saved_tensors_hooks(*KEEP):
+            loss = model(x).square().mean()
+        first, second = model[0], model[1]  # type: ignore[index]
+        second.weight.data = (second if itself else first).weight.data
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
+
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        model = tier.wrap(made(), [""])
+        if itself:
+            assert same_bits(gradient(model), gradient(made()))
+        else:
+            with pytest.raises(RuntimeError, match="was given other data"):
+                gradient(model)

@@ -141,6 +141,19 @@ def test_groups_are_stepped_with_their_own_settings(kernel: FakeKernel) -> None:
     assert kernel.steps and left(*pair[0]) == left(*pair[1])
 
 
+def test_small_groups_beside_large_ones_are_stepped_with_them(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where biases and norms have a group without decay."""
+    monkeypatch.setattr(adamstep, "_LEAST", 20)
+    pair = twins(torch.optim.AdamW, foreach=True)  # of 12, 3 and 6 elements
+    for params, optimizer in pair:
+        optimizer.param_groups[0]["params"] = params[:1]
+        optimizer.add_param_group({"params": params[1:], "weight_decay": 0.0})
+    step_both(pair)
+    assert kernel.steps and left(*pair[0]) == left(*pair[1])
+
+
 def test_other_bits_are_not_taken(kernel: FakeKernel) -> None:
     """A kernel that is found to give others is not asked again."""
     kernel.wrong = True
@@ -181,6 +194,22 @@ def _half(params: list[nn.Parameter], optimizer: Any) -> None:
     state["exp_avg_sq"] = state["exp_avg_sq"].double()
 
 
+def _one_counter(params: list[nn.Parameter], optimizer: Any) -> None:
+    counter = torch.tensor(1.0)
+    for param in params:
+        optimizer.state[param]["step"] = counter  # torch adds 1 for each of them
+
+
+def _own_gradient(params: list[nn.Parameter], optimizer: Any) -> None:
+    optimizer.param_groups[0] |= {"weight_decay": 0.5, "decoupled_weight_decay": True}
+    params[0].grad = params[0].detach()  # it is decayed by then
+
+
+def _negated(params: list[nn.Parameter], _optimizer: Any) -> None:
+    assert params[1].grad is not None
+    params[1].grad = torch._neg_view(params[1].grad)  # type: ignore[attr-defined, unused-ignore]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -193,6 +222,12 @@ def _half(params: list[nn.Parameter], optimizer: Any) -> None:
         _turned,
         _no_state,
         _half,
+        _one_counter,
+        _own_gradient,
+        _negated,
+        _set("betas", (0.9, 1.5)),
+        _set("lr", 1e39),
+        _set("eps", 1e39),
     ],
     ids=[
         "single",
@@ -204,6 +239,12 @@ def _half(params: list[nn.Parameter], optimizer: Any) -> None:
         "turned",
         "no_state",
         "dtypes",
+        "counter",
+        "own",
+        "negated",
+        "betas",
+        "overflow",
+        "eps",
     ],
 )
 def test_anything_else_is_left_to_torch(
@@ -215,7 +256,7 @@ def test_anything_else_is_left_to_torch(
     for params, optimizer in pair:
         change(params, optimizer)
     plain = request.node.callspec.id in ("plain", "also_plain")
-    if request.node.callspec.id in ("dtypes", "rate"):  # torch refuses these
+    if request.node.callspec.id in ("dtypes", "rate", "betas", "overflow"):  # torch refuses these
         assert not adamstep.step_at_once(pair[1][1], type(pair[1][1]).step.__wrapped__)  # type: ignore[attr-defined]
     else:
         step_both(pair)
@@ -250,6 +291,14 @@ def test_whoever_looks_at_torchs_operations_sees_them(kernel: FakeKernel) -> Non
         step_both(pair)
     assert torch._foreach_addcdiv_ in seen and not kernel.steps
     assert left(*pair[0]) == left(*pair[1])
+
+
+def test_a_default_device_is_nobody_who_looks(kernel: FakeKernel) -> None:
+    """Many scripts set one, and it is a mode of torch's."""
+    pair = twins(torch.optim.AdamW, foreach=True)
+    with torch.device("meta"):
+        step_both(pair)
+    assert kernel.steps and left(*pair[0]) == left(*pair[1])
 
 
 def test_what_others_keep_in_groups_is_no_setting(kernel: FakeKernel) -> None:

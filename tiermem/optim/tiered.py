@@ -132,7 +132,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         if torch.is_inference_mode_enabled():  # a later step, inside backward, writes what is made
             with torch.inference_mode(False):
-                return self.step(closure)
+                return self._step(closure)  # not step(): its hooks are called by now
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         self._refuse_if_closed("step()")
         self._runtime.models.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")

@@ -290,10 +290,12 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
         try:
             own = away.detach()
             keep_old(away, own, value)
-            if not isinstance(value, StandIn) and share(own, value):
-                value = value.clone()  # ``param.data = param.data.t()``
-            else:
+            inside = not isinstance(value, StandIn) and share(own, value)
+            place = own.data_ptr(), own.stride()
+            if not inside or (value.data_ptr(), value.stride()) != place:
                 REPLACED.note(away)
+            if inside:  # ``param.data = param.data.t()``, or of another weight of the block
+                value = value.clone()
             own.copy_(value)
         finally:
             use.group.lender.lent(use.group, use.pushed, dirty=True)

@@ -34,7 +34,8 @@ class Kept(tuple[torch.Tensor, int]):
     """A saved tensor that stays where it is, and the version of its contents when it was saved.
 
     Instead of the output of a node, which that node would keep in a cycle, it has an alias of it.
-    A tuple is made without a call of Python's: there is one for most tensors that are saved.
+    A tuple is made without a call of Python's. A plain tensor of version 0 needs none: what is
+    saved of it is the tensor (or its alias) alone, which is to be of version 0 still.
     """
 
     __slots__ = ()

@@ -11,7 +11,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from operator import is_
+from itertools import chain
+from math import isfinite
+from operator import eq, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 
 from tiermem.nn.compat.counters import increment_versions
+from tiermem.nn.wrap.lookup import has_modes
 from tiermem.optim.rules.adamkernel import AdamKernel, Numbers, Rows, kernel_for
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
@@ -39,16 +42,28 @@ _DEVICE = "cuda"
 _Base: Any = torch._C.TensorBase
 _numel, _is_contiguous, _is_inference = _Base.numel, _Base.is_contiguous, _Base.is_inference
 _get_device, _dtype = _Base.get_device, _Base.dtype.__get__
+_data_ptr, _is_neg = _Base.data_ptr, _Base.is_neg
 _f32 = np.float32
 
 
 class _Kind(NamedTuple):
-    """Which operations a step is made of, on which device."""
+    """Which operations a step is made of, on which device; what is tried once for all of them.
+
+    Attributes:
+        cls: The class of the optimizer.
+        dtype: Of parameters, gradients and moments.
+        decay: Whether there is a weight decay.
+        decays: Whether the number that weights are decayed with is not 0 as float32.
+        decoupled: Whether the decay is decoupled from the gradients.
+        maximize: Whether gradients are negated.
+        near: Which of its two formulas ``lerp`` takes: that for weights below one half.
+        device: Where the tensors are.
+    """
 
     cls: type[torch.optim.Optimizer]
     dtype: torch.dtype
     decay: bool
-    decays: bool  # as float32
+    decays: bool
     decoupled: bool
     maximize: bool
     near: bool
@@ -99,8 +114,11 @@ def step_at_once(
     cls: Any = type(optimizer)
     if cls not in _CLASSES or not (is_torchs(own) and is_torchs(cls._init_group)):
         return False
+    groups = optimizer.param_groups
+    if sum(map(_numel, chain.from_iterable(group["params"] for group in groups))) < _LEAST:
+        return False
     ready: list[_Ready] = []
-    for group in optimizer.param_groups:
+    for group in groups:
         found = _ready(optimizer, group)
         if found is None:
             return False
@@ -127,7 +145,7 @@ def step_at_once(
 
 @cache
 def _one() -> torch.Tensor:
-    """Returns 1 as a tensor: a number would be made one for each counter."""
+    """Returns 1 as a tensor, as torch does: of a number it would make one for each counter."""
     with torch.inference_mode(False):
         return torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
@@ -177,7 +195,7 @@ def is_torchs(method: Any) -> bool:
 def _is_plain_time(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody is to see torch's operations, and gradients have no scale."""
     return (
-        not torch._C._len_torch_function_stack()
+        not has_modes()
         and not torch._C._len_torch_dispatch_stack()
         and getattr(optimizer, "grad_scale", None) is None
         and getattr(optimizer, "found_inf", None) is None
@@ -193,12 +211,14 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | None:
     """Returns the step of a group; None where it cannot be made by the kernel."""
     betas = group["betas"]
-    # where one of the two is said, torch takes the other only if that is said as well
+    # as torch chooses: foreach by default only where neither foreach nor fused is said
     chosen = group.get("foreach") or (group.get("foreach") is None and group.get("fused") is None)
     if not chosen or any(group.get(name) for name in _OFF):
         return None
     if not all(type(v) in (int, float) for v in (*betas, *(group[name] for name in _NUMBERS))):
         return None
+    if not all(0 <= beta < 1 for beta in betas):
+        return None  # set later: torch has its own errors for these
     params = [param for param in group["params"] if param.grad is not None]
     if not params:
         return _Ready(_NONE, group, _NO_NUMBERS, _NO_ROWS, [])
@@ -214,14 +234,16 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     grads: list[Any] = [param.grad for param in params]
     firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
     rows, steps = Rows(params, grads, firsts, seconds), [state["step"] for state in states]
-    if not _are_alike(rows) or sum(map(_numel, params)) < _LEAST:
-        return None
+    if not _are_alike(rows) or len(set(map(_data_ptr, steps))) != len(steps):
+        return None  # a counter that parameters share is counted once for each of them
     made = {step.item() if step.device.type == "cpu" else -1.0 for step in steps}
     if len(made) != 1 or min(made) < 0:
         return None
     decoupled, maximize = is_decoupled(optimizer, group), bool(group["maximize"])
     settings = *map(group.__getitem__, _NUMBERS), *betas
     numbers = _numbers(*settings, made.pop() + 1, decoupled, maximize)
+    if not all(map(isfinite, numbers.values)):
+        return None  # torch refuses some that float32 does not have
     kind = _Kind(
         type(optimizer),
         first.dtype,
@@ -238,7 +260,8 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
 def _are_alike(rows: Rows) -> bool:
     """Whether all tensors are ordinary ones of one dtype and device, each with all its elements.
 
-    By calls of C alone: there are four for each parameter, in every step.
+    Nor may a gradient be its parameter (``p.grad = p.data``): ``foreach`` reads it again once
+    that is written. By calls of C alone: there are four for each parameter, in every step.
     """
     every = [*rows.params, *rows.grads, *rows.firsts, *rows.seconds]
     counts = [*map(_numel, rows.params)]
@@ -248,9 +271,11 @@ def _are_alike(rows: Rows) -> bool:
         and len(set(map(_get_device, every))) == 1
         and all(map(_is_contiguous, every))
         and not any(map(_is_inference, every))
+        and not any(map(_is_neg, rows.grads))
         and [*map(_numel, rows.grads)] == counts
         and [*map(_numel, rows.firsts)] == counts
         and [*map(_numel, rows.seconds)] == counts
+        and not any(map(eq, map(_data_ptr, rows.grads), map(_data_ptr, rows.params)))
     )
 
 

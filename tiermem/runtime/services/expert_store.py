@@ -351,7 +351,6 @@ class ExpertStore:
                 seat = self._seat_of(bank, piece, use)
                 if seat is None:
                     return None
-                lent = self._lent
             else:
                 seat = seats[index]
                 use.wanted.pop(piece, None)
@@ -408,7 +407,7 @@ class ExpertStore:
         for seat in self._lent:
             (lent if seat.aliased else free).append(seat)
         if free:
-            self._lent = lent
+            self._lent[:] = lent  # in place: rows() is at it
             now = self._parts.copy.guards(free[0].extent)
             for seat in free:
                 seat.released = now
