@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import chain
 from math import isfinite
-from operator import eq, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -260,9 +260,11 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
 def _are_alike(rows: Rows) -> bool:
     """Whether all tensors are ordinary ones of one dtype and device, each with all its elements.
 
-    Nor may a gradient be its parameter (``p.grad = p.data``): ``foreach`` reads it again once
-    that is written. By calls of C alone: there are four for each parameter, in every step.
+    Nor may a gradient be what is written (``p.grad = p.data``), or that be written twice:
+    ``foreach`` reads it again in between. By calls of C alone: there are four for each parameter,
+    in every step.
     """
+    written = [*map(_data_ptr, chain(rows.params, rows.firsts, rows.seconds))]
     every = [*rows.params, *rows.grads, *rows.firsts, *rows.seconds]
     counts = [*map(_numel, rows.params)]
     return (
@@ -275,7 +277,8 @@ def _are_alike(rows: Rows) -> bool:
         and [*map(_numel, rows.grads)] == counts
         and [*map(_numel, rows.firsts)] == counts
         and [*map(_numel, rows.seconds)] == counts
-        and not any(map(eq, map(_data_ptr, rows.grads), map(_data_ptr, rows.params)))
+        and len(set(written)) == len(written)
+        and set(map(_data_ptr, rows.grads)).isdisjoint(written)
     )
 
 
