@@ -744,7 +744,7 @@ _ELSEWHERE = (
     Mutation(
         "adam: a gradient may be its parameter",
         "tiermem/optim/rules/adamstep.py",
-        "        and not any(map(eq, map(_data_ptr, rows.grads), map(_data_ptr, rows.params)))\n",
+        "        and set(map(_data_ptr, rows.grads)).isdisjoint(written)\n",
         "",
         _ADAM,
     ),
