@@ -701,9 +701,9 @@ _ELSEWHERE = (
     ),
     Mutation(
         "adam: fused=False counts as foreach",
-        "tiermem/optim/rules/adamstep.py",
-        ' or (group.get("foreach") is None and group.get("fused") is None)',
-        ' or group.get("foreach") is None',
+        "tiermem/optim/rules/torchsteps.py",
+        'foreach is None and settings.get("fused") is None and',
+        "foreach is None and",
         _ADAM,
     ),
     Mutation(

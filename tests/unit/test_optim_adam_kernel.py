@@ -7,6 +7,7 @@ of the real one are compared in ``tests/gpu/test_adam_kernel.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -54,16 +55,24 @@ class FakeKernel:
 Made = Callable[..., torch.optim.Optimizer]
 
 
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
+@contextmanager
+def faked() -> Iterator[FakeKernel]:
+    """Has steps on the CPU made by a fake kernel, of whatever size."""
     made = FakeKernel()
-    monkeypatch.setattr(adamstep, "_DEVICE", "cpu")
-    monkeypatch.setattr(adamstep, "_LEAST", 0)
-    monkeypatch.setattr(adamstep, "_SIZES", (5, 8))
-    monkeypatch.setattr(adamstep, "kernel_for", lambda _: made)
     adamstep.forget()
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adamstep, "_DEVICE", "cpu")
+        patch.setattr(adamstep, "_LEAST", 0)
+        patch.setattr(adamstep, "_SIZES", (5, 8))
+        patch.setattr(adamstep, "kernel_for", lambda _: made)
+        yield made
     adamstep.forget()
+
+
+@pytest.fixture
+def kernel() -> Iterator[FakeKernel]:
+    with faked() as made:
+        yield made
 
 
 def twins(
@@ -112,12 +121,7 @@ def left(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[A
 def test_a_step_leaves_what_torchs_own_does(
     cls: Made, decay: float, maximize: bool, betas: tuple[float, float], without: set[int]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        made = FakeKernel()
-        patch.setattr(adamstep, "_DEVICE", "cpu")
-        patch.setattr(adamstep, "_LEAST", 0)
-        patch.setattr(adamstep, "_SIZES", (5, 8))
-        patch.setattr(adamstep, "kernel_for", lambda _: made)
+    with faked() as made:
         options = {"weight_decay": decay, "maximize": maximize, "betas": betas, "foreach": True}
         pair = twins(cls, **options)
         for params, _ in pair:
@@ -128,7 +132,6 @@ def test_a_step_leaves_what_torchs_own_does(
             step_both(pair)
             assert made.steps > before
         assert left(*pair[0]) == left(*pair[1])
-    adamstep.forget()
 
 
 def test_groups_are_stepped_with_their_own_settings(kernel: FakeKernel) -> None:

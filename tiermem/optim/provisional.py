@@ -18,7 +18,8 @@ from tiermem.core.residency import State as Residency
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.units.undo import Undo, states_of
+from tiermem.optim.rules.torchsteps import states_of
+from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.shadows import Shadows
 from tiermem.runtime.transfers.deferred import Deferred

@@ -14,17 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import Struct
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from tiermem.optim.host.loop import Row, make_steps, power
-from tiermem.optim.rules.adamstep import foreach_numbers, is_decoupled, is_torchs
 from tiermem.optim.rules.plainstep import is_bare
+from tiermem.optim.rules.torchsteps import (
+    Flavour,
+    flavour_of,
+    foreach_numbers,
+    is_decoupled,
+    is_torchs,
+)
 
-Flavour = Literal["fused", "foreach"]
 CLASSES: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -79,7 +84,7 @@ def kind_of_step(
     """
     if cls not in CLASSES:
         return f"{cls.__name__} is none of {', '.join(c.__name__ for c in CLASSES)}"
-    flavour = _flavour(settings, device)
+    flavour = flavour_of(settings, device)
     if flavour is None:
         return "foreach=False: torch steps it by single operations"
     if (stepped, weight) not in (
@@ -96,15 +101,6 @@ def kind_of_step(
         return "settings that are not plain numbers"
     flags = _sgd_flags(settings, flavour) if cls is torch.optim.SGD else _adam_flags(settings)
     return flags if isinstance(flags, str) else Kind(cls, flavour, stepped, weight, flags)
-
-
-def _flavour(settings: Mapping[str, Any], device: torch.device) -> Flavour | None:
-    if settings.get("fused"):
-        return "fused"
-    foreach = settings.get("foreach")
-    if foreach or (foreach is None and settings.get("fused") is None and device.type == "cuda"):
-        return "foreach"
-    return None
 
 
 def _adam_flags(settings: Mapping[str, Any]) -> tuple[Any, ...] | str:

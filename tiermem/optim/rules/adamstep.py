@@ -7,13 +7,11 @@ each tensor.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import chain
 from math import isfinite
-from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +21,13 @@ from torch import nn
 from tiermem.nn.compat.counters import increment_versions
 from tiermem.nn.wrap.lookup import has_modes
 from tiermem.optim.rules.adamkernel import AdamKernel, Numbers, Rows, kernel_for
+from tiermem.optim.rules.torchsteps import (
+    flavour_of,
+    foreach_numbers,
+    is_decoupled,
+    is_torchs,
+    states_of,
+)
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 _LEAST = 1 << 20
@@ -30,14 +35,13 @@ _LEAST = 1 << 20
 _DTYPES = (torch.float32, torch.bfloat16)
 _PLAIN = {torch.Tensor, nn.Parameter}
 _NUMBERS = ("lr", "eps", "weight_decay")
-_OFF = ("amsgrad", "capturable", "differentiable", "fused")
+_OFF = ("amsgrad", "capturable", "differentiable")
 _TRIED = (0, 1, 9, 99, 999, 123455)
 """Steps made before those that are tried."""
 _SIZES = (16384, 16381, 8192 * 3 + 5)
 _ROUNDS = 3
 _SPECIAL = (0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _DEVICE = "cuda"
 _Base: Any = torch._C.TensorBase
 _numel, _is_contiguous, _is_inference = _Base.numel, _Base.is_contiguous, _Base.is_inference
@@ -150,45 +154,6 @@ def _one() -> torch.Tensor:
         return torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
-def foreach_numbers(
-    settings: Mapping[str, Any], step: float, *, decoupled: bool
-) -> tuple[bool, list[float]]:
-    """Returns the numbers that torch's Python derives from settings, in double precision.
-
-    Args:
-        settings: ``lr``, ``beta1``, ``beta2``, ``eps`` and ``weight_decay``.
-        step: Number of the step, from 1 on.
-        decoupled: Whether the decay is decoupled from the gradients.
-
-    Returns:
-        Whether there is a decay, and the numbers as float32: see :class:`Numbers`.
-    """
-    lr, beta1, beta2 = (settings[name] for name in ("lr", "beta1", "beta2"))
-    decay = settings["weight_decay"]
-    size = (lr / (1 - beta1**step)) * -1
-    root = (1 - beta2**step) ** 0.5
-    factor = 1 - lr * decay if decoupled else decay
-    numbers = (beta1, beta2, size, root, settings["eps"], factor, 1 - beta1, 1 - beta2)
-    with np.errstate(all="ignore"):
-        return bool(decay != 0), [float(_f32(x)) for x in numbers]
-
-
-def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether decay leaves the gradients alone; before torch 2.7 the class alone says so."""
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-
-@cache
-def is_torchs(method: Any) -> bool:
-    """Whether all of a method is torch's own: users give classes other ones, or wrap them."""
-    while method is not None:
-        code = getattr(method, "__code__", None)
-        if code is None or not code.co_filename.startswith(_TORCH):
-            return False
-        method = getattr(method, "__wrapped__", None)
-    return True
-
-
 # -- inside ----------------------------------------------------------------
 
 
@@ -211,9 +176,7 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | None:
     """Returns the step of a group; None where it cannot be made by the kernel."""
     betas = group["betas"]
-    # as torch chooses: foreach by default only where neither foreach nor fused is said
-    chosen = group.get("foreach") or (group.get("foreach") is None and group.get("fused") is None)
-    if not chosen or any(group.get(name) for name in _OFF):
+    if any(group.get(name) for name in _OFF):
         return None
     if not all(type(v) in (int, float) for v in (*betas, *(group[name] for name in _NUMBERS))):
         return None
@@ -222,15 +185,14 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     params = [param for param in group["params"] if param.grad is not None]
     if not params:
         return _Ready(_NONE, group, _NO_NUMBERS, _NO_ROWS, [])
-    first, kept = params[0], optimizer.state
+    first = params[0]
     if first.device.type != _DEVICE or first.dtype not in _DTYPES:
         return None
-    # to look a tensor up runs Python's code in torch; mostly all are there, in the same order
-    ordered = len(kept) == len(params) and all(map(is_, kept, params))
-    known = [*kept.values()] if ordered else [kept.get(param) for param in params]
-    if not all(known):
+    if flavour_of(group, first.device) != "foreach":
+        return None
+    states = states_of(optimizer.state, params)
+    if not all(states):
         return None  # torch makes it
-    states: list[dict[str, Any]] = known  # type: ignore[assignment]
     grads: list[Any] = [param.grad for param in params]
     firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
     rows, steps = Rows(params, grads, firsts, seconds), [state["step"] for state in states]

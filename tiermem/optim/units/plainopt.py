@@ -11,8 +11,8 @@ import torch
 from tiermem.errors import StepError
 from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, refresh
 from tiermem.optim.rules.separable import Make, copied, settings_of
+from tiermem.optim.rules.torchsteps import states_of
 from tiermem.optim.units.places import Place, part_exchanged
-from tiermem.optim.units.undo import states_of
 from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, islice
-from operator import is_
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 from tiermem.core.block import align_up
 from tiermem.nn.tensors.lazy import LazyTensor
 from tiermem.nn.tensors.shells import insides
+from tiermem.optim.rules.torchsteps import states_of
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -208,16 +208,6 @@ def _put_back(
         entry.clear()
         entry.update(before)
         state[key] = entry
-
-
-def states_of(state: dict[Any, Any], keys: Sequence[Any]) -> list[Any]:
-    """Returns what an optimizer's state has for parameters, None where it has nothing.
-
-    To look a tensor up runs Python's code in torch; mostly all are there, in the same order.
-    """
-    if len(state) == len(keys) and all(map(is_, state, keys)):
-        return list(state.values())
-    return [state.get(key) for key in keys]
 
 
 def _writable(value: torch.Tensor) -> AbstractContextManager[Any]:
