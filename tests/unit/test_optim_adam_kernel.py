@@ -20,6 +20,7 @@ from tiermem.nn.compat.counters import keep_versions
 from tiermem.optim.rules import adamstep
 from tiermem.optim.rules.adamkernel import Numbers, Rows
 from tiermem.optim.rules.plainstep import run
+from tiermem.optim.rules.torchsteps import flavour_of
 
 
 class FakeKernel:
@@ -311,3 +312,22 @@ def test_what_others_keep_in_groups_is_no_setting(kernel: FakeKernel) -> None:
         optimizer.param_groups[0] |= {"initial_lr": 1e-2, "name": "all"}
     step_both(pair)
     assert kernel.steps and left(*pair[0]) == left(*pair[1])
+
+
+@pytest.mark.parametrize(
+    ("foreach", "fused", "on_gpu", "on_host"),
+    [
+        (None, None, "foreach", None),
+        (None, False, None, None),
+        (None, True, "fused", "fused"),
+        (False, None, None, None),
+        (True, None, "foreach", "foreach"),
+        (True, False, "foreach", "foreach"),
+    ],
+)
+def test_which_kernels_torch_chooses(
+    foreach: bool | None, fused: bool | None, on_gpu: str | None, on_host: str | None
+) -> None:
+    said = {"foreach": foreach, "fused": fused}
+    assert flavour_of(said, torch.device("cuda")) == on_gpu
+    assert flavour_of(said, torch.device("cpu")) == on_host
