@@ -85,13 +85,13 @@ def test_a_tensor_goes_from_one_device_to_the_other() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_come_up_packed_on_a_device_that_is_not_the_current_one(device: str) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
+    plain = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(24)])
     plain, x = plain.to(device, torch.bfloat16).eval(), torch.randn(4, 2048, dtype=torch.bfloat16)
     model = copy.deepcopy(plain)
     with (
         torch.no_grad(),
         torch.cuda.device(DEVICES[1 - DEVICES.index(device)]),
-        tiermem.TierManager(device, hbm="24MiB", dram="256MiB") as tier,
+        tiermem.TierManager(device, hbm="96MiB", dram="512MiB") as tier,
     ):
         tier.wrap(model)
         for _ in range(4):
