@@ -135,6 +135,20 @@ def test_a_step_leaves_what_torchs_own_does(
         assert left(*pair[0]) == left(*pair[1])
 
 
+def test_what_later_steps_are_made_of_is_tried_in_the_first(kernel: FakeKernel) -> None:
+    params = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(params, lr=1e-2, foreach=True)
+    for param in params:
+        param.grad = torch.randn(3)
+    run(optimizer)
+    tried = kernel.steps
+    assert tried
+    run(optimizer)
+    assert kernel.steps == tried + 1
+    run(torch.optim.AdamW(params, lr=1e-2, foreach=False))
+    assert kernel.steps == tried + 1
+
+
 def test_groups_are_stepped_with_their_own_settings(kernel: FakeKernel) -> None:
     pair = twins(torch.optim.AdamW, foreach=True)
     for params, optimizer in pair:

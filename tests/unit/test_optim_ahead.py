@@ -143,6 +143,36 @@ def test_where_dram_has_room_for_some_the_others_wait() -> None:
         pair.check()
 
 
+def test_the_second_round_finds_its_shadows() -> None:
+    """They are page-locked with the first step, which takes long anyway."""
+    with Twins(Net, ROOMY) as pair:
+        homes, shadows = (
+            pair.tier._manager.parts.homes,
+            pair.optimizer._timing.ahead.provisional._shadows,
+        )
+        pair.backward(0)
+        assert not shadows.nbytes
+        pair.step()
+        used, reserved = homes.dram.used, shadows.nbytes
+        assert reserved
+        pair.backward(1)
+        assert ahead(pair) == units(pair)
+        assert (homes.dram.used, shadows.nbytes) == (used, reserved)
+        pair.step()
+        pair.check()
+
+
+def test_a_loop_that_scales_takes_no_memory_for_steps_ahead() -> None:
+    with Twins(Net, ROOMY) as pair:
+        scaler = torch.amp.GradScaler("cpu")
+        for number in range(3):
+            scaler.scale(loss_of(pair.model, number)).backward()
+            scaler.step(pair.optimizer)
+            scaler.update()
+            pair.optimizer.zero_grad()
+        assert not pair.optimizer._timing.ahead.provisional._shadows.nbytes
+
+
 def test_shadows_go_with_the_optimizer() -> None:
     with warm() as pair:
         homes = pair.tier._manager.parts.homes

@@ -210,6 +210,10 @@ class Planner:
         """Whether a pass of that name has ended, so that what it does is no guess."""
         return key in self._known and key not in self._guessed
 
+    def order_of(self, key: Hashable) -> Sequence[int]:
+        """Returns the blocks that a pass of that name has used or is thought to use, in order."""
+        return self._known.get(key, ())
+
     def begin(
         self,
         key: Hashable,

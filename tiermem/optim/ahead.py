@@ -10,7 +10,7 @@ other than one, changes settings, runs another forward or backward, or makes no 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -51,6 +51,11 @@ class Habit:
         self._scales = False
         self._in_vain = 0  # rounds in a row in which steps were dropped
         self._pause = self._last_pause = 0
+
+    @property
+    def expects(self) -> bool:
+        """Whether the next round is likely to have a backward with steps."""
+        return self._usual > 0 and self.is_last(self._usual)
 
     def is_last(self, number: int) -> bool:
         """Whether the backward of this number (from 1) is likely to be the last before a step."""
@@ -201,6 +206,8 @@ class StepsAhead:
         self._drops = 0
         self.listens = True
         self._made_any = False  # in the last that was likely to have steps
+        self._prepared = False
+        self._ready = False  # for the first backward with steps
         runtime.backward.watchers.append(self)
         runtime.grads.watchers.append(self)
 
@@ -221,6 +228,22 @@ class StepsAhead:
         """
         self._state, self._host = state, host
         self._backward.extend(units, groups)
+
+    def prepare(self, *, may_begin: bool) -> None:
+        """Called after the first step: reserves what steps in the next backward take.
+
+        Otherwise the second round would wait for its memory to be page-locked: seconds.
+
+        Args:
+            may_begin: Whether any steps may be made ahead just now.
+        """
+        if self._prepared:
+            return
+        self._prepared = True
+        with self._runtime.manager.lock:
+            if may_begin and self._habit.expects and self._is_worth_it():
+                reserved = [self.provisional.reserve(*block) for block in self._blocks()]
+                self._ready = any(reserved)
 
     def close(self) -> None:
         """Stops watching backwards; steps made ahead are dropped."""
@@ -276,7 +299,11 @@ class StepsAhead:
         """Called as a backward begins; returns whether steps are likely to be made in it."""
         self.listens = True
         self._backward.begins()
-        return self._made_any and self._is_last(self._habit.backwards + 1)
+        return (self._made_any or self._ready) and self._is_last(self._habit.backwards + 1)
+
+    def foresees(self, order: Sequence[int]) -> Sequence[int]:
+        """Returns the order of use of a backward with its steps, from that of one without."""
+        return self._backward.with_steps(order, self._others.has)
 
     def ends(self) -> None:
         """Called as a backward ends."""
@@ -307,9 +334,22 @@ class StepsAhead:
 
     # -- inside ----------------------------------------------------------
 
+    def _blocks(self) -> Iterator[tuple[Group, Sequence[StepUnit]]]:
+        """Yields the blocks whose steps can be made ahead as far as is known, with their units."""
+        for units in self._backward.units.values():
+            group = units[0].group
+            if group is None or not _may_be_ahead(group):
+                continue
+            if not any(isinstance(unit, PartedUnit) for unit in units):
+                yield group, units
+
     def _is_last(self, number: int) -> bool:
         """Whether steps are made in the backward of this number since the last step."""
-        return self._habit.is_last(number) and self._may_begin() and self._auto.has_room_behind()
+        return self._habit.is_last(number) and self._may_begin() and self._is_worth_it()
+
+    def _is_worth_it(self) -> bool:
+        """Whether steps would move blocks, and no scale is undone in the gradients before them."""
+        return self._auto.has_room_behind() and not self._runtime.grads.norms.scale.changes
 
     def _first(self) -> None:
         """Decides, at the first gradient of a backward, whether steps are made in it."""
@@ -324,14 +364,14 @@ class StepsAhead:
         if now.steps:
             now.prepare()
             self._left.choose_anew(self._made_any)
-        self._made_any = False
+            self._made_any = self._ready = False
 
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final, if all of them can be."""
         units = self._backward.final_units(group)
         if not units or self._left.has(group):
             return
-        if group.writes.uncounted or group.writes.merging or group.resident:
+        if not _may_be_ahead(group):
             return
         for unit in units:
             if not self._can_be_made(unit):
@@ -408,6 +448,11 @@ class StepsAhead:
             meanwhile=at_hand,
             revocable=True,
         )
+
+
+def _may_be_ahead(group: Group) -> bool:
+    """Whether steps of a block can be made ahead, whatever its units are."""
+    return not (group.writes.uncounted or group.writes.merging or group.resident)
 
 
 def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Load:

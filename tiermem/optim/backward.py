@@ -193,6 +193,10 @@ class InBackward:
 
     # -- what backward calls ---------------------------------------------
 
+    def foresees(self, order: Sequence[int]) -> Sequence[int]:
+        """Returns what is foreseen as it is: its first steps are made after backward."""
+        return order
+
     def begins(self) -> bool:
         """Called as a backward begins; returns whether steps are likely to be made in it."""
         self._account()

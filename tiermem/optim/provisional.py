@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from tiermem.core.block import Block
+from tiermem.core.residency import Record
 from tiermem.core.residency import State as Residency
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
@@ -120,11 +121,20 @@ class Provisional:
         """Returns the units that are stepped."""
         return [made.unit for made in self._made.values()]
 
+    def reserve(self, group: Group, units: Sequence[StepUnit]) -> bool:
+        """Reserves the shadows of a block that is likely to be stepped.
+
+        Returns:
+            Whether it can have them, and there was room.
+        """
+        records = self._written(group, units)
+        return self._shadows.can_have(*records) and self._shadows.reserve(
+            [record.block for record in records]
+        )
+
     def has_room(self, group: Group, units: Sequence[StepUnit]) -> bool:
         """Whether the steps of all units of a block can be provisional."""
-        record_of = self._manager.parts.table.of
-        weights = record_of(group.block.id)
-        kept = [record_of(block.id) for unit in units for block in unit.kept_blocks()]
+        weights, *kept = self._written(group, units)
         if not self._shadows.can_have(weights, *kept):
             return False
         # state that stays in HBM, and is newer there, need not be moved at all: that comes later
@@ -255,6 +265,12 @@ class Provisional:
         self._shadows.close()
 
     # -- inside ----------------------------------------------------------
+
+    def _written(self, group: Group, units: Sequence[StepUnit]) -> list[Record]:
+        """Returns the blocks that a step of a block writes."""
+        record_of = self._manager.parts.table.of
+        kept = [record_of(block.id) for unit in units for block in unit.kept_blocks()]
+        return [record_of(group.block.id), *kept]
 
     def _owe(self, block: Block, blocks: Sequence[Block]) -> None:
         ids = [b.id for b in blocks]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -68,6 +69,37 @@ class SteppedBackward:
         self._task = -1
         self.steps = False
         self._arrivals.forget()
+
+    def with_steps(
+        self, order: Sequence[int], is_elsewhere: Callable[[StepUnit], bool]
+    ) -> list[int]:
+        """Returns an order of use with what each step uses, behind the last use of its gradients.
+
+        Args:
+            order: Ids of blocks, as a backward without steps uses them.
+            is_elsewhere: Whether the step of a unit uses no blocks here.
+        """
+        weights = {us[0].group.block.id for us in self.units.values() if us[0].group is not None}
+        until = max((at for at, block in enumerate(order) if block in weights), default=-1)
+        last: dict[int, int] = {}
+        for position, block in enumerate(order):
+            if position <= until or block not in last:  # clipping may come behind, over them all
+                last[block] = position
+        behind: dict[int, list[int]] = {}
+        for units in self.units.values():
+            gradients = [block for unit in units for block in _gradients_of(unit)]
+            end = max((last.get(block, -1) for block in gradients), default=-1)
+            group = units[0].group
+            if end < 0 or group is None or any(map(is_elsewhere, units)):
+                continue
+            uses = [order[end]]
+            for unit in units:
+                if len(uses) > 1:  # the first has the weights at hand
+                    uses.append(group.block.id)
+                uses += *_gradients_of(unit), *(block.id for block in unit.kept_blocks())
+            # nothing is used twice in a row
+            behind[end] = [block for block, _ in groupby(uses)][1:]
+        return [b for at, block in enumerate(order) for b in (block, *behind.get(at, ()))]
 
     def is_here(self) -> bool:
         """Whether the calling code runs in this backward, not in one inside it."""
@@ -169,3 +201,8 @@ class FirstSteps:
         """Notes that gradients are thrown away: they must not be used, another loop is to come."""
         self._thrown = self._thrown or bool(self.final)
         self.watched = False
+
+
+def _gradients_of(unit: StepUnit) -> list[int]:
+    """Returns the ids of the blocks that have the gradients of a unit."""
+    return [block.id for grads in unit.grad_units() for block in grads.blocks]

@@ -192,6 +192,8 @@ class StepTiming:
             self.auto.made(current.units, current.groups)
         if self.inside is not None:
             self.inside.after_step()
+        if self.ahead is not None:
+            self.ahead.prepare(may_begin=self._may_begin_ahead())
 
     def _step(self, units: Sequence[StepUnit], current: Round) -> None:
         """Steps units now."""
@@ -279,7 +281,11 @@ class StepTiming:
 
     def _may_step_ahead(self) -> bool:
         """Whether steps may be made before they are asked for."""
-        if self.auto is None or self.rounds or self._runtime.backward.reduced.active:
+        return not self.rounds and self._may_begin_ahead()
+
+    def _may_begin_ahead(self) -> bool:
+        """Whether they may be once no step is under way."""
+        if self.auto is None or self._runtime.backward.reduced.active:
             return False
         looked_into, draws = self._units.looked_into, self._tried.draws
         return self.auto.may_begin(looked_into=looked_into, draws=draws)

@@ -18,7 +18,7 @@ import torch
 from tiermem.core.block import Extent
 from tiermem.errors import CapacityError
 
-_TOUCH_UNIT = 256 << 20
+_TOUCH_UNIT = 64 << 20
 _PIECE = 2 << 20
 """Pieces end on a multiple of it: no huge page is part of two."""
 

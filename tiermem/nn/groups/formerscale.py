@@ -41,6 +41,11 @@ class FormerScale:
         self._first: Entry | None = None  # the first one that was tried, and how often it was
         self._tried = 0
 
+    @property
+    def changes(self) -> bool:
+        """Whether a scale was undone lately that is not 1, so that gradients were written."""
+        return self.inverse is not None and not self.is_one
+
     def is_again(self, inverse: torch.Tensor) -> bool:
         """Notes by what a scale is undone; returns whether it was the same before.
 

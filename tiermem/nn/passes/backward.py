@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +21,9 @@ from tiermem.nn.passes.scopes import PassScope
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
 
+_USES = 3
+"""How often in a row a backward is thought to use a block, until one has been seen."""
+
 
 class BackwardWatcher(Protocol):
     """Notified of every backward."""
@@ -32,6 +35,14 @@ class BackwardWatcher(Protocol):
 
     def begins(self) -> bool:
         """Called as one begins; returns if it uses more blocks than weights and gradients."""
+        ...
+
+    def foresees(self, order: Sequence[int]) -> Sequence[int]:
+        """Returns the order of use of a backward with its steps, from that of one without.
+
+        Args:
+            order: Ids of blocks.
+        """
         ...
 
     def ends(self) -> None:
@@ -122,7 +133,15 @@ class BackwardPass:
         del order[manager.parts.planner.cursor :]
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.watchers]
         stepping = [steps for steps, revocable in asked if steps or not revocable]
-        manager.begin_pass(runtime.names.backward(stepping), order[::-1], load=runtime.names.load)
+        names, planner = runtime.names, manager.parts.planner
+        key = names.backward(stepping)
+        # one that is computed again is let go in between, and would leave before its modules' turn
+        guess: Sequence[int] = [block for block in order[::-1] for _ in range(_USES)]
+        if not planner.knows(key) and planner.observed(names.like_backward):
+            guess = planner.order_of(names.like_backward)
+            for (steps, _), watcher in zip(asked, self.watchers, strict=True):
+                guess = watcher.foresees(guess) if steps else guess
+        manager.begin_pass(key, guess, load=names.load)
         with manager.lock:
             runtime.away.end()
             runtime.experts.prepare(runtime.experts.whole)

@@ -18,13 +18,17 @@ class PassNames:
         load: Tokens of the last forward, rounded; 0 where that is unknown.
         like: Name of the forward before the last one of the same module that uses the same blocks,
             though arguments, or gradients, differ; None where there was none.
+        like_backward: Name of the backward before the last one through the same module, whether
+            steps are made in it or not; None where there was none.
     """
 
     def __init__(self) -> None:
         """Starts without a pass."""
         self.load = 0
         self.like: Hashable = None
+        self.like_backward: Hashable = None
         self._named: dict[Hashable, Hashable] = {}
+        self._through: Hashable = None  # which module the last forward was of
         self._forward: Hashable = None
         self._backward: Hashable = None
         self._kinds = Kinds()
@@ -56,6 +60,7 @@ class PassNames:
         same = scope.name, scope.number, stepping, way
         self.like = self._named.get(same)
         self._named[same] = self._forward = key
+        self._through = "backward", scope.name, scope.number, way
         return key
 
     def weigh(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -75,6 +80,8 @@ class PassNames:
             stepping: Whether steps are made in it, by watcher.
         """
         self._backward = ("backward", self._forward, *stepping)
+        self.like_backward = self._named.get(self._through)
+        self._named[self._through] = self._backward
         return self._backward
 
     @property

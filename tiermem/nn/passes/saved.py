@@ -600,6 +600,7 @@ class _Covering:
             # it counts what it sees, and computes again up to the last of it, whatever has side
             # effects there; the weight itself it would hold in HBM
             pack, unpack = self.outer
+            del tensor  # its stop would keep it by this frame, as if the program had a view
             return _Counted((found, pack(STAND_IN), unpack))
         if self.only_keeps:
             return found

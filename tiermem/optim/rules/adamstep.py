@@ -79,15 +79,15 @@ class _Ready(NamedTuple):
 
     Attributes:
         kind: What it is made of.
-        group: The settings.
         numbers: What it is made with.
+        group: The settings.
         rows: The tensors.
         steps: The counters.
     """
 
     kind: _Kind
-    group: dict[str, Any]
     numbers: Numbers
+    group: dict[str, Any]
     rows: Rows
     steps: list[torch.Tensor]
 
@@ -184,7 +184,7 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
         return None  # set later: torch has its own errors for these
     params = [param for param in group["params"] if param.grad is not None]
     if not params:
-        return _Ready(_NONE, group, _NO_NUMBERS, _NO_ROWS, [])
+        return _Ready(_NONE, _NO_NUMBERS, group, _NO_ROWS, [])
     first = params[0]
     if first.device.type != _DEVICE or first.dtype not in _DTYPES:
         return None
@@ -192,6 +192,8 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
         return None
     states = states_of(optimizer.state, params)
     if not all(states):
+        if not any(states):
+            _try_early(optimizer, group, first)
         return None  # torch makes it
     grads: list[Any] = [param.grad for param in params]
     firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
@@ -201,9 +203,24 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     made = {step.item() if step.device.type == "cpu" else -1.0 for step in steps}
     if len(made) != 1 or min(made) < 0:
         return None
+    found = _kind_of(optimizer, group, first, made.pop() + 1)
+    return None if found is None else _Ready(*found, group, rows, steps)
+
+
+def _kind_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], first: torch.Tensor, step: float
+) -> tuple[_Kind, Numbers] | None:
+    """Returns what a step of a group is made of and with; None where torch has to make it.
+
+    Args:
+        optimizer: The plain one.
+        group: The settings.
+        first: The first parameter.
+        step: The number of the step, from 1.
+    """
     decoupled, maximize = is_decoupled(optimizer, group), bool(group["maximize"])
-    settings = *map(group.__getitem__, _NUMBERS), *betas
-    numbers = _numbers(*settings, made.pop() + 1, decoupled, maximize)
+    settings = *map(group.__getitem__, _NUMBERS), *group["betas"]
+    numbers = _numbers(*settings, step, decoupled, maximize)
     if not all(map(isfinite, numbers.values)):
         return None  # torch refuses some that float32 does not have
     kind = _Kind(
@@ -216,7 +233,22 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
         bool(abs(_f32(numbers.values[6])) < _f32(0.5)),
         first.device,
     )
-    return _Ready(kind, group, numbers, rows, steps)
+    return kind, numbers
+
+
+def _try_early(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], first: torch.Tensor
+) -> None:
+    """Tries what later steps are made of in the first one, which takes long anyway."""
+    found = _kind_of(optimizer, group, first, 1.0)
+    if found is None or found[0] in _tried or not _is_plain_time(optimizer):
+        return
+    if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    kernel = kernel_for(first.device)
+    if kernel is not None:
+        with _current(first.device):
+            _writes_of(kernel, found[0], group)
 
 
 def _are_alike(rows: Rows) -> bool:

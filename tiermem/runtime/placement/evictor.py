@@ -16,7 +16,7 @@ from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.memory.slots import Holder, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.compaction import Compactor
-from tiermem.runtime.placement.leaving import FAILING, LeaveRules, LeavingOrder, Why
+from tiermem.runtime.placement.leaving import FAILING, WANTED, LeaveRules, LeavingOrder, Why
 from tiermem.runtime.placement.no_room import too_small
 from tiermem.runtime.placement.regions import Regions
 from tiermem.runtime.placement.ring import Ring
@@ -303,9 +303,10 @@ class Evictor:
                 window = hbm.window_around(extent.offset, size, price, *part)
                 if window is not None and (best is None or window.cost < best.cost):
                     best = window
-                if best is not None and len(best.victims) == 1 and not self._dirty(best.victims[0]):
+                alone = best is not None and best.cost < WANTED and len(best.victims) == 1
+                if best is not None and alone and not self._dirty(best.victims[0]):
                     return best  # one clean block, needed last: nothing is cheaper by much
-        if best is not None and best.cost >= FAILING:
+        if best is not None and best.cost >= WANTED:
             best = None  # others may do, further from what is needed last
         if best is None and (position is None or last):
             found = (hbm.cheapest_window(size, price, *part) for part in parts)

@@ -1,0 +1,89 @@
+"""The first rounds of training move no more than later ones: what backward uses is foreseen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tiermem
+
+WIDTH, LAYERS = 64, 12
+
+
+class Layer(nn.Module):
+    """A block of three matrices, which backward uses one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the residual stream."""
+        return x + self.c(torch.relu(self.b(torch.relu(self.a(x)))))  # type: ignore[no-any-return]
+
+
+class Recomputed(nn.Sequential):
+    """Layers that are computed again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Runs them."""
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def rounds(
+    kind: type[nn.Sequential], count: int, *, frozen: bool = False
+) -> list[tuple[float, float]]:
+    """Trains under half of the weights' bytes.
+
+    Args:
+        kind: Of the model.
+        count: Of rounds.
+        frozen: Whether nothing is trained but the input.
+
+    Returns:
+        What each backward moved up and down, as parts of the weights.
+    """
+    torch.manual_seed(0)
+    model = kind(*[Layer() for _ in range(LAYERS)]).requires_grad_(not frozen)
+    nbytes = sum(param.numel() * 4 for param in model.parameters())
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    found = []
+    with tiermem.TierManager("cpu", hbm=nbytes // 8192 * 4096, dram=14 * nbytes) as tier:
+        tier.wrap(model)
+        optimizer = None if frozen else tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        counters = tier._manager.parts.counters
+        for _ in range(count):
+            loss = model(x).square().mean()
+            before = counters.bytes_by_link()
+            loss.backward()
+            after = counters.bytes_by_link()
+            moved = [
+                (after.get(link, 0) - before.get(link, 0)) / nbytes
+                for link in ("dram->hbm", "hbm->dram")
+            ]
+            found.append((moved[0], moved[1]))
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Recomputed])
+def test_every_backward_moves_what_later_ones_do(kind: type[nn.Sequential]) -> None:
+    first, *others = rounds(kind, 6)
+    assert first[0] < 1.0  # each block once; half of them are there
+    assert first[1] < 1.2  # gradients, and the rest of their pages
+    up, down = others[-1]
+    for second_or_later in others:
+        assert second_or_later[0] < 1.1 * up
+        assert second_or_later[1] < 1.1 * down
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Recomputed])
+def test_frozen_weights_are_not_written_home(kind: type[nn.Sequential]) -> None:
+    """The last tensor that a checkpoint counts, where it stops, is a weight."""
+    assert all(down == 0 for _, down in rounds(kind, 3, frozen=True))
