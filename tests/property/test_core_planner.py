@@ -36,6 +36,17 @@ def schedule_of(passes: str, **orders: list[int]) -> Schedule:
     return Schedule(order, begins)
 
 
+@given(st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=8))
+def test_what_is_seldom_used_is_in_a_third_of_the_passes(uses: list[list[int]]) -> None:
+    schedule = schedule_of(
+        "".join(map(str, range(len(uses)))), **{str(n): u for n, u in enumerate(uses)}
+    )
+    passes = {block: sum(block in one for one in uses) for one in uses for block in one}
+    most = max(passes.values(), default=0)
+    # a pass that uses nothing is none
+    assert schedule.seldom() == {block for block, n in passes.items() if n <= most / 3}
+
+
 @pytest.mark.parametrize(
     "passes, found",
     [

@@ -35,7 +35,7 @@ class Recomputed(nn.Sequential):
 
 
 def rounds(
-    kind: type[nn.Sequential], count: int, *, frozen: bool = False
+    kind: type[nn.Sequential], count: int, *, frozen: bool = False, micro_batches: int = 1
 ) -> list[tuple[float, float]]:
     """Trains under half of the weights' bytes.
 
@@ -43,6 +43,7 @@ def rounds(
         kind: Of the model.
         count: Of rounds.
         frozen: Whether nothing is trained but the input.
+        micro_batches: Backwards in each round.
 
     Returns:
         What each backward moved up and down, as parts of the weights.
@@ -56,7 +57,7 @@ def rounds(
         tier.wrap(model)
         optimizer = None if frozen else tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
         counters = tier._manager.parts.counters
-        for _ in range(count):
+        for number in range(1, count * micro_batches + 1):
             loss = model(x).square().mean()
             before = counters.bytes_by_link()
             loss.backward()
@@ -66,7 +67,7 @@ def rounds(
                 for link in ("dram->hbm", "hbm->dram")
             ]
             found.append((moved[0], moved[1]))
-            if optimizer is not None:
+            if optimizer is not None and not number % micro_batches:
                 optimizer.step()
                 optimizer.zero_grad()
     return found
@@ -87,3 +88,15 @@ def test_every_backward_moves_what_later_ones_do(kind: type[nn.Sequential]) -> N
 def test_frozen_weights_are_not_written_home(kind: type[nn.Sequential]) -> None:
     """The last tensor that a checkpoint counts, where it stops, is a weight."""
     assert all(down == 0 for _, down in rounds(kind, 3, frozen=True))
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Recomputed])
+def test_the_last_of_several_backwards_foresees_its_steps(kind: type[nn.Sequential]) -> None:
+    """Gradients come up and go down in each but the first, and state with the last alone."""
+    moved = rounds(kind, 4, micro_batches=3)
+    firsts, middles, lasts = moved[::3], moved[1::3], moved[2::3]
+    assert all(up < 1.0 and down < 1.3 for up, down in firsts)
+    assert all(up < 2.0 and down < 1.3 for up, down in middles)
+    for up, down in lasts[1:]:
+        assert up < 4.3
+        assert down < 4.4

@@ -167,9 +167,11 @@ def test_a_loop_that_scales_takes_no_memory_for_steps_ahead() -> None:
         scaler = torch.amp.GradScaler("cpu")
         for number in range(3):
             scaler.scale(loss_of(pair.model, number)).backward()
+            assert not ahead(pair)
             scaler.step(pair.optimizer)
             scaler.update()
             pair.optimizer.zero_grad()
+        assert not drops(pair)
         assert not pair.optimizer._timing.ahead.provisional._shadows.nbytes
 
 

@@ -10,6 +10,7 @@ never correctness.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,7 @@ MOST_PASSES = 6
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
+_SELDOM = 3
 _MOST_DOUBT = 16
 _MOST_CONTEXTS = 4096
 _MOST_USES = 1 << 22
@@ -91,6 +93,16 @@ class Schedule:
         """Begin, end and name of each pass."""
         ends = [*(begin for begin, _ in self.passes[1:]), len(self)]
         return [(begin, end, key) for (begin, key), end in zip(self.passes, ends, strict=False)]
+
+    def seldom(self) -> set[int]:
+        """Returns the blocks that are used in a third, at most, of the passes that others are.
+
+        What stays of them saves a copy now and then, where it would save one of those in nearly
+        every pass.
+        """
+        passes = Counter(b for begin, end, _ in self.spans for b in set(self.order[begin:end]))
+        most = max(passes.values(), default=0)
+        return {block for block, count in passes.items() if _SELDOM * count <= most}
 
     def round_over(self, blocks: Container[int]) -> list[tuple[int, int, Hashable]]:
         """Returns the passes of a round: begin, end and name of each, until they come again.

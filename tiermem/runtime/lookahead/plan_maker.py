@@ -251,10 +251,11 @@ class PlanMaker:
         seen_held: set[int],
         beside: bool,
     ) -> Plan:
-        """Decides what stays, once two kinds of blocks have been seen to.
+        """Decides what stays, once three kinds of blocks have been seen to.
 
         What is held while others are used (parameters of an outer module) takes its room all the
-        same, so it stays. Experts that are chosen now and then do not; they get two slots.
+        same, so it stays. Experts that are chosen now and then do not; they get two slots. Nor
+        do blocks that most of the passes do not use (an encoder, beside its decoder's passes).
         """
         if sum(sizes.values()) <= room:
             return self._share(schedule, sizes, room, compute, fetch, beside)
@@ -264,15 +265,19 @@ class PlanMaker:
         if beside:
             held |= there_throughout(schedule.order, sizes, room)
         unsteady = self._waste.unsteady() & sizes.keys() - held
-        rest = {b: size for b, size in sizes.items() if b not in held and b not in unsteady}
+        seldom = schedule.seldom() & sizes.keys() - held - unsteady
+        others = held | unsteady | seldom
+        rest = {b: size for b, size in sizes.items() if b not in others}
         pinned = sum(sizes[block] for block in held)
         slots = 2 * max((sizes[block] for block in unsteady), default=0)
         free = max(0, room - pinned - slots)
         alone = not slots and pinned <= room // 2
         plan = self._share(schedule, rest, free, compute, fetch, beside, alone=alone)
-        slot = max(plan.slot, slots // 2)
+        slot = max([plan.slot, slots // 2, *(sizes[block] for block in seldom)])
         residents = plan.residents if pinned > room // 2 else plan.residents | held
         reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
+        if seldom:  # they pass through whatever the others leave
+            reserve = room - sum(map(sizes.__getitem__, residents))
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
         parks = plan.parks and in_dram is not None
         return Plan(residents, reserve, slot, in_dram, parks)

@@ -1,0 +1,87 @@
+"""What is used now and then takes no room from what is used in every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import tiermem
+
+WIDTH, LAYERS = 64, 8
+
+
+def stack(layers: int = LAYERS) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+
+class EncoderDecoder(nn.Module):
+    """Its encoder is called once for many calls of its decoder, as ``generate()`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = stack(), stack()
+
+    def forward(self, x: torch.Tensor, encoded: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the decoder's output.
+
+        Args:
+            x: (batch, width).
+            encoded: What the encoder has made; None to make it here.
+        """
+        if encoded is None:
+            encoded = self.encoder(x)
+        return self.decoder(x + encoded)  # type: ignore[no-any-return]
+
+
+def moved_by(tier: tiermem.TierManager, call: Callable[[], object]) -> int:
+    """Returns the bytes that come up in a call."""
+    counters = tier._manager.parts.counters
+    before = counters.bytes_by_link().get("dram->hbm", 0)
+    call()
+    return counters.bytes_by_link().get("dram->hbm", 0) - before
+
+
+@pytest.mark.parametrize("tokens", [6, 10, 25])
+def test_a_decoder_that_fits_stays_beside_its_encoder(tokens: int) -> None:
+    torch.manual_seed(0)
+    model = EncoderDecoder().eval()
+    nbytes = sum(param.nbytes for param in model.parameters())
+    x = torch.randn(2, WIDTH)
+    with (
+        torch.no_grad(),
+        tiermem.TierManager("cpu", hbm=nbytes * 10 // 16, dram=4 * nbytes) as tier,
+    ):
+        tier.wrap(model)
+        found = []
+        for _ in range(4):
+            encoded: list[torch.Tensor] = []
+            found.append(moved_by(tier, lambda: encoded.append(model.encoder(x))))  # noqa: B023
+            found += [
+                moved_by(tier, lambda: model(x, encoded[0]))  # noqa: B023
+                for _ in range(tokens)
+            ]
+        for number, nbytes_up in enumerate(found[2 * (tokens + 1) :]):
+            # the encoder comes up each time, by way of what the decoder leaves
+            assert nbytes_up <= (0 if number % (tokens + 1) else nbytes // 2), number
+
+
+def test_two_models_of_one_manager_share_it_the_same_way() -> None:
+    torch.manual_seed(0)
+    often, seldom = stack().eval(), stack().eval()
+    nbytes = sum(param.nbytes for param in often.parameters())
+    x = torch.randn(2, WIDTH)
+    with (
+        torch.no_grad(),
+        tiermem.TierManager("cpu", hbm=nbytes * 10 // 8, dram=8 * nbytes) as tier,
+    ):
+        tier.wrap(often)
+        tier.wrap(seldom)
+        for number in range(4):
+            moved = [moved_by(tier, lambda: often(x)) for _ in range(12)]
+            moved.append(moved_by(tier, lambda: seldom(x)))
+            if number > 1:
+                assert sum(moved[:-1]) == 0
+                assert moved[-1] <= nbytes
