@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support_nn import same_bits, seed
@@ -218,6 +219,140 @@ class OfCallImpl(Layer):
         """Nothing here."""
 
 
+class Changer:
+    def change(self, weight: torch.Tensor) -> None:
+        scale(weight)
+
+
+class Holder:
+    """Has what writes in a slot."""
+
+    __slots__ = ("changer",)
+
+    def __init__(self) -> None:
+        self.changer = Changer()
+
+
+class OfHolder(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders = {"some": [Holder()]}
+
+    def write(self) -> None:
+        self.holders["some"][0].changer.change(self.weight)
+
+
+class OfClassAttribute(Layer):
+    held = [[Rule()]]  # noqa: RUF012 - as it is to be found
+
+    def write(self) -> None:
+        self.held[0][0].apply(self.weight)
+
+
+def closing_over(rule: Rule) -> Callable[[torch.Tensor], None]:
+    return lambda weight: rule.apply(weight)
+
+
+CLOSED = closing_over(RULE)
+
+
+class OfClosure(Layer):
+    def write(self) -> None:
+        CLOSED(self.weight)
+
+
+class OfObjectAsDefault(Layer):
+    def write(self, rule: Rule = RULE) -> None:
+        rule.apply(self.weight)
+
+
+class OfImport(Layer):
+    def write(self) -> None:
+        from support_writing import Scaler
+
+        Scaler().run(self.weight)
+
+
+class Operated:
+    """Writes by what code calls without a name."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def __matmul__(self, weight: torch.Tensor) -> None:
+        scale(weight)
+
+    def __setitem__(self, index: int, value: float) -> None:
+        scale(self.weights[index])
+
+    def __iter__(self) -> Iterator[int]:
+        scale(self.weights[0])
+        yield 0
+
+    def __enter__(self) -> None:
+        scale(self.weights[0])
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves what was written."""
+
+
+class OfOperated(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operated = Operated()
+        self.operated.weights.append(self.weight)
+
+
+class OfOperator(OfOperated):
+    def write(self) -> None:
+        self.operated @ self.weight
+
+
+class OfItem(OfOperated):
+    def write(self) -> None:
+        self.operated[0] = 1.5
+
+
+class OfIteration(OfOperated):
+    def write(self) -> None:
+        for _ in self.operated:
+            pass
+
+
+class OfObjectEntered(OfOperated):
+    def write(self) -> None:
+        with self.operated:
+            pass
+
+
+class OfOwnOperator(Layer):
+    def __imul__(self, factor: float) -> OfOwnOperator:
+        scale(self.weight)
+        return self
+
+    def write(self) -> None:
+        one = self
+        one *= 1.5
+
+
+class OfArrayThatShares(Layer):
+    def write(self) -> None:
+        found = np.array(self.weight.detach(), copy=None)
+        found *= 1.5
+
+
+class OfArrayOfDimensions(Layer):
+    def write(self) -> None:
+        found = np.atleast_2d(self.weight.detach())
+        found *= 1.5
+
+
+class OfTypedStorage(Layer):
+    def write(self) -> None:
+        weight = self.weight.detach()
+        weight._typed_storage()[weight.storage_offset()] = 1.5
+
+
 class OfGlobalLater(Layer):
     def write(self) -> None:
         if LATER is not None:
@@ -284,6 +419,12 @@ def follow(kind: type[Layer], change: Callable[[nn.Sequential, bool], None]) -> 
         *(OfGlobalDict, OfList, OfMethod, OfGlobalsMethod, OfDefault, OfKeyword, OfText, OfArray),
         *(OfStatic, OfClass, OfMade, OfMadeAndCalled, OfWith, OfFunction, OfSuper, OfSetter),
         *(OfGetter, OfCallImpl),
+        *(OfHolder, OfClassAttribute, OfClosure, OfObjectAsDefault, OfImport),
+        *(OfOperator, OfItem, OfIteration, OfObjectEntered, OfOwnOperator),
+        *(OfArrayThatShares, OfArrayOfDimensions),
+        pytest.param(
+            OfTypedStorage, marks=pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+        ),
     ],
 )
 def test_code_that_is_there_from_the_start(kind: type[Layer]) -> None:
