@@ -3421,6 +3421,13 @@ MUTATIONS = (
                 "test_nn_new_code",
             ),
             (
+                "what is known of a class keeps the modules that its functions have",
+                "nn/compat/writes.py",
+                "    return found is kind\n",
+                "    return True\n",
+                "test_nn_new_code",
+            ),
+            (
                 "objects that are called are not looked at",
                 "nn/compat/writes.py",
                 "isinstance(call, types.FunctionType) and not _trusted(call)",

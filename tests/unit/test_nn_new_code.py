@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from support_nn import same_bits, seed
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations
 
 import tiermem
 
@@ -522,3 +525,33 @@ def test_an_attribute_that_gets_a_tensor_is_no_code(monkeypatch: pytest.MonkeyPa
         )
         model(torch.ones(2, WIDTH))
     assert looked == []
+
+
+def closing_over_a_model() -> nn.Module:
+    held = nn.Linear(WIDTH, WIDTH)
+
+    class Closing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = held
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = held(x)
+            return y
+
+    return Closing()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [closing_over_a_model, lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))],
+)
+def test_what_is_known_of_a_class_keeps_no_module(build: Callable[[], nn.Module]) -> None:
+    """Functions of a class that was made for one module may have that module."""
+    model = nn.Sequential(build())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)(torch.randn(2, WIDTH))
+    gone = [weakref.ref(module) for module in model.modules()]
+    del model
+    gc.collect()
+    assert [module() for module in gone] == [None] * len(gone)

@@ -78,12 +78,17 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 class Places:
-    """Where a look at code found functions: names, and what they stood for."""
+    """Where a look at code found functions: names, and what they stood for.
 
-    __slots__ = ("_found", "_lists")
+    Attributes:
+        known: What is known of classes that nothing but their objects may keep.
+    """
+
+    __slots__ = ("_found", "_lists", "known")
 
     def __init__(self) -> None:
         """Starts with none."""
+        self.known: _Known = {}
         self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, Any]] = {}
         self._lists: dict[int, tuple[list[Any], int]] = {}
 
@@ -133,8 +138,11 @@ class _Look:
         self.places = Places()
 
 
-_known: dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]] = {}
+_Known = dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]]
 """Whether code of a class may write, the names that each function of it speaks of, and where."""
+
+_known: _Known = {}
+"""Of classes that are had by their name."""
 
 
 def may_write_uncounted(
@@ -149,12 +157,13 @@ def may_write_uncounted(
     """
     kind = type(module)
     passed = _SETUP if merging else (*_SETUP, *_MERGES)
-    known = _known.get((kind, merging))
+    knows = _known if _has_name(kind) else places.known if places is not None else {}
+    known = knows.get((kind, merging))
     if known is None or known[2].changed():
         look = _Look(passed)
         may = not _trusted(kind) and _reaches(_methods(kind, look), kind, look, _DEPTH)
         spoken = [frozenset(_names(code)).difference(passed) for code in look.codes]
-        known = _known[kind, merging] = may, spoken, look.places
+        known = knows[kind, merging] = may, spoken, look.places
     may, names_of, found = known
     names = frozenset[str]().union(*names_of)
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -218,6 +227,18 @@ def only_unmerges(module: nn.Module) -> bool:
     """
     merged = getattr(module, "merged_adapters", None)
     return isinstance(merged, list) and not may_write_uncounted(module, merging=False)
+
+
+def _has_name(kind: type) -> bool:
+    """Whether a class is had by its name, and so stays as long as the program.
+
+    Another one, made in a function or by torch for one parametrized module, may have that module
+    or a whole model in what its functions close over.
+    """
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
 
 
 def _trusted(thing: Any) -> bool:
