@@ -3414,6 +3414,20 @@ MUTATIONS = (
                 "test_nn_writes",
             ),
             (
+                "what code calls of objects without a name is not looked at",
+                "nn/compat/writes.py",
+                "(name in _OPERATORS or (",
+                "((",
+                "test_nn_new_code",
+            ),
+            (
+                "what is known of a class keeps the modules that its functions have",
+                "nn/compat/writes.py",
+                "    return found is kind\n",
+                "    return True\n",
+                "test_nn_new_code",
+            ),
+            (
                 "objects that are called are not looked at",
                 "nn/compat/writes.py",
                 "isinstance(call, types.FunctionType) and not _trusted(call)",
@@ -3500,8 +3514,8 @@ MUTATIONS = (
             (
                 "what is called of an object that is made is not looked at",
                 "nn/compat/writes.py",
-                "special = name in _MADE and",
-                "special = False and",
+                "(name in _MADE and own is kind)",
+                "False",
                 "test_nn_new_code",
             ),
             (
@@ -3528,22 +3542,22 @@ MUTATIONS = (
             (
                 "functions in a dictionary are not looked at",
                 "nn/compat/writes.py",
-                "            yield value[name]\n",
-                "            yield from ()\n",
+                "        inside = dict.values(value) if isinstance(value, dict) else value\n",
+                "        inside = () if isinstance(value, dict) else value\n",
                 "test_nn_new_code",
             ),
             (
                 "functions in a list are not looked at",
                 "nn/compat/writes.py",
-                "        yield from filter(_is_called, value[:_MOST])\n",
-                "        yield from ()\n",
+                "        inside = dict.values(value) if isinstance(value, dict) else value\n",
+                "        inside = dict.values(value) if isinstance(value, dict) else ()\n",
                 "test_nn_new_code",
             ),
             (
                 "functions that are defaults are not looked at",
                 "nn/compat/writes.py",
-                "    yield from filter(_is_called, function.__defaults__ or ())\n",
-                "",
+                "held = [*(function.__defaults__ or ()), ",
+                "held = [",
                 "test_nn_new_code",
             ),
             (

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support_nn import same_bits, seed
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations
 
 import tiermem
 
@@ -218,6 +222,140 @@ class OfCallImpl(Layer):
         """Nothing here."""
 
 
+class Changer:
+    def change(self, weight: torch.Tensor) -> None:
+        scale(weight)
+
+
+class Holder:
+    """Has what writes in a slot."""
+
+    __slots__ = ("changer",)
+
+    def __init__(self) -> None:
+        self.changer = Changer()
+
+
+class OfHolder(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.holders = {"some": [Holder()]}
+
+    def write(self) -> None:
+        self.holders["some"][0].changer.change(self.weight)
+
+
+class OfClassAttribute(Layer):
+    held = [[Rule()]]  # noqa: RUF012 - as it is to be found
+
+    def write(self) -> None:
+        self.held[0][0].apply(self.weight)
+
+
+def closing_over(rule: Rule) -> Callable[[torch.Tensor], None]:
+    return lambda weight: rule.apply(weight)
+
+
+CLOSED = closing_over(RULE)
+
+
+class OfClosure(Layer):
+    def write(self) -> None:
+        CLOSED(self.weight)
+
+
+class OfObjectAsDefault(Layer):
+    def write(self, rule: Rule = RULE) -> None:
+        rule.apply(self.weight)
+
+
+class OfImport(Layer):
+    def write(self) -> None:
+        from support_writing import Scaler
+
+        Scaler().run(self.weight)
+
+
+class Operated:
+    """Writes by what code calls without a name."""
+
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def __matmul__(self, weight: torch.Tensor) -> None:
+        scale(weight)
+
+    def __setitem__(self, index: int, value: float) -> None:
+        scale(self.weights[index])
+
+    def __iter__(self) -> Iterator[int]:
+        scale(self.weights[0])
+        yield 0
+
+    def __enter__(self) -> None:
+        scale(self.weights[0])
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves what was written."""
+
+
+class OfOperated(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operated = Operated()
+        self.operated.weights.append(self.weight)
+
+
+class OfOperator(OfOperated):
+    def write(self) -> None:
+        self.operated @ self.weight
+
+
+class OfItem(OfOperated):
+    def write(self) -> None:
+        self.operated[0] = 1.5
+
+
+class OfIteration(OfOperated):
+    def write(self) -> None:
+        for _ in self.operated:
+            pass
+
+
+class OfObjectEntered(OfOperated):
+    def write(self) -> None:
+        with self.operated:
+            pass
+
+
+class OfOwnOperator(Layer):
+    def __imul__(self, factor: float) -> OfOwnOperator:
+        scale(self.weight)
+        return self
+
+    def write(self) -> None:
+        one = self
+        one *= 1.5
+
+
+class OfArrayThatShares(Layer):
+    def write(self) -> None:
+        found = np.array(self.weight.detach(), copy=None)
+        found *= 1.5
+
+
+class OfArrayOfDimensions(Layer):
+    def write(self) -> None:
+        found = np.atleast_2d(self.weight.detach())
+        found *= 1.5
+
+
+class OfTypedStorage(Layer):
+    def write(self) -> None:
+        weight = self.weight.detach()
+        weight._typed_storage()[weight.storage_offset()] = 1.5
+
+
 class OfGlobalLater(Layer):
     def write(self) -> None:
         if LATER is not None:
@@ -284,6 +422,12 @@ def follow(kind: type[Layer], change: Callable[[nn.Sequential, bool], None]) -> 
         *(OfGlobalDict, OfList, OfMethod, OfGlobalsMethod, OfDefault, OfKeyword, OfText, OfArray),
         *(OfStatic, OfClass, OfMade, OfMadeAndCalled, OfWith, OfFunction, OfSuper, OfSetter),
         *(OfGetter, OfCallImpl),
+        *(OfHolder, OfClassAttribute, OfClosure, OfObjectAsDefault, OfImport),
+        *(OfOperator, OfItem, OfIteration, OfObjectEntered, OfOwnOperator),
+        *(OfArrayThatShares, OfArrayOfDimensions),
+        pytest.param(
+            OfTypedStorage, marks=pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+        ),
     ],
 )
 def test_code_that_is_there_from_the_start(kind: type[Layer]) -> None:
@@ -381,3 +525,33 @@ def test_an_attribute_that_gets_a_tensor_is_no_code(monkeypatch: pytest.MonkeyPa
         )
         model(torch.ones(2, WIDTH))
     assert looked == []
+
+
+def closing_over_a_model() -> nn.Module:
+    held = nn.Linear(WIDTH, WIDTH)
+
+    class Closing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = held
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = held(x)
+            return y
+
+    return Closing()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [closing_over_a_model, lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))],
+)
+def test_what_is_known_of_a_class_keeps_no_module(build: Callable[[], nn.Module]) -> None:
+    """Functions of a class that was made for one module may have that module."""
+    model = nn.Sequential(build())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)(torch.randn(2, WIDTH))
+    gone = [weakref.ref(module) for module in model.modules()]
+    del model
+    gc.collect()
+    assert [module() for module in gone] == [None] * len(gone)

@@ -10,10 +10,13 @@ What names stood for is kept, to see that one stands for other code by now.
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -27,6 +30,7 @@ _UNCOUNTED = frozenset(
         "data_ptr",
         "untyped_storage",
         "storage",
+        "_typed_storage",
         "__dlpack__",
         "to_dlpack",
         "from_dlpack",
@@ -37,29 +41,54 @@ _UNCOUNTED = frozenset(
         "asarray",
         "asanyarray",
         "ascontiguousarray",
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
         "from_numpy",
         "_unsafe_preserve_version_counter",
     }
 )
 _BY_TEXT = frozenset({"getattr", "setattr", "attrgetter", "methodcaller", "__getattribute__"})
 _DEPTH = 5
+_HELD = 3
+"""How far what objects have is looked at, and what that has."""
 _MOST = 64
 """Of what a list or dictionary has, which is looked at."""
+_LISTS = (list, tuple, deque)
 _TRUSTED = ("torch", "tiermem")
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
 _MERGES = ("merge", "unmerge")
-_MADE = frozenset({"__init__", "__call__", "__enter__", "__exit__"})
+_MADE = frozenset({"__init__", "__call__"})
 """What code calls of an object that it makes, without a name."""
-_CALLS = frozenset({"forward", "_call_impl"})
+_OPERATORS = frozenset(
+    f"__{way}{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+        *("lshift", "rshift", "and", "xor", "or"),
+    )
+    for way in ("", "r", "i")
+) | {
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__len__", "__bool__"),
+    *("__iter__", "__next__", "__enter__", "__exit__", "__neg__", "__pos__", "__invert__"),
+    *("__lt__", "__le__", "__gt__", "__ge__"),
+}
+"""What code calls of any object without a name."""
+_CALLS = frozenset({"forward", "_call_impl"}) | _OPERATORS
+_IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 class Places:
-    """Where a look at code found functions: names, and what they stood for."""
+    """Where a look at code found functions: names, and what they stood for.
 
-    __slots__ = ("_found", "_lists")
+    Attributes:
+        known: What is known of classes that nothing but their objects may keep.
+    """
+
+    __slots__ = ("_found", "_lists", "known")
 
     def __init__(self) -> None:
         """Starts with none."""
+        self.known: _Known = {}
         self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, Any]] = {}
         self._lists: dict[int, tuple[list[Any], int]] = {}
 
@@ -109,8 +138,11 @@ class _Look:
         self.places = Places()
 
 
-_known: dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]] = {}
+_Known = dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]]
 """Whether code of a class may write, the names that each function of it speaks of, and where."""
+
+_known: _Known = {}
+"""Of classes that are had by their name."""
 
 
 def may_write_uncounted(
@@ -125,12 +157,13 @@ def may_write_uncounted(
     """
     kind = type(module)
     passed = _SETUP if merging else (*_SETUP, *_MERGES)
-    known = _known.get((kind, merging))
+    knows = _known if _has_name(kind) else places.known if places is not None else {}
+    known = knows.get((kind, merging))
     if known is None or known[2].changed():
         look = _Look(passed)
         may = not _trusted(kind) and _reaches(_methods(kind, look), kind, look, _DEPTH)
         spoken = [frozenset(_names(code)).difference(passed) for code in look.codes]
-        known = _known[kind, merging] = may, spoken, look.places
+        known = knows[kind, merging] = may, spoken, look.places
     may, names_of, found = known
     names = frozenset[str]().union(*names_of)
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -196,6 +229,18 @@ def only_unmerges(module: nn.Module) -> bool:
     return isinstance(merged, list) and not may_write_uncounted(module, merging=False)
 
 
+def _has_name(kind: type) -> bool:
+    """Whether a class is had by its name, and so stays as long as the program.
+
+    Another one, made in a function or by torch for one parametrized module, may have that module
+    or a whole model in what its functions close over.
+    """
+    found: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
+
+
 def _trusted(thing: Any) -> bool:
     module = getattr(thing, "__module__", None) or ""
     return module.partition(".")[0] in _TRUSTED
@@ -220,7 +265,7 @@ def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> b
                 continue
             look.codes.add(function.__code__)
             names = set(_names(function.__code__))
-            if names & _UNCOUNTED:
+            if names & _UNCOUNTED or ("array" in names and _has_option(function.__code__, "copy")):
                 return True
             names.difference_update(look.passed)
             callees = chain(
@@ -289,19 +334,31 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _has_option(code: types.CodeType, option: str) -> bool:
+    """Whether code gives an argument of this name (``np.array(weight, copy=None)``)."""
+    return any(
+        option in constant
+        if isinstance(constant, tuple)
+        else isinstance(constant, types.CodeType) and _has_option(constant, option)
+        for constant in code.co_consts
+    )
+
+
 def _callees(
     function: types.FunctionType, names: set[str], kind: type, places: Places
 ) -> Iterator[Any]:
     """Yields what a function may call: methods of the class, globals, what it closes over."""
+    imports = _IMPORT in function.__code__.co_code[::2]
     for name in sorted(names):
         method = getattr(kind, name, None)
         if method is not None and not _trusted(method):
             for base in kind.__mro__:  # one further below may get it later
-                if not _trusted(base):
+                if not _passed_over(base):
                     places.note(base, name)
             yield method
             if isinstance(method, property):
                 yield from _parts(method)
+            yield from _of_object(method, names, places)
             if "super" in names:
                 yield from (vars(b)[name] for b in kind.__mro__[1:] if name in vars(b))
         elif method is None and issubclass(kind, nn.Module):
@@ -309,6 +366,8 @@ def _callees(
                 if name in vars(base) and not _trusted(base):
                     places.note(base, name)
         value = function.__globals__.get(name)
+        if value is None and imports:
+            value = _imported(function, name)
         if isinstance(value, types.ModuleType):
             yield from _of_module(value, names, places)
         elif _is_called(value):
@@ -318,28 +377,53 @@ def _callees(
             yield from _of_object(value, names, places)
         elif name in function.__globals__:  # it may get code
             places.note(function.__globals__, name)
-    yield from filter(_is_called, function.__defaults__ or ())
-    yield from filter(_is_called, (function.__kwdefaults__ or {}).values())
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue  # not filled yet
+        with suppress(ValueError):  # not filled yet
+            held.append(cell.cell_contents)
+    for value in held:
+        yield value
+        yield from _of_object(value, names, places)
 
 
-def _of_object(value: Any, names: Set[str], places: Places) -> Iterator[Any]:
-    """Yields what code may call of an object: what a list has, methods, functions it was given."""
+def _imported(function: types.FunctionType, name: str) -> types.ModuleType | None:
+    """Returns the module of a name that a function imports itself, where it is there by now."""
+    package = function.__globals__.get("__package__") or ""
+    while package:  # it may have been imported from a package further above
+        if (found := sys.modules.get(f"{package}.{name}")) is not None:
+            return found
+        package = package.rpartition(".")[0]
+    return sys.modules.get(name)
+
+
+def _of_object(value: Any, names: Set[str], places: Places, depth: int = _HELD) -> Iterator[Any]:
+    """Yields what code may call of an object.
+
+    Args:
+        value: The object.
+        names: Those that the code speaks of.
+        places: Gets what this went by.
+        depth: How far it is gone into what objects and lists have.
+
+    Yields:
+        What a list or dictionary has, methods, functions that an object was given, and the same of
+        what it has.
+    """
     kind = type(value)
-    if kind in (list, tuple):
+    if kind in _LISTS or isinstance(value, dict):
         if kind is list:
             places.note_list(value)
-        yield from filter(_is_called, value[:_MOST])
-        return
-    if kind is dict:
-        for name in [key for key in islice(value, _MOST) if _is_called(value[key])]:
-            places.note(value, name)
-            yield value[name]
-        return
+        elif kind is dict:
+            for name in [key for key in islice(value, _MOST) if _is_called(value[key])]:
+                places.note(value, name)
+        inside = dict.values(value) if isinstance(value, dict) else value
+        for one in list(islice(inside, _MOST)):
+            if _is_called(one):
+                yield one
+            if depth:
+                yield from _of_object(one, names, places, depth - 1)
+        if kind in _LISTS or kind is dict:
+            return
     if isinstance(value, type):
         yield from _of_class(value, value, names)
         return
@@ -348,12 +432,21 @@ def _of_object(value: Any, names: Set[str], places: Places) -> Iterator[Any]:
     yield from _of_class(kind, value, names)
     given = getattr(value, "__dict__", {})
     for name in sorted(names):
-        if name not in given:
-            if getattr(kind, name, kind) is None:  # the class has a place for it
+        there = getattr(kind, name, kind)
+        if name in given:
+            one = given[name]
+        elif isinstance(there, types.MemberDescriptorType):  # of `__slots__`
+            one = getattr(value, name, None)
+        else:
+            if there is None:  # the class has a place for it
                 places.note(given, name)
-        elif given[name] is None or _is_called(given[name]):
+            continue
+        if name in given and (one is None or _is_called(one)):
             places.note(given, name)
-            yield from () if given[name] is None else (given[name],)
+        if _is_called(one):
+            yield one
+        if depth:
+            yield from _of_object(one, names, places, depth - 1)
 
 
 def _of_class(kind: type, own: Any, names: Set[str]) -> Iterator[Any]:
@@ -367,7 +460,7 @@ def _of_class(kind: type, own: Any, names: Set[str]) -> Iterator[Any]:
     of_modules = issubclass(kind, nn.Module)
     for base in () if _passed_over(kind) else kind.__mro__:
         for name, method in [] if _passed_over(base) else sorted(vars(base).items()):
-            special = name in _MADE and own is kind and not of_modules
+            special = not of_modules and (name in _OPERATORS or (name in _MADE and own is kind))
             applied = name == "forward" and "apply" in names and issubclass(kind, Function)
             if not (name in names or special or applied):
                 continue
@@ -404,3 +497,5 @@ def _of_module(
         elif value is None or _is_called(value):
             places.note(module, name)
             yield from () if value is None else (value,)
+        else:
+            yield from _of_object(value, names, places)

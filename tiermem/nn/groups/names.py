@@ -59,6 +59,18 @@ class HeldDict(dict[str, Any]):
             self._let_go(name)
         return super().pop(name, *default)
 
+    def refuse_outside(self, name: str) -> None:
+        """Refuses, outside of calls, to let a parameter make way for a function of it.
+
+        Args:
+            name: The parameter's, or one that is not managed.
+
+        Raises:
+            ParameterError: If it lives in the tiers.
+        """
+        if name in self.groups and not self.lender.here.inside:
+            raise self._replaced(name)
+
     def _let_go(self, name: str, value: Any = None) -> None:
         """Handles a new tensor for a name: a buffer's may change (``self.mean = mean + x``)."""
         if self.groups[name].block.role is not Role.PARAM:

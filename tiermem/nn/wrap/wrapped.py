@@ -28,6 +28,7 @@ from tiermem.nn.groups.inspect import (
     owners,
     set_apart,
 )
+from tiermem.nn.groups.parametrized import follow_parametrizations
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.passes.runtime import ModuleRuntime
@@ -116,6 +117,7 @@ class WrappedModel:
         around.follow(runtime.backward.reduced)
         follow_transforms()
         follow_profiler()
+        follow_parametrizations()
         try:
             self.runtime.program.models.append(inventory)
             plan = inventory.plan(self.runtime.manager.parts.table.hbm.capacity)
