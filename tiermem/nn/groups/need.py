@@ -69,7 +69,6 @@ class Program:
     Attributes:
         models: The wrapped models, in the order of ``wrap``.
         optimizers: What their optimizers keep.
-        worst_chain: Most bytes of blocks that nested calls of one model hold at once.
     """
 
     def __init__(self, settings: Settings, dtype_for: DtypeFor) -> None:
@@ -83,7 +82,11 @@ class Program:
         self._dtype_for = dtype_for
         self.models: list[Inventory] = []
         self.optimizers: list[Kept] = []
-        self.worst_chain = 0
+
+    @property
+    def worst_chain(self) -> int:
+        """Most bytes of blocks that nested calls of one model hold at once."""
+        return max((model.worst_chain for model in self.models), default=0)
 
     # -- simulation ------------------------------------------------------
 
