@@ -195,9 +195,11 @@ def pick_device(text: str) -> str:
     """Returns the torch device asked for, or the best there is for ``"auto"``.
 
     Raises:
-        ConfigError: If CUDA is asked for and not there.
+        ConfigError: If there is no such device.
     """
     import torch
+
+    from tiermem.given import device_of
 
     if text == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,4 +207,5 @@ def pick_device(text: str) -> str:
         raise ConfigError(f"--device must be auto, cpu or cuda, not {text!r}")
     if text.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu")
+    device_of(text)  # refuses one that is not there
     return text
