@@ -12,7 +12,7 @@ from torch import nn
 from tiermem.config import Home, Policy, Settings
 from tiermem.core.block import Role, align_up
 from tiermem.core.need import Played, least
-from tiermem.errors import StepError
+from tiermem.errors import ConfigError, StepError
 from tiermem.given import Size, default_hbm, device_of, hbm_of
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.shapes import shape_of
@@ -25,10 +25,10 @@ from tiermem.nn.groups.resident import Resident
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
 from tiermem.optim.host.fused import with_fused
-from tiermem.optim.hostpart import Where
+from tiermem.optim.hostpart import Where, check_where
 from tiermem.optim.rules.groups import Params, floating, groups_of, with_defaults
 from tiermem.optim.rules.probe import StateProbe, settings_of
-from tiermem.optim.timing import Overlap
+from tiermem.optim.timing import Overlap, check_overlap
 from tiermem.optim.units.master import master_dtype_of
 from tiermem.optim.units.parted import ELEMENTWISE
 from tiermem.optim.units.plan import kept_of
@@ -110,10 +110,12 @@ def budgets_for(
         WrapError: If the model cannot be wrapped.
         StepError: If the class cannot be tried.
     """
+    check_overlap(overlap)
+    check_where(where, None)
     target = device_of(device)
     limits = _limits(target, hbm, nvme=nvme, policy=policy)
     check_module(model, 0)
-    twins = _Twins(dtype, buffer_dtype)
+    twins = _Twins(floating("dtype", dtype), floating("buffer_dtype", buffer_dtype))
     program = Program(limits, _gradient_dtypes(floating("grad_dtype", grad_dtype)))
     rate = rate_up(files=limits.policy.home(Role.PARAM) == "nvme")
     program.models.append(_inventory(model, twins, blocks, homes, resident, rate))
@@ -130,6 +132,10 @@ def budgets_for(
         return program.play(budget, gradients=stepped is not None, optimizers=kept)
 
     played = play(limits.hbm)
+    if not nvme and any(home == "nvme" for home, _ in played.homes):
+        raise ConfigError(
+            "policy= or homes= puts blocks in tier nvme, and there is none; give nvme=True"
+        )
     dram, on_disk = program.below_hbm(played)
     if stepped is not None and where in ("host", "both"):
         # reserved last, when homes that are "auto" have taken what they find

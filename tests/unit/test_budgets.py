@@ -178,3 +178,22 @@ def test_what_cannot_be_wrapped_is_refused() -> None:
         tiermem.budgets_for(nn.Linear(2, 2, device="meta"), device="cpu", hbm="1MiB")
     with pytest.raises(tiermem.ConfigError, match="hbm is not a size"):
         tiermem.budgets_for(nn.Linear(2, 2), device="cpu", hbm="much")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"overlap": "sideways"}, "overlap='sideways': it is"),
+        ({"where": "moon"}, "where='moon': a step is made on"),
+        ({"dtype": torch.int8}, "dtype must be a floating dtype"),
+        ({"dtype": "bf16"}, "dtype must be a floating dtype"),
+        ({"buffer_dtype": 5}, "buffer_dtype must be a floating dtype"),
+        ({"policy": "nvme"}, "there is none; give nvme=True"),
+        ({"homes": {"0": "nvme"}}, "there is none; give nvme=True"),
+    ],
+    ids=str,
+)
+def test_settings_that_no_run_can_have_are_refused(settings: dict[str, Any], says: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(tiermem.ConfigError, match=says):
+        tiermem.budgets_for(model, torch.optim.SGD, device="cpu", hbm="1MiB", **settings)
