@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import nn
 
 from tiermem.config import Home, Policy, Settings
 from tiermem.core.block import Role, align_up
-from tiermem.core.need import Played
-from tiermem.errors import StepError
+from tiermem.core.need import Played, least
+from tiermem.errors import ConfigError, StepError
 from tiermem.given import Size, default_hbm, device_of, hbm_of
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.shapes import shape_of
@@ -25,10 +25,10 @@ from tiermem.nn.groups.resident import Resident
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
 from tiermem.optim.host.fused import with_fused
-from tiermem.optim.hostpart import Where
+from tiermem.optim.hostpart import Where, check_where
 from tiermem.optim.rules.groups import Params, floating, groups_of, with_defaults
 from tiermem.optim.rules.probe import StateProbe, settings_of
-from tiermem.optim.timing import Overlap
+from tiermem.optim.timing import Overlap, check_overlap
 from tiermem.optim.units.master import master_dtype_of
 from tiermem.optim.units.parted import ELEMENTWISE
 from tiermem.optim.units.plan import kept_of
@@ -110,10 +110,12 @@ def budgets_for(
         WrapError: If the model cannot be wrapped.
         StepError: If the class cannot be tried.
     """
+    check_overlap(overlap)
+    check_where(where, None)
     target = device_of(device)
     limits = _limits(target, hbm, nvme=nvme, policy=policy)
     check_module(model, 0)
-    twins = _Twins(dtype, buffer_dtype)
+    twins = _Twins(floating("dtype", dtype), floating("buffer_dtype", buffer_dtype))
     program = Program(limits, _gradient_dtypes(floating("grad_dtype", grad_dtype)))
     rate = rate_up(files=limits.policy.home(Role.PARAM) == "nvme")
     program.models.append(_inventory(model, twins, blocks, homes, resident, rate))
@@ -125,14 +127,23 @@ def budgets_for(
         stepped = _Stepped(groups, optimizer_class(cls), settings, master_dtype)
         held = overlap not in (False, "auto")  # so that steps need room beside what a forward holds
         kept.append(stepped.kept(target, overlap=held, elementwise=where != "host"))
-    played = program.play(limits.hbm, gradients=stepped is not None, optimizers=kept)
+
+    def play(budget: int) -> Played:
+        return program.play(budget, gradients=stepped is not None, optimizers=kept)
+
+    played = play(limits.hbm)
+    if not nvme and any(home == "nvme" for home, _ in played.homes):
+        raise ConfigError(
+            "policy= or homes= puts blocks in tier nvme, and there is none; give nvme=True"
+        )
     dram, on_disk = program.below_hbm(played)
     if stepped is not None and where in ("host", "both"):
-        dram += _beside_host_steps(stepped, played, in_files=nvme)
+        # reserved last, when homes that are "auto" have taken what they find
+        beside: tuple[Home, int] = "dram", _beside_host_steps(stepped, played, in_files=nvme)
+        dram, _ = program.below_hbm(replace(played, homes=[*played.homes, beside]))
     everything = sum(nbytes for _, nbytes in played.homes)
-    return Budgets(
-        limits.hbm, played.hbm(), everything, align_up(dram), on_disk, available_memory()
-    )
+    least_hbm = _least_hbm(play, limits.hbm)
+    return Budgets(limits.hbm, least_hbm, everything, align_up(dram), on_disk, available_memory())
 
 
 def _limits(
@@ -153,6 +164,14 @@ def _limits(
         policy=Policy.of(policy),
         prefetch_depth="auto",
     )
+
+
+def _least_hbm(play: Callable[[int], Played], hbm: int) -> int:
+    """Returns the least budget of HBM that does with the blocks that it has itself."""
+    needed = play(hbm).hbm()
+    if needed > hbm:
+        return least(lambda budget: play(budget).hbm(), hbm)
+    return min(least(lambda budget: play(budget).hbm(), needed), hbm)
 
 
 def _beside_host_steps(stepped: _Stepped, played: Played, *, in_files: bool) -> int:

@@ -37,6 +37,10 @@ def device_of(device: str | torch.device) -> torch.device:
             )
         if ":" not in str(where):  # no index given: the current one
             where = torch.device("cuda", torch.cuda.current_device())
+        count = torch.cuda.device_count()
+        if where.index >= count:
+            last = f"cuda:{count - 1}"
+            raise ConfigError(f"device={device!r}: the last CUDA device that torch sees is {last}")
     return where
 
 

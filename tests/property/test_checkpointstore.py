@@ -152,12 +152,17 @@ def copied(folder: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_file_that_is_cut_short(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_file_that_is_cut_short(folder: Path, tmp_path: Path, before: bool) -> None:
+    """The error names that, not the disk, also where the bytes had been read before."""
     own = copied(folder, tmp_path)
+    ranges = [SourceRange(0, 0, 5 * PAGE, 0)]
     with Reads(own) as reads:
+        if before:
+            reads.read(ranges, 5 * PAGE)
         os.truncate(own / "0.bin", 2 * PAGE)
-        with pytest.raises(StorageError, match=r"0\.bin"):
-            reads.read([SourceRange(0, 0, 5 * PAGE, 0)], 5 * PAGE)
+        with pytest.raises(StorageError, match=r"changed since it was opened; load .*0\.bin"):
+            reads.read(ranges, 5 * PAGE)
 
 
 def test_a_file_that_is_written_before_its_first_read(folder: Path, tmp_path: Path) -> None:

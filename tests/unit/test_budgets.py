@@ -139,8 +139,61 @@ def test_nothing_is_moved_and_the_least_of_hbm_is_said() -> None:
     ).dram  # fmt: skip
 
 
+def test_the_least_of_hbm_is_with_the_blocks_that_it_has_itself() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)) for _ in range(5)]
+    model = nn.Sequential(nn.Embedding(131, 64), *layers, nn.Linear(64, 131))
+    policy = {"params": "dram", "grads": "hbm", "optimizer": "dram"}
+
+    def said(hbm: int) -> tiermem.Budgets:
+        cls = torch.optim.Adam
+        return tiermem.budgets_for(model, cls, device="cpu", hbm=hbm, policy=policy, amsgrad=True)
+
+    for hbm in (64 << 10, 4 << 20):
+        least = said(hbm).least_hbm
+        assert (least > hbm) == (hbm == 64 << 10)
+        assert said(least).least_hbm <= least
+    with opened(said(least), policy) as tier:
+        optimizer = tier.optimizer(tier.wrap(model), torch.optim.Adam, amsgrad=True)
+        model(torch.arange(4)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["host", "both"])
+def test_steps_on_the_host_have_room_beside_homes_that_take_all_they_find(
+    tmp_path: Path, where: Any
+) -> None:
+    policy = {"params": "auto", "grads": "nvme", "optimizer": "nvme"}
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(11)])
+    settings = {"momentum": 0.9, "where": where}
+    found = tiermem.budgets_for(
+        model, torch.optim.SGD, device="cpu", hbm="256KiB", nvme=True, policy=policy, **settings
+    )
+    with opened(found, policy, nvme=tmp_path, nvme_bytes=found.nvme_bytes) as tier:
+        tier.optimizer(tier.wrap(model), torch.optim.SGD, **settings)
+
+
 def test_what_cannot_be_wrapped_is_refused() -> None:
     with pytest.raises(tiermem.WrapError, match="meta"):
         tiermem.budgets_for(nn.Linear(2, 2, device="meta"), device="cpu", hbm="1MiB")
     with pytest.raises(tiermem.ConfigError, match="hbm is not a size"):
         tiermem.budgets_for(nn.Linear(2, 2), device="cpu", hbm="much")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"overlap": "sideways"}, "overlap='sideways': it is"),
+        ({"where": "moon"}, "where='moon': a step is made on"),
+        ({"dtype": torch.int8}, "dtype must be a floating dtype"),
+        ({"dtype": "bf16"}, "dtype must be a floating dtype"),
+        ({"buffer_dtype": 5}, "buffer_dtype must be a floating dtype"),
+        ({"policy": "nvme"}, "there is none; give nvme=True"),
+        ({"homes": {"0": "nvme"}}, "there is none; give nvme=True"),
+    ],
+    ids=str,
+)
+def test_settings_that_no_run_can_have_are_refused(settings: dict[str, Any], says: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(tiermem.ConfigError, match=says):
+        tiermem.budgets_for(model, torch.optim.SGD, device="cpu", hbm="1MiB", **settings)

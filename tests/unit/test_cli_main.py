@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from tiermem import cli
 from tiermem.cli import plan
@@ -55,6 +56,12 @@ def test_version(capsys) -> None:
         ["train", "--data", "/nowhere/at/all"],
         ["bench", "--repeat", "0"],
         ["bench", "--size", "0"],
+        ["bench", "--device", "cpu:x"],
+        ["plan", "--hbm", "1", "--dram", "1", "--width", "9" * 400],
+        ["plan", "--hbm", "1", "--dram", "1", "--params", "7B", "--layers", "9" * 400],
+        ["train", "--width", "9" * 30],
+        ["train", "--layers", "99999999999"],
+        ["train", "--batch", "9" * 30],
     ],
 )
 def test_bad_options_give_one_line_and_status_2(line, capsys) -> None:
@@ -72,6 +79,28 @@ def test_tier_errors_are_one_line(monkeypatch, capsys) -> None:
     assert cli.main(["plan", "--hbm", "1", "--dram", "1"]) == 2
     err = capsys.readouterr().err
     assert "layer.3" in err and "errno 5" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["of the host", "of a device", "of python"])
+def test_out_of_memory_is_one_line(monkeypatch, capsys, kind: str) -> None:
+    def fail(arguments: object) -> int:
+        if kind == "of the host":
+            torch.empty(1 << 50)
+        raise MemoryError if kind == "of python" else torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(plan, "run", fail)
+    assert cli.main(["plan", "--hbm", "1", "--dram", "1"]) == 2
+    err = capsys.readouterr().err
+    assert "out of memory" in err and "smaller" in err and err.count("\n") == 1
+
+
+def test_other_errors_are_not_hidden(monkeypatch) -> None:
+    def fail(arguments: object) -> int:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(plan, "run", fail)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        cli.main(["plan", "--hbm", "1", "--dram", "1"])
 
 
 def test_ctrl_c_is_130(monkeypatch, capsys) -> None:

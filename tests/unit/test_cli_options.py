@@ -71,6 +71,14 @@ def test_cuda_that_is_not_there(monkeypatch) -> None:
         pick_device("cuda")
 
 
+def test_a_device_past_the_last_one(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1") == "cuda:1"
+    with pytest.raises(ConfigError, match="the last CUDA device that torch sees is cuda:1"):
+        pick_device("cuda:2")
+
+
 def test_errors_name_options() -> None:
     message = "give hbm= at least 4096 and nvme_bytes= at least 9, or nvme=folder (alone hbm=12)"
     assert with_options(message) == (

@@ -6,6 +6,7 @@ import copy
 import errno
 import gc
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,18 @@ def test_once_there_is_room_it_comes_back(tmp_path: Path, monkeypatch: pytest.Mo
     tier.close()
     assert_ordinary(model)
     assert_same(dict(plain.state_dict()), dict(model.state_dict()), "state")
+
+
+def test_too_many_open_files_keep_no_model(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    tier = tiermem.TierManager(device="cpu", hbm="4MiB", dram="4MiB", nvme=tmp_path, policy="nvme")
+    model = tier.wrap(build())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        tier.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert_same(dict(build().state_dict()), dict(model.state_dict()), "state")
 
 
 def test_an_error_on_the_way_out_hides_no_other(

@@ -252,3 +252,18 @@ def test_what_stays_is_in_the_least_budget() -> None:
         rows = [row for row in tier.residency() if row.role in ("grad", "optimizer")]
         assert rows and all(row.home == "hbm" for row in rows)
         assert "hbm->dram" not in tier.stats().links
+
+
+def test_what_stays_leaves_room_for_what_a_call_holds_or_is_refused_before_anything_moves() -> None:
+    model = made()
+    tiermem.add_adapters(model, tiermem.Lora(r=16, target_modules="all-linear"))
+    params = [param for param in model.parameters() if param.requires_grad]
+    settings = {"device": "cpu", "policy": "dram"}
+    found = tiermem.budgets_for(model, torch.optim.AdamW, params, hbm="64KiB", **settings)
+    least = tiermem.budgets_for(
+        model, torch.optim.AdamW, params, hbm=found.least_hbm, **settings
+    ).least_hbm
+    with tiermem.TierManager(hbm=least - 4096, dram=found.dram, **settings) as tier:
+        tier.wrap(model)
+        with pytest.raises(tiermem.CapacityError, match=f"give hbm= at least {least}"):
+            tier.optimizer(params, torch.optim.AdamW)

@@ -172,6 +172,15 @@ def test_a_model_that_was_refused_or_taken_out_counts_no_more(tiers: Any) -> Non
     assert asked == named(refused(lambda: tiers(hbm=first["hbm"], dram="1MiB").wrap(large)))
 
 
+def test_what_calls_of_a_model_that_was_taken_out_held_counts_no_more(tiers: Any) -> None:
+    tier = tiers(hbm=160 << 10, policy={"params": "dram", "grads": "dram", "optimizer": "hbm"})
+    tier.unwrap(tier.wrap(nn.Linear(180, 180)))  # 127 KiB of the 160
+    model = tier.wrap(build())
+    optimizer = tier.optimizer(model, torch.optim.SGD, momentum=0.9, overlap="forward")
+    model(data()).sum().backward()
+    optimizer.step()
+
+
 def test_what_is_asked_for_is_not_too_much(tiers: Any) -> None:
     """A page less is refused, of each budget."""
     asked = named(refused(lambda: tiers(dram=4096, policy="dram").wrap(build())))

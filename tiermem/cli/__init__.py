@@ -75,6 +75,16 @@ def _main(argv: Sequence[str] | None) -> int:
         text = with_options(str(error))
         print(f"tiermem {arguments.command}: error: {text}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        first = str(error).partition("\n")[0]
+        print(
+            f"tiermem {arguments.command}: error: out of memory: {first}; give smaller sizes, or "
+            "free memory",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         print(f"\ntiermem {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -89,3 +99,11 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"tiermem {arguments.command}: error: {error.strerror}", file=sys.stderr)
         sys.stdout = None
         return 2
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory is what an error is about; torch has no class of its own for the host's."""
+    import torch
+
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)

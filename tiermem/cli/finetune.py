@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiermem.cli.options import (
     activation_options,
+    check_whole,
     out_folder,
     parse_depth,
     pick_device,
@@ -121,10 +122,8 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
                 "with --checkpoint"
             )
     for name in ("batch", "accumulate", "steps"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
-    if arguments.context < 2:
-        raise ConfigError(f"--context must be at least 2, not {arguments.context}")
+        check_whole(name, getattr(arguments, name))
+    check_whole("context", arguments.context, 2)
     for name in ("lr", "clip", "loss_chunks"):
         if not getattr(arguments, name) >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")

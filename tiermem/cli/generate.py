@@ -12,7 +12,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from tiermem.cli.options import parse_seed, pick_device, read_budget
+from tiermem.cli.options import check_whole, parse_seed, pick_device, read_budget
 from tiermem.cli.plan import add_speed_arguments, read_speeds
 from tiermem.config import format_size
 from tiermem.errors import CapacityError, ConfigError
@@ -87,8 +87,7 @@ def read_sampling(arguments: argparse.Namespace) -> Sampling:
     """
     from tiermem.cli.generation import Sampling
 
-    if arguments.max_new_tokens < 1:
-        raise ConfigError(f"--max-new-tokens must be at least 1, not {arguments.max_new_tokens}")
+    check_whole("max-new-tokens", arguments.max_new_tokens)
     if not 0 <= arguments.temperature < float("inf"):
         raise ConfigError(f"--temperature must be a number from 0 on, not {arguments.temperature}")
     return Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed)

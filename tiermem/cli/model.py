@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tiermem.cli.options import MOST, check_whole
 from tiermem.errors import ConfigError
 from tiermem.nn.loss import chunked_cross_entropy
 
@@ -42,8 +43,11 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} must be at least 1, not {getattr(self, name)}")
+            check_whole(name, getattr(self, name))
+        if self.parameters > MOST:
+            raise ConfigError(
+                f"the model has more than {MOST} parameters: give a smaller --layers or --width"
+            )
         if self.width % self.heads:
             raise ConfigError(f"--width {self.width} is not a multiple of --heads {self.heads}")
 

@@ -22,6 +22,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
+MOST = 1 << 40
+"""The largest number of layers, tokens, steps and their like that an option takes."""
+
 _SETTING = re.compile(r"\b(hbm|dram|nvme|nvme_bytes|policy|prefetch_depth)= ?")
 _MANAGER = re.compile(r"\bTierManager\(([^()]*)\)")
 
@@ -62,6 +65,25 @@ def parse_seed(text: str) -> int:
     if not -(1 << 63) <= seed < 1 << 64:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 64 bits")
     return seed
+
+
+def check_whole(name: str, value: int, least: int = 1) -> None:
+    """Refuses a whole number that no run can have; one of hundreds of digits is no number of C's.
+
+    Args:
+        name: The option without dashes at its beginning, for the message.
+        value: What the user wrote.
+        least: The least that it may be.
+
+    Raises:
+        ConfigError: If it is less than ``least``, or too large.
+    """
+    if value < least:
+        raise ConfigError(f"--{name} must be at least {least}, not {value}")
+    if value > MOST:
+        raise ConfigError(
+            f"--{name} must be at most {MOST}, not a number of {value.bit_length()} bits"
+        )
 
 
 def parse_count(text: str | float, name: str = "count") -> float:
@@ -195,9 +217,11 @@ def pick_device(text: str) -> str:
     """Returns the torch device asked for, or the best there is for ``"auto"``.
 
     Raises:
-        ConfigError: If CUDA is asked for and not there.
+        ConfigError: If there is no such device.
     """
     import torch
+
+    from tiermem.given import device_of
 
     if text == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,4 +229,5 @@ def pick_device(text: str) -> str:
         raise ConfigError(f"--device must be auto, cpu or cuda, not {text!r}")
     if text.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device; use --device cpu")
+    device_of(text)  # refuses one that is not there
     return text

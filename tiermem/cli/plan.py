@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict
 
 from tiermem.cli.forecast import STATES, Forecast, Machine, Workload, forecast
-from tiermem.cli.options import parse_bytes, parse_count
+from tiermem.cli.options import check_whole, parse_bytes, parse_count
 from tiermem.config import format_size
 from tiermem.errors import ConfigError
 
@@ -72,15 +72,13 @@ def read_workload(arguments: argparse.Namespace) -> Workload:
     Raises:
         ConfigError: If one cannot be used.
     """
-    if arguments.layers < 1:
-        raise ConfigError(f"--layers must be at least 1, not {arguments.layers}")
+    check_whole("layers", arguments.layers)
     if (arguments.params is None) == (arguments.width is None):
         raise ConfigError("give either --params or --width (with --layers)")
     if arguments.params is not None:
         parameters = parse_count(arguments.params, "--params")
-    elif arguments.width < 1:
-        raise ConfigError(f"--width must be at least 1, not {arguments.width}")
     else:
+        check_whole("width", arguments.width)
         parameters = float(arguments.layers * 12 * arguments.width**2)
     return Workload(
         parameters=parameters,

@@ -25,6 +25,7 @@ from tiermem.cli import finetune
 from tiermem.cli.options import (
     activation_options,
     add_activation_arguments,
+    check_whole,
     out_folder,
     parse_bytes,
     parse_depth,
@@ -316,8 +317,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         )
     heads = usual_heads(arguments.width) if arguments.heads is None else arguments.heads
     for name in ("batch", "accumulate", "steps"):
-        if getattr(arguments, name) < 1:
-            raise ConfigError(f"--{name} must be at least 1, not {getattr(arguments, name)}")
+        check_whole(name, getattr(arguments, name))
     if arguments.loss_chunks < 0:
         raise ConfigError(f"--loss-chunks must not be negative, not {arguments.loss_chunks}")
     if not 0 <= arguments.lr < math.inf:

@@ -237,6 +237,10 @@ class CheckpointStore:
         entry = self.written(extent, piece)
         if entry.checksum is not None:
             return ""  # the bytes themselves are compared
+        return self.cause(piece)
+
+    def cause(self, piece: Piece) -> str:
+        """Returns that the file of a piece was changed or cannot be seen; empty where neither."""
         try:
             now = _Identity.of(self._fds[self._own(piece.file)])
         except OSError as error:

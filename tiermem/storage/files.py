@@ -93,6 +93,9 @@ class FileStore(Protocol):
     def refusal(self, extent: Extent, piece: Piece) -> str:
         """Returns why a piece cannot be read; empty where it can."""
 
+    def cause(self, piece: Piece) -> str:
+        """Returns what is known of why a read has failed beside its errno; empty for nothing."""
+
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
         """Returns the index entry of a piece; None where it was not written in whole."""
 
@@ -144,6 +147,12 @@ class JoinedFiles:
     def refusal(self, extent: Extent, piece: Piece) -> str:
         """See :class:`FileStore`."""
         return self._of(extent).refusal(extent, piece)
+
+    def cause(self, piece: Piece) -> str:
+        """See :class:`FileStore`."""
+        if self._swap is not None and piece.file < len(self._swap.fds):
+            return self._swap.cause(piece)
+        return self._sources.cause(piece)
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
         """See :class:`FileStore`."""

@@ -309,6 +309,10 @@ class SwapFile:
             return ""
         return "the file holds no whole data there: never written, or its last write failed"
 
+    def cause(self, piece: Piece) -> str:
+        """Returns nothing: no other program reaches a file without a name."""
+        return ""
+
     def keep_sum(self, extent: Extent, piece: Piece, checksum: int) -> None:
         """Does nothing: checksums are those of writes."""
 

@@ -50,6 +50,7 @@ class Inventory:
         resident: Which parameters stay in HBM, with their gradients and state.
         rate: Bytes a second at which weights are expected to come to HBM, by default from DRAM.
         trained: Whether most of its weights will be trained.
+        worst_chain: Most bytes of blocks that nested calls hold at once; 0 before they are made.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Inventory:
         elements = [(f.tensor.numel(), f.tensor.requires_grad) for f in params]
         most = sum(number for number, _ in elements) // 2
         self.trained = model.training and sum(n for n, grad in elements if grad) > most
+        self.worst_chain = 0
         self._first: tuple[list[str], BlockPlan] | None = None
 
     def shape(self, found: Found) -> TensorShape:

@@ -69,7 +69,6 @@ class Program:
     Attributes:
         models: The wrapped models, in the order of ``wrap``.
         optimizers: What their optimizers keep.
-        worst_chain: Most bytes of blocks that nested calls of one model hold at once.
     """
 
     def __init__(self, settings: Settings, dtype_for: DtypeFor) -> None:
@@ -83,7 +82,11 @@ class Program:
         self._dtype_for = dtype_for
         self.models: list[Inventory] = []
         self.optimizers: list[Kept] = []
-        self.worst_chain = 0
+
+    @property
+    def worst_chain(self) -> int:
+        """Most bytes of blocks that nested calls of one model hold at once."""
+        return max((model.worst_chain for model in self.models), default=0)
 
     # -- simulation ------------------------------------------------------
 
@@ -427,6 +430,23 @@ def _refusal(error: CapacityError, budgets: dict[str, int], more: str = "") -> C
     return refused
 
 
+def check_calls(runtime: Passes) -> None:
+    """Refuses budgets in which what stays in HBM leaves no room for what nested calls hold.
+
+    Raises:
+        CapacityError: Naming the least budget of HBM.
+    """
+    table = runtime.manager.parts.table
+    fixed, held = table.fixed_nbytes(), runtime.program.worst_chain
+    if held and not runtime.manager.can_hold(fixed + held):
+        raise CapacityError(
+            f"forward cannot run in tier hbm with a budget of {format_size(table.hbm.capacity)}: "
+            f"what a call holds ({format_size(held)}) comes beside what stays there "
+            f"({format_size(fixed)})",
+            f"give hbm= at least {fixed + held}",
+        )
+
+
 def check_gradients(runtime: Passes) -> list[GradUnit]:
     """Refuses budgets in which a backward could not run; homes of all gradients are reserved.
 
@@ -446,6 +466,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
         loose = [b for u in units.values() for b in u.blocks if not table[b.id].fixed]
         largest = max(loose, key=lambda block: block.nbytes, default=None)
         if largest is None:
+            check_calls(runtime)
             return made
         need = table.fixed_nbytes() + runtime.program.worst_chain + largest.nbytes
         if not runtime.manager.can_hold(need):

@@ -303,7 +303,10 @@ def _check_room(leaving: Sequence[Leaving]) -> None:
         CapacityError: Naming the models and their bytes.
     """
     needed = sum(each.host_bytes() for each in leaving)
-    available = available_memory()
+    try:
+        available = available_memory()
+    except OSError:  # too many open files: not knowing keeps no model here
+        return
     if needed <= available:
         return
     names = ", ".join(f"{each.wrapped.name!r} ({format_size(each.nbytes())})" for each in leaving)

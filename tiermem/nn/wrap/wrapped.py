@@ -130,7 +130,7 @@ class WrappedModel:
             self.dicts = StateDicts(
                 model, self.runtime.manager, self.modules.group_of, self.resident
             )
-            self._check_hbm()
+            self._check_hbm(inventory)
             self._move_in(sources)
             self._inventory = inventory
             self._install()
@@ -226,15 +226,18 @@ class WrappedModel:
                 group.entries.append(entry)
         self.entries.extend(group.entries)
 
-    def _check_hbm(self) -> None:
+    def _check_hbm(self, inventory: Inventory) -> None:
         """Refuses a device budget in which the model could not run.
+
+        Args:
+            inventory: Of the model; it is told what calls hold.
 
         Raises:
             CapacityError: Naming the largest block of the worst moment, and the least budget.
         """
         fixed = self.runtime.manager.parts.table.fixed_nbytes()
         worst, chain = self.modules.worst_chain()
-        self.runtime.program.worst_chain = max(self.runtime.program.worst_chain, worst)
+        inventory.worst_chain = worst
         least = fixed + worst
         if not chain or self.runtime.manager.can_hold(least):
             return

@@ -14,7 +14,7 @@ from tiermem.core.layout import TensorShape, pack, packed_nbytes
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.entry import Entry
-from tiermem.nn.groups.need import Kept, check_gradients
+from tiermem.nn.groups.need import Kept, check_calls, check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.probe import Make, StateProbe, settings_of
 from tiermem.optim.units.cutting import in_parts, lay_out_gradients, loose_nbytes
@@ -285,6 +285,7 @@ def _reserve(
     wanted.hand_out(blocks)
     try:
         _check_step(runtime, units, runtime.program.worst_chain if overlap else 0)
+        check_calls(runtime)
         stepped = {e.group.block.id: e.group.block for unit in units for e in unit.entries}
         runtime.manager.make_writable(list(stepped.values()))
     except (CapacityError, StorageError):

@@ -311,7 +311,10 @@ class Pieces:
             chunk.on_disk = False
             job = chunk.job
             if completion.errno:
-                what = "read failed" if job.transfer.is_read else "write failed"
+                what = "write failed"
+                if job.transfer.is_read:
+                    cause = self._store.cause(chunk.piece)
+                    what = f"read failed: {cause}" if cause else "read failed"
                 self._stop(job, self._error(job, chunk.piece, what, completion.errno))
             elif job.transfer.is_read:
                 self.counters.bytes_read += chunk.piece.nbytes
