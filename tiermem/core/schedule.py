@@ -24,7 +24,11 @@ SOFT = 2
 """Blocks that backward does not let go yet when it comes to another one."""
 
 MOST_PASSES = 6
-"""Passes that are foreseen, the one under way among them."""
+"""Passes that are foreseen, the one under way among them; more where they have few uses."""
+
+_FEW_USES = 64
+"""Uses that are foreseen, at least, in as many passes: layers that are called one by one."""
+_MOST_CACHED = 96
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
@@ -193,6 +197,7 @@ class Planner:
         self._guessed: set[Hashable] = set()
         self._after: dict[tuple[Hashable, ...], Hashable] = {}
         self._history: list[Hashable] = []
+        self._foreseen: list[Hashable] = []  # from the pass under way on
         self._trace: Trace | None = None
         self._cache: dict[tuple[Hashable, ...], Schedule] = {}
         self.schedule = Schedule(())
@@ -246,6 +251,7 @@ class Planner:
         self._again = key if again else None
         self._far = NEVER
         self.doubt //= 2
+        self._foreseen = self._foreseen[1:] if self._foreseen[1:2] == [key] else []
         for length in _CONTEXTS:
             if len(self._history) >= length:
                 self._learn(tuple(self._history[-length:]), key)
@@ -355,21 +361,25 @@ class Planner:
 
     def _learn(self, context: tuple[Hashable, ...], key: Hashable) -> None:
         """Remembers what followed; contexts that have not been met for long are dropped."""
-        self._after.pop(context, None)
+        if self._after.pop(context, None) != key:
+            self._foreseen.clear()  # something else may be known of the future now
         self._after[context] = key
         if len(self._after) > _MOST_CONTEXTS:
             del self._after[next(iter(self._after))]
 
     def _foresee(self) -> Schedule:
         """Strings together this pass and those expected after it, about two rounds."""
-        history = list(self._history)
-        keys = [history[-1]]
-        while len(keys) < MOST_PASSES:
+        keys = self._foreseen or [self._history[-1]]
+        history, known = [*self._history, *keys[1:]], self._known
+        uses = sum(len(known.get(key, ())) for key in keys)
+        while len(keys) < MOST_PASSES or (uses < _FEW_USES and len(keys) < _FEW_USES):
             following = self._successor(history)
             if following is None:
                 break
             keys.append(following)
             history.append(following)
+            uses += len(known.get(following, ()))
+        self._foreseen = keys
         name = tuple(keys)
         cached = self._cache.get(name)
         if cached is None:
@@ -379,7 +389,7 @@ class Planner:
                 passes.append((len(order), key))
                 order.extend(self._known.get(key, ()))
             cached = self._cache[name] = Schedule(order, passes)
-            if len(self._cache) > 32:
+            if len(self._cache) > _MOST_CACHED:
                 self._cache.pop(next(iter(self._cache)))
         return cached
 

@@ -258,7 +258,8 @@ class PlanMaker:
         do blocks that most of the passes do not use (an encoder, beside its decoder's passes).
         """
         if sum(sizes.values()) <= room:
-            return self._share(schedule, sizes, room, compute, fetch, beside)
+            plan = self._share(schedule, sizes, room, compute, fetch, beside)
+            return self._with_those_before(plan, sizes, room)
         held = seen_held & sizes.keys()
         if 2 * sum(map(sizes.__getitem__, held)) > room >= 2 * max(map(sizes.__getitem__, held)):
             held = set()  # one after the other, each while a few others are used
@@ -281,6 +282,17 @@ class PlanMaker:
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
         parks = plan.parks and in_dram is not None
         return Plan(residents, reserve, slot, in_dram, parks)
+
+    def _with_those_before(self, plan: Plan, sizes: dict[int, int], room: int) -> Plan:
+        """Returns a plan with which all stays, with what has stayed until now if that fits as well.
+
+        It may come again later than is foreseen.
+        """
+        records = map(self._parts.table.get, self._parts.evictor.residents - sizes.keys())
+        before = {r.block.id: align_up(r.block.nbytes) for r in records if r and not r.fixed}
+        if not before or sum(before.values()) + sum(sizes.values()) > room:
+            return plan
+        return replace(plan, residents=plan.residents.union(before))
 
     def _share(
         self,
