@@ -699,6 +699,88 @@ _ELSEWHERE = (
         "",
         ("tests/unit/test_runtime_saved.py",),
     ),
+    *(
+        Mutation(f"rounds: {name}", f"tiermem/{file}", old, new, (f"tests/unit/{test}.py",))
+        for name, file, old, new, test in (
+            (
+                "a block that backward is at leaves",
+                "runtime/placement/evictor.py",
+                "best.cost < WANTED",
+                "best.cost < FAILING",
+                "test_nn_first_backward",
+            ),
+            (
+                "a backward with steps is guessed by the order of forward",
+                "nn/passes/backward.py",
+                "if not planner.knows(key) and",
+                "if planner.knows(key) and",
+                "test_nn_first_backward",
+            ),
+            (
+                "with another backward it is forgotten that there were steps",
+                "optim/ahead.py",
+                "            self._made_any = self._ready = False\n",
+                "        self._made_any = self._ready = False\n",
+                "test_nn_first_backward",
+            ),
+            (
+                "a block is guessed to be used once in the first backward",
+                "nn/passes/backward.py",
+                "_USES = 3",
+                "_USES = 1",
+                "test_nn_first_backward",
+            ),
+            (
+                "a checkpoint's stop keeps a weight",
+                "nn/passes/saved.py",
+                "            del tensor  # its stop",
+                "            # its stop",
+                "test_nn_first_backward",
+            ),
+            (
+                "shadows are reserved in the second backward",
+                "optim/ahead.py",
+                "            if may_begin and self._habit.expects",
+                "            if not may_begin and self._habit.expects",
+                "test_optim_ahead",
+            ),
+            (
+                "steps are made ahead of a scale that is undone",
+                "optim/ahead.py",
+                "and not self._runtime.grads.norms.scale.changes",
+                "and True",
+                "test_optim_ahead",
+            ),
+            (
+                "what is seldom used stays",
+                "core/schedule.py",
+                "if _SELDOM * count <= most",
+                "if most < _SELDOM * count <= most",
+                "test_runtime_seldom",
+            ),
+            (
+                "six passes are foreseen however short",
+                "core/schedule.py",
+                "(uses < _FEW_USES and len(keys) < _FEW_USES)",
+                "False",
+                "test_runtime_one_by_one",
+            ),
+            (
+                "what is not foreseen gives its place up where all fit",
+                "runtime/lookahead/plan_maker.py",
+                "        return replace(plan, residents=plan.residents.union(before))",
+                "        return plan",
+                "test_runtime_one_by_one",
+            ),
+        )
+    ),
+    Mutation(
+        "adam: later steps are not tried in the first",
+        "tiermem/optim/rules/adamstep.py",
+        "            _try_early(optimizer, group, first)\n",
+        "            pass\n",
+        _ADAM,
+    ),
     Mutation(
         "adam: fused=False counts as foreach",
         "tiermem/optim/rules/torchsteps.py",

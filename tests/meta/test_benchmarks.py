@@ -346,6 +346,13 @@ def test_calls(tmp_path) -> None:
     assert row["equal"] is True and row["later"] > 0 and row["first of later"] > 0
 
 
+def test_rounds(tmp_path) -> None:
+    line = "layers --device cpu --set tiny --tokens 8 --micro-batches 2 --rounds 3 --out out.json"
+    (row,) = check_rows(run("bench_rounds.py", tmp_path, *line.split()), "GB", "in HBM ms, last")
+    assert row["equal"] is True and row["backwards"] == 2
+    assert all(" up, " in row[f"round {number}"] for number in (1, 2, 3))
+
+
 @needs_transformers
 @pytest.mark.parametrize("only", ["amp", pytest.param("", marks=pytest.mark.thorough)])
 def test_usual_scripts(only: str, tmp_path) -> None:

@@ -273,7 +273,9 @@ class PlanMaker:
         slots = 2 * max((sizes[block] for block in unsteady), default=0)
         free = max(0, room - pinned - slots)
         alone = not slots and pinned <= room // 2
-        plan = self._share(schedule, rest, free, compute, fetch, beside, alone=alone)
+        plan = Plan(frozenset(), free)
+        if rest:
+            plan = self._share(schedule, rest, free, compute, fetch, beside, alone=alone)
         slot = max([plan.slot, slots // 2, *(sizes[block] for block in seldom)])
         residents = plan.residents if pinned > room // 2 else plan.residents | held
         reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
