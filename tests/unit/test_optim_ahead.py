@@ -162,10 +162,12 @@ def test_the_second_round_finds_its_shadows() -> None:
         pair.check()
 
 
-def test_a_loop_that_scales_takes_no_memory_for_steps_ahead() -> None:
-    with Twins(Net, ROOMY) as pair:
-        scaler = torch.amp.GradScaler("cpu")
-        for number in range(3):
+@pytest.mark.parametrize("master", [None, torch.float32])
+def test_a_loop_that_scales_takes_no_memory_for_steps_ahead(master) -> None:
+    """Whether the scaler undoes the scale in the gradients, or leaves that to ``step()``."""
+    with Twins(Net, ROOMY, torch.optim.AdamW, {"lr": 0.01}, master_dtype=master) as pair:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(4):
             scaler.scale(loss_of(pair.model, number)).backward()
             assert not ahead(pair)
             scaler.step(pair.optimizer)
