@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
 
 _USES = 3
-"""How often in a row a backward is thought to use a block, until one has been seen."""
+"""How often in a row a backward is thought to use a trained block, until one has been seen."""
 
 
 class BackwardWatcher(Protocol):
@@ -127,16 +127,19 @@ class BackwardPass:
         self._began = time.perf_counter_ns()
         for look in self.on_begin:
             look()
-        units = [e.unit for g in runtime.groups for e in g.entries if e.unit is not None]
-        trained = {block.id for unit in units for block in unit.blocks}
-        order = [b for b in manager.parts.planner.schedule.order if b not in trained]
+        units = [(g, e.unit) for g in runtime.groups for e in g.entries if e.unit is not None]
+        trained = {group.block.id for group, _ in units}
+        gradients = {block.id for _, unit in units for block in unit.blocks}
+        order = [b for b in manager.parts.planner.schedule.order if b not in gradients]
         del order[manager.parts.planner.cursor :]
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.watchers]
         stepping = [steps for steps, revocable in asked if steps or not revocable]
         names, planner = runtime.names, manager.parts.planner
         key = names.backward(stepping)
         # one that is computed again is let go in between, and would leave before its modules' turn
-        guess: Sequence[int] = [block for block in order[::-1] for _ in range(_USES)]
+        guess: Sequence[int] = [
+            block for block in order[::-1] for _ in range(_USES if block in trained else 1)
+        ]
         if not planner.knows(key) and planner.observed(names.like_backward):
             guess = planner.order_of(names.like_backward)
             for (steps, _), watcher in zip(asked, self.watchers, strict=True):

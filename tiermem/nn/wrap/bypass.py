@@ -18,6 +18,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tiermem.core.block import align_up
 from tiermem.nn.compat.compiler import compiling
+from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.fastpaths import ASK
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.leftout import left_out, taken_out
@@ -39,13 +40,14 @@ class Bypass:
 
     Attributes:
         over: Whether they stay in for as long as the model is in the tiers.
+        manager: Of the blocks.
     """
 
     def __init__(self, wrapped: WrappedModel) -> None:
         """Takes none out yet."""
         self.over = False
         self._wrapped = wrapped
-        self._manager = wrapped.runtime.manager
+        self.manager = wrapped.runtime.manager
         self._out: dict[nn.Module, CallInterceptor] = {}
         self._calm = 0
         self._patience = _FIRST
@@ -71,7 +73,7 @@ class Bypass:
         """
         if not self._out or self._last is not scope or is_grad_enabled() or compiling():
             return False
-        with self._manager.lock:
+        with self.manager.lock:
             return self._may() and self._wrapped.runtime.goes_on()
 
     def begin(self, scope: Scope) -> Sequence[Group]:
@@ -138,8 +140,9 @@ class Bypass:
             return
         incoming.left += 1
         if incoming.left == _CLEARED:
-            self._manager.parts.limit.trim()
+            self.manager.parts.limit.trim()
 
+    @inside
     def begin_again(self) -> None:
         """Holds all blocks until backward is over, as it may compute parts of a forward again.
 
@@ -149,16 +152,17 @@ class Bypass:
         backward = self._wrapped.runtime.backward
         if backward.keeps_all_of(self):
             return
-        with self._manager.lock:
+        with self.manager.lock:
             if not self._may():
                 self.end()  # the calls inside hold their own
                 return
             backward.enter()
             backward.keep_all(self, self._there)
 
+    @inside
     def put_back(self) -> None:
         """Has calls intercepted again; see :meth:`end`."""
-        with self._manager.lock:
+        with self.manager.lock:
             self.end()
 
     def used_alone(self) -> None:
@@ -193,7 +197,7 @@ class Bypass:
 
     def _may(self) -> bool:
         """Whether nothing but the pass itself uses the blocks, all of which have room in HBM."""
-        manager, runtime = self._manager, self._wrapped.runtime
+        manager, runtime = self.manager, self._wrapped.runtime
         return (
             manager.parts.table.all_fit
             and not manager.threads.several
@@ -225,7 +229,7 @@ class Bypass:
         Args:
             already: Whether those of the backward before were.
         """
-        runtime, parts = self._wrapped.runtime, self._manager.parts
+        runtime, parts = self._wrapped.runtime, self.manager.parts
         return (
             self._may_in_backward()
             and runtime.grads.in_own_dtypes
@@ -246,7 +250,7 @@ class Bypass:
 
     def _fits(self, nbytes: int) -> bool:
         """Whether HBM has room for so much beside all blocks."""
-        table = self._manager.parts.table
+        table = self.manager.parts.table
         return table.nbytes + nbytes <= table.hbm.capacity
 
     def _take_out(self, scope: Scope) -> bool:
