@@ -286,13 +286,16 @@ class PlanMaker:
         return Plan(residents, reserve, slot, in_dram, parks)
 
     def _with_those_before(self, plan: Plan, sizes: dict[int, int], room: int) -> Plan:
-        """Returns a plan with which all stays, with what has stayed until now if that fits as well.
+        """Returns a plan with which all stays, with what has stayed until now where all blocks fit.
 
         It may come again later than is foreseen.
         """
-        records = map(self._parts.table.get, self._parts.evictor.residents - sizes.keys())
+        table = self._parts.table
+        if not table.all_fit:
+            return plan
+        records = map(table.get, self._parts.evictor.residents - sizes.keys())
         before = {r.block.id: align_up(r.block.nbytes) for r in records if r and not r.fixed}
-        if not before or sum(before.values()) + sum(sizes.values()) > room:
+        if sum(before.values()) + sum(sizes.values()) > room:
             return plan
         return replace(plan, residents=plan.residents.union(before))
 
