@@ -56,14 +56,14 @@ def test_a_decoder_that_fits_stays_beside_its_encoder(tokens: int) -> None:
     ):
         tier.wrap(model)
         found = []
-        for _ in range(4):
+        for _ in range(6):
             encoded: list[torch.Tensor] = []
             found.append(moved_by(tier, lambda: encoded.append(model.encoder(x))))  # noqa: B023
             found += [
                 moved_by(tier, lambda: model(x, encoded[0]))  # noqa: B023
                 for _ in range(tokens)
             ]
-        for number, nbytes_up in enumerate(found[2 * (tokens + 1) :]):
+        for number, nbytes_up in enumerate(found[4 * (tokens + 1) :]):
             # the encoder comes up each time, by way of what the decoder leaves
             assert nbytes_up <= (0 if number % (tokens + 1) else nbytes // 2), number
 
@@ -85,3 +85,29 @@ def test_two_models_of_one_manager_share_it_the_same_way() -> None:
             if number > 1:
                 assert sum(moved[:-1]) == 0
                 assert moved[-1] <= nbytes
+
+
+@pytest.mark.parametrize(
+    ("layers", "first", "second", "most"),
+    [(8, 2, 1, 0.6), (10, 3, 1, 0.5), (16, 3, 1, 0.45), (16, 4, 1, 0.45), (8, 30, 30, 3.0)],
+)
+def test_what_stays_is_the_same_wherever_in_a_loop_it_is(
+    layers: int, first: int, second: int, most: float
+) -> None:
+    """However many of its passes are foreseen: what stays would move each time it changes."""
+    torch.manual_seed(0)
+    models = [(stack(layers).eval(), first), (stack(layers).eval(), second)]
+    nbytes = sum(param.nbytes for model, _ in models for param in model.parameters())
+    x = torch.randn(2, WIDTH)
+    with (
+        torch.no_grad(),
+        tiermem.TierManager("cpu", hbm=int(0.65 * nbytes) // 4096 * 4096, dram=8 * nbytes) as tier,
+    ):
+        for model, _ in models:
+            tier.wrap(model)
+        rounds = []
+        for _ in range(5):
+            rounds.append(0)
+            for model, times in models:
+                rounds[-1] += sum(moved_by(tier, lambda: model(x)) for _ in range(times))  # noqa: B023
+        assert sum(rounds[3:]) / 2 <= most * nbytes

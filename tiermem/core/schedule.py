@@ -28,7 +28,7 @@ MOST_PASSES = 6
 
 _FEW_USES = 64
 """Uses that are foreseen, at least, in as many passes: layers that are called one by one."""
-_MOST_CACHED = 96
+_MOST_CACHED = 192  # each of them by two names
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
@@ -57,15 +57,22 @@ class Schedule:
     Building takes time and memory practically linear in the length of the order.
     """
 
-    def __init__(self, order: Sequence[int], passes: Sequence[tuple[int, Hashable]] = ()) -> None:
+    def __init__(
+        self,
+        order: Sequence[int],
+        passes: Sequence[tuple[int, Hashable]] = (),
+        seldom: frozenset[int] = frozenset(),
+    ) -> None:
         """Indexes ``order``, a sequence of block ids.
 
         Args:
             order: Ids of blocks.
             passes: Where in it each pass begins, and the name of the pass, where that is known.
+            seldom: Blocks that few passes use; see :func:`seldom_of`.
         """
         self.order = order
         self.passes = passes
+        self.seldom = seldom
         # All positions in one list, block by block: a list per block would be a hundred
         # thousand objects for the garbage collector to look at, again and again.
         array = np.fromiter(order, np.int64, len(order))
@@ -97,16 +104,6 @@ class Schedule:
         """Begin, end and name of each pass."""
         ends = [*(begin for begin, _ in self.passes[1:]), len(self)]
         return [(begin, end, key) for (begin, key), end in zip(self.passes, ends, strict=False)]
-
-    def seldom(self) -> set[int]:
-        """Returns the blocks that are used in a third, at most, of the passes that others are.
-
-        What stays of them saves a copy now and then, where it would save one of those in nearly
-        every pass.
-        """
-        passes = Counter(b for begin, end, _ in self.spans for b in set(self.order[begin:end]))
-        most = max(passes.values(), default=0)
-        return {block for block, count in passes.items() if _SELDOM * count <= most}
 
     def round_over(self, blocks: Container[int]) -> list[tuple[int, int, Hashable]]:
         """Returns the passes of a round: begin, end and name of each, until they come again.
@@ -148,6 +145,27 @@ class Schedule:
             if block not in seen:
                 seen.add(block)
                 yield Step(position, block)
+
+
+def seldom_of(past: Sequence[Sequence[int]], ahead: Sequence[Sequence[int]]) -> frozenset[int]:
+    """Returns the blocks that are used in a third, at most, of the passes that others are.
+
+    What stays of them saves a copy now and then, where it would save one of those in nearly every
+    pass. It must be the same wherever in a loop the pass under way is, or what stays would move
+    each time: so a round is counted where one is seen, and else what is behind as well, since of a
+    model whose calls are about to end few are foreseen.
+
+    Args:
+        past: What each of the passes before now used, in order; as many as are ahead.
+        ahead: What the pass under way, and those after it, are thought to use.
+    """
+    uses = [*map(list, past), *map(list, ahead)]
+    counts = range(1, len(uses) // 2 + 1)
+    count = next((n for n in counts if uses[n:] == uses[:-n]), len(uses))
+    passes = Counter(block for use in uses[:count] for block in set(use))
+    foreseen = set().union(*ahead)
+    most = max((passes[block] for block in foreseen), default=0)
+    return frozenset(block for block in foreseen if _SELDOM * passes[block] <= most)
 
 
 def lag_of(key: Hashable) -> int:
@@ -199,7 +217,7 @@ class Planner:
         self._history: list[Hashable] = []
         self._foreseen: list[Hashable] = []  # from the pass under way on
         self._trace: Trace | None = None
-        self._cache: dict[tuple[Hashable, ...], Schedule] = {}
+        self._cache: dict[tuple[Hashable, Hashable], Schedule] = {}
         self.schedule = Schedule(())
         self.cursor = 0
         self.last = -1
@@ -380,17 +398,24 @@ class Planner:
             history.append(following)
             uses += len(known.get(following, ()))
         self._foreseen = keys
-        name = tuple(keys)
-        cached = self._cache.get(name)
+        around = tuple(self._history[-len(keys) - 1 : -1]), tuple(keys)
+        cached = self._cache.get(around)
         if cached is None:
-            order: list[int] = []
-            passes: list[tuple[int, Hashable]] = []
-            for key in keys:
-                passes.append((len(order), key))
-                order.extend(self._known.get(key, ()))
-            cached = self._cache[name] = Schedule(order, passes)
-            if len(self._cache) > _MOST_CACHED:
-                self._cache.pop(next(iter(self._cache)))
+            past, ahead = ([known.get(key, ()) for key in part] for part in around)
+            seldom = seldom_of(past, ahead)
+            # what is behind makes no other schedule of it: what was planned and recorded holds
+            cached = self._cache.get((seldom, around[1]))
+            if cached is None:
+                order: list[int] = []
+                passes: list[tuple[int, Hashable]] = []
+                for key, uses_of_it in zip(keys, ahead, strict=True):
+                    passes.append((len(order), key))
+                    order.extend(uses_of_it)
+                cached = Schedule(order, passes, seldom)
+            for name in (around, (seldom, around[1])):
+                self._cache[name] = cached
+                if len(self._cache) > _MOST_CACHED:
+                    self._cache.pop(next(iter(self._cache)))
         return cached
 
     def _successor(self, history: list[Hashable]) -> Hashable | None:

@@ -266,7 +266,7 @@ class PlanMaker:
         if beside:
             held |= there_throughout(schedule.order, sizes, room)
         unsteady = self._waste.unsteady() & sizes.keys() - held
-        seldom = schedule.seldom() & sizes.keys() - held - unsteady
+        seldom = schedule.seldom & sizes.keys() - held - unsteady
         others = held | unsteady | seldom
         rest = {b: size for b, size in sizes.items() if b not in others}
         pinned = sum(sizes[block] for block in held)
