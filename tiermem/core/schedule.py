@@ -120,11 +120,10 @@ class Schedule:
         order = list(self.order)
         found = [span for span in self.spans if any(b in blocks for b in order[span[0] : span[1]])]
         uses = [order[begin:end] for begin, end, _ in found]
-        counts = range(1, len(uses) // 2 + 1)
-        for count in counts:
-            if uses[count:] == uses[:-count]:
-                return found[:count]
-        for count in counts:  # something else comes, but not just now
+        count = _round_of(uses)
+        if count is not None:
+            return found[:count]
+        for count in range(1, len(uses) // 2 + 1):  # something else comes, but not just now
             if uses[count : 2 * count] == uses[:count]:
                 return found[:count]
         return []
@@ -147,6 +146,16 @@ class Schedule:
                 yield Step(position, block)
 
 
+def _round_of(uses: Sequence[list[int]]) -> int | None:
+    """Returns after how many passes they come again, all through; None where they do not.
+
+    Args:
+        uses: What each of them uses, in order.
+    """
+    counts = range(1, len(uses) // 2 + 1)
+    return next((count for count in counts if uses[count:] == uses[:-count]), None)
+
+
 def seldom_of(past: Sequence[Sequence[int]], ahead: Sequence[Sequence[int]]) -> frozenset[int]:
     """Returns the blocks that are used in a third, at most, of the passes that others are.
 
@@ -160,9 +169,7 @@ def seldom_of(past: Sequence[Sequence[int]], ahead: Sequence[Sequence[int]]) -> 
         ahead: What the pass under way, and those after it, are thought to use.
     """
     uses = [*map(list, past), *map(list, ahead)]
-    counts = range(1, len(uses) // 2 + 1)
-    count = next((n for n in counts if uses[n:] == uses[:-n]), len(uses))
-    passes = Counter(block for use in uses[:count] for block in set(use))
+    passes = Counter(block for use in uses[: _round_of(uses)] for block in set(use))
     foreseen = set().union(*ahead)
     most = max((passes[block] for block in foreseen), default=0)
     return frozenset(block for block in foreseen if _SELDOM * passes[block] <= most)

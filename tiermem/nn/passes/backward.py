@@ -127,29 +127,37 @@ class BackwardPass:
         self._began = time.perf_counter_ns()
         for look in self.on_begin:
             look()
-        units = [(g, e.unit) for g in runtime.groups for e in g.entries if e.unit is not None]
-        trained = {group.block.id for group, _ in units}
-        gradients = {block.id for _, unit in units for block in unit.blocks}
-        order = [b for b in manager.parts.planner.schedule.order if b not in gradients]
-        del order[manager.parts.planner.cursor :]
         asked = [(watcher.begins(), watcher.revocable) for watcher in self.watchers]
         stepping = [steps for steps, revocable in asked if steps or not revocable]
-        names, planner = runtime.names, manager.parts.planner
-        key = names.backward(stepping)
-        # one that is computed again is let go in between, and would leave before its modules' turn
-        guess: Sequence[int] = [
-            block for block in order[::-1] for _ in range(_USES if block in trained else 1)
-        ]
-        if not planner.knows(key) and planner.observed(names.like_backward):
-            guess = planner.order_of(names.like_backward)
-            for (steps, _), watcher in zip(asked, self.watchers, strict=True):
-                guess = watcher.foresees(guess) if steps else guess
-        manager.begin_pass(key, guess, load=names.load)
+        key = runtime.names.backward(stepping)
+        known = manager.parts.planner.knows(key)
+        guess = () if known else self._guess([steps for steps, _ in asked])
+        manager.begin_pass(key, guess, load=runtime.names.load)
         with manager.lock:
             runtime.away.end()
             runtime.experts.prepare(runtime.experts.whole)
         runtime.activations.begin_backward()
         self.incoming.begin_backward()
+
+    def _guess(self, stepping: Sequence[bool]) -> Sequence[int]:
+        """Returns the order of use of a backward of which none has been seen.
+
+        Args:
+            stepping: Whether steps are made in it, by watcher.
+        """
+        runtime, planner = self.runtime, self.manager.parts.planner
+        if planner.observed(runtime.names.like_backward):
+            guess = planner.order_of(runtime.names.like_backward)
+            for steps, watcher in zip(stepping, self.watchers, strict=True):
+                guess = watcher.foresees(guess) if steps else guess
+            return guess
+        units = [(g, e.unit) for g in runtime.groups for e in g.entries if e.unit is not None]
+        trained = {group.block.id for group, _ in units}
+        gradients = {block.id for _, unit in units for block in unit.blocks}
+        order = [b for b in planner.schedule.order if b not in gradients]
+        del order[planner.cursor :]
+        # one that is computed again is let go in between, and would leave before its modules' turn
+        return [b for b in order[::-1] for _ in range(_USES if b in trained else 1)]
 
     @inside
     def comes_to(self, scope: PassScope) -> None:
