@@ -13,6 +13,7 @@ trainer's own, and give the bits of the resident run.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from torch import nn
 from tiermem import ConfigError, TieredOptimizer, TierManager
 
 from .options import need
+
+_made_for: weakref.WeakKeyDictionary[TieredOptimizer, weakref.ref[nn.Module]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Optimizers of :meth:`TrainerTiers.optimizers`, and the models that they were made for."""
 
 
 class TrainerTiers(TierManager):
@@ -75,6 +81,7 @@ class TrainerTiers(TierManager):
             for decays in (True, False)
         ]
         made = self.optimizer(groups, cls, **{**own, **settings})  # type: ignore[arg-type, unused-ignore]
+        _made_for[made] = weakref.ref(model)
         return made, None
 
     def wraps(self, model: nn.Module) -> bool:
@@ -95,10 +102,39 @@ def _leave_placing_to_tiers() -> None:
     @functools.wraps(prepare)
     def placed(self: Any, optimizer: Any, device_placement: bool | None = None) -> Any:
         if isinstance(optimizer, TieredOptimizer):
+            _check_what_it_trains(optimizer)
             device_placement = False
         return prepare(self, optimizer, device_placement)
 
     kind.prepare_optimizer = placed
+
+
+def _check_what_it_trains(optimizer: TieredOptimizer) -> None:
+    """Refuses to train with an optimizer that does not have what is trained.
+
+    A trainer that is given ``peft_config=`` freezes the model and puts adapters on it after the
+    optimizer was made: it would step none of them, and say nothing.
+
+    Raises:
+        ConfigError: Naming a parameter.
+    """
+    made_for = _made_for.get(optimizer)
+    model = made_for() if made_for is not None else None
+    if model is None:
+        return
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {id(p) for p in stepped}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if not left and any(p.requires_grad for p in stepped):
+        return
+    what = f"{left[0]!r} is trained, but not by" if left else "nothing is trained by"
+    raise ConfigError(
+        f"{what} the optimizer that tier.optimizers(model, args) made: adapters were added or "
+        "parameters thawed after it. In place of a trainer's peft_config=, give the trainer and "
+        "tier.optimizers the model that peft.get_peft_model(model, config) returns; or make the "
+        "trainer first, without optimizers=, then "
+        "trainer.optimizer, _ = tier.optimizers(trainer.model, args)"
+    )
 
 
 def _refuse_others(args: Any) -> None:

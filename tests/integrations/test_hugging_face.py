@@ -358,6 +358,33 @@ def test_adapters_after_wrap(tmp_path: Path) -> None:
         assert same(plain.model.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["inside", "outside"])
+def test_adapters_that_come_after_the_optimizer_are_refused(kind: str, tmp_path: Path) -> None:
+    """As trainers with ``peft_config=`` add them; none would be stepped, and nothing would say so."""
+    peft = pytest.importorskip("peft")
+    args, model = arguments(tmp_path), llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizers = tier.optimizers(model, args)
+        if kind == "inside":
+            adapted, names = with_adapters(model), "lora_A.default.weight' is trained, but not by"
+        else:
+            prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+            adapted, names = peft.get_peft_model(model, prompts), "nothing is trained by"
+        with pytest.raises(tiermem.ConfigError, match=names):
+            trainer_of(adapted, args, optimizers=optimizers).train()
+        optimizers[0].close()
+        trainer = trainer_of(adapted, args)
+        trainer.optimizer, _ = tier.optimizers(trainer.model, args)
+        trainer.train()
+        tiered = seen(trainer), adapted.state_dict()
+    plain = trainer_of(
+        with_adapters(llama()) if kind == "inside" else peft.get_peft_model(llama(), prompts), args
+    )
+    plain.train()
+    assert seen(plain) == tiered[0]
+    assert same(plain.model.state_dict(), tiered[1])
+
+
 @pytest.mark.parametrize("tiered", [(False, True), (True, False)])
 def test_runs_with_adapters_go_on_with_tiers_and_without(
     tiered: tuple[bool, bool], tmp_path: Path
