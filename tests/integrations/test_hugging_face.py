@@ -360,7 +360,7 @@ def test_adapters_after_wrap(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["inside", "outside"])
 def test_adapters_that_come_after_the_optimizer_are_refused(kind: str, tmp_path: Path) -> None:
-    """As trainers with ``peft_config=`` add them; none would be stepped, and nothing would say so."""
+    """As trainers with ``peft_config=`` add them: none would be stepped."""
     peft = pytest.importorskip("peft")
     args, model = arguments(tmp_path), llama()
     with TrainerTiers(**BUDGETS) as tier:

@@ -282,7 +282,14 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
 
 def _take_data(away: Any, value: torch.Tensor) -> None:
     """``param.data = value``: takes the values over, since the memory has to be the block's."""
-    refused = why_not(_group(away), away, away, value)
+    group = _group(away)
+    member = group.pointing.member_of(away)
+    if member is not None and member in group.carried:
+        group.part(away, member.index, value.clone() if isinstance(value, StandIn) else value)
+        return
+    if member is not None and any(m.tensor is value for m in group.carried_with(member.index)):
+        return  # it has that memory
+    refused = why_not(group, away, away, value)
     if refused is not None:
         raise refused
     with torch.no_grad():
@@ -294,6 +301,8 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
             place = own.data_ptr(), own.stride()
             if not inside or (value.data_ptr(), value.stride()) != place:
                 REPLACED.note(away)
+                if member is not None:
+                    group.part(away, member.index, own)
             if inside:  # ``param.data = param.data.t()``, or of another weight of the block
                 value = value.clone()
             own.copy_(value)

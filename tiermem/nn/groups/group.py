@@ -38,6 +38,7 @@ class Group(Holder):
         writes: What is known of writes to them.
         entries: Its parameters.
         buffers: Its buffers.
+        carried: Other tensors over the memory of its parameters, which go where these go.
         holds: How many calls hold it.
         thread: The thread that holds it; 0, which no thread is called, where several do.
         stream: The compute stream on which the first of those calls came.
@@ -74,6 +75,7 @@ class Group(Holder):
         self.freed = self.stays = self.resident = self.few = False
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
+        self.carried: list[Member] = []
         self.holds = self.thread = self.stream = 0
         self.holders: list[int] = []
         self.users = set[int]()
@@ -87,11 +89,11 @@ class Group(Holder):
     def ready(self, host_loans: Lender) -> None:
         """Frees the tensors' own memory; from now on their block is fetched by ``host_loans``."""
         self.lender = host_loans
-        members = (*self.entries, *self.buffers)
+        members = (*self.entries, *self.buffers, *self.carried)
         for member in members:
             group_of[id(member.tensor)] = self
         self.pointing.begin(members)
-        self.writes.begin(self.entries)
+        self.writes.begin((*self.entries, *self.carried))
         self.pointing.away()
         self.pointing.hide()
 
@@ -453,12 +455,36 @@ class Group(Holder):
                 found.append((member, tensors[member.index] if value is None else value))
         return found
 
+    def part(self, tensor: torch.Tensor, index: int, old: torch.Tensor) -> None:
+        """Parts a parameter, which gets other data, from what was carried along with it.
+
+        That keeps the values of before then, as with torch; or it is what gets other data.
+
+        Args:
+            tensor: Which of them gets other data.
+            index: Which tensor of the block they are.
+            old: Its values.
+        """
+        alike = self.carried_with(index)
+        mine = [m for m in alike if m.tensor is tensor]
+        own = old.clone() if alike and not mine else old
+        for member in mine or alike:
+            self.pointing.free(member, own)
+            group_of.pop(id(member.tensor), None)
+
+    def carried_with(self, index: int) -> list[Member]:
+        """Returns what is carried along with a parameter, by which tensor of the block it is."""
+        return [m for m in self.carried if m.index == index and not m.materialized]
+
     def copy_into(self, memo: dict[int, Any]) -> None:
         """Enters ordinary copies of the tensors into a deepcopy's memo."""
+        copies = dict[int, torch.Tensor]()
         for member, value in self.values():
-            own = value.clone()
+            own = copies[member.index] = value.clone()
             if isinstance(member, Entry) and member.kind is torch.Tensor:
                 own.requires_grad_(member.param.requires_grad)  # no program's own parameter
             elif isinstance(member, Entry):
                 own = member.kind(own, requires_grad=member.param.requires_grad)
             memo[id(member.tensor)] = own
+        for member in (m for m in self.carried if not m.materialized):
+            memo[id(member.tensor)] = copies[member.index].detach()

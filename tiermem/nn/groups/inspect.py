@@ -160,8 +160,9 @@ def _check_parameter(found: Found, manager_id: int) -> None:
         and (type(param).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl)
     ):
         raise WrapError(
-            f"{what} is a {type(param).__name__}, whose bytes tiermem cannot see; wrap "
-            "the module before it is sharded or quantized"
+            f"{what} is a {type(param).__name__}, a tensor with others inside, whose bytes tiermem "
+            "cannot move; wrap a model that is neither sharded nor quantized in this way, with "
+            "weights that are plain tensors"
         )
     if param.layout is not torch.strided:
         raise WrapError(f"{what} is {param.layout}; only dense parameters can be tiered")
@@ -236,6 +237,43 @@ def link_shared(params: list[Found]) -> None:
                 "make them one parameter, or clone one of them before tier.wrap"
             )
         second.same_as = first.same_as or first
+
+
+def carried(found: Found, model: nn.Module) -> list[torch.Tensor]:
+    """Returns tensors over exactly the memory of a parameter that it and its modules carry along.
+
+    Such are attributes of the parameter, of its modules, and of plain objects that these have: the
+    codes of a quantized weight, say. Left where they are, they would keep the memory.
+    """
+    param = found.tensor
+    if param.is_meta or not param.numel():
+        return []
+    modules = [vars(model.get_submodule(name)) for name, _ in found.places]
+    objects = [
+        _attributes(value)
+        for names in modules
+        for value in names.values()
+        if not isinstance(value, nn.Module | torch.Tensor)
+    ]
+    every = {id(v): v for names in (vars(param), *modules, *objects) for v in names.values()}
+    return [v for v in every.values() if v is not param and _is_alias(v, param)]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    names = getattr(value, "__dict__", None)
+    return names if isinstance(names, dict) else {}
+
+
+def _is_alias(value: Any, param: torch.Tensor) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and not value.is_inference()
+        and (value.device, value.dtype, value.shape) == (param.device, param.dtype, param.shape)
+        and value.stride() == param.stride()
+        and value.data_ptr() == param.data_ptr()
+    )
 
 
 def set_apart(params: list[Found], buffers: list[Found]) -> set[int]:

@@ -115,7 +115,8 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
     Returns:
         Why those of one cannot be; it has the values of before then.
     """
-    refused, moved = None, list[tuple[torch.Tensor, torch.Tensor]]()
+    refused: ParameterError | None = None
+    moved: list[tuple[Member, torch.Tensor]] = []
     with torch.inference_mode(False), torch.no_grad():
         for member in group.pointing.members:
             if member.materialized:
@@ -124,13 +125,18 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
             as_it_was = data.shape == view.shape and data.stride() == view.stride()
             if is_placeholder(data) or (as_it_was and data.data_ptr() == view.data_ptr()):
                 continue
+            if member in group.carried:
+                group.part(member.tensor, member.index, data)
+                continue
             found = why_not(group, member.tensor, view, data)
             if found is None:  # one may have another's memory (``a.data, b.data = b.data, a.data``)
                 inside = data.untyped_storage().data_ptr() == slot.address
-                moved.append((view, data.clone() if inside else data))
+                moved.append((member, data.clone() if inside else data))
                 REPLACED.note(member.tensor)
             refused = refused or found
-        for view, data in moved:
+        for member, data in moved:
+            view = slot.views[member.index]
+            group.part(member.tensor, member.index, view)
             view.copy_(data)
     return refused
 

@@ -327,4 +327,5 @@ def is_experts(module: nn.Module, scope: Scope) -> bool:
         return False
     group = scope.groups[0]
     own = {id(param) for param in module.__dict__["_parameters"].values()}
-    return not group.buffers and own == {id(entry.param) for entry in group.entries}
+    alone = not (group.buffers or group.carried)
+    return alone and own == {id(entry.param) for entry in group.entries}

@@ -36,7 +36,7 @@ class Originals:
             modules: In whose dictionaries names are about to be replaced.
             names: Those names.
         """
-        members = [m for g in groups for m in (*g.entries, *g.buffers)]
+        members = [m for g in groups for m in (*g.entries, *g.buffers, *g.carried)]
         self._tensors: list[tuple[Member, torch.Tensor, Any]] = [
             (member, member.tensor.detach(), member.tensor.grad) for member in members
         ]

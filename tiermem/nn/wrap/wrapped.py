@@ -21,6 +21,7 @@ from tiermem.nn.groups.hostbound import rate_up
 from tiermem.nn.groups.inspect import (
     Found,
     can_move,
+    carried,
     find,
     is_empty,
     is_made_in,
@@ -224,6 +225,9 @@ class WrappedModel:
                 entry = Entry(found.tensor, found.name, group, index)  # type: ignore[arg-type]
                 entry.sparse = found.sparse
                 group.entries.append(entry)
+                known = {id(member.tensor) for member in group.carried}
+                along = [t for t in carried(found, self.model) if id(t) not in known]
+                group.carried += [Member(tensor, group, index) for tensor in along]
         self.entries.extend(group.entries)
 
     def _check_hbm(self, inventory: Inventory) -> None:
