@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuses options of links beside --codec, and those of packing without it."""
     if arguments.codec is not None:
-        names, what = ("nvme", "picture"), "measures links, which --codec leaves out; leave out one"
+        names: tuple[str, ...] = ("nvme", "picture")
+        what = "measures links, which --codec leaves out; leave out one"
     else:
         names = ("link_gbps", "read_gbps", "write_gbps", "profile")
         what = "says how fast links are, for --codec; without it they are measured: leave it out"
