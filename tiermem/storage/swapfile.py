@@ -202,8 +202,8 @@ class SwapFile:
         if error and error.errno == errno.EFBIG:
             return CapacityError(
                 f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
-                f"and its file may not get that long{why}; raise the limit of this process (ulimit -f) "
-                "where there is one, or give folders on file systems that take longer files"
+                f"and its file may not get that long{why}; raise the limit of this process "
+                "(ulimit -f) where there is one, or give folders on file systems that take longer files"
             )
         return CapacityError(
             f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
