@@ -203,7 +203,7 @@ class SwapFile:
             return CapacityError(
                 f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
                 f"and its file may not get that long{why}; raise the limit of this process "
-                "(ulimit -f) where there is one, or give folders on file systems that take longer files"
+                "(ulimit -f) where there is one, or give folders of file systems with longer files"
             )
         return CapacityError(
             f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
