@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,25 @@ def test_keys_of_another_mapping_are_merged(tmp_path: Path) -> None:
 def test_a_number_that_is_too_large_is_refused() -> None:
     with pytest.raises(ConfigError, match="learning_rate must be a number"):
         Options(learning_rate=10**400)
+
+
+def test_layers_recompute_until_the_end_alone() -> None:
+    """After it the model is an ordinary one, which can be saved whole and trained again."""
+    model = decoder(3)
+    kinds = [type(module) for module in model.modules()]
+    for end in ("with", "close"):
+        run = offloading(model, recompute=True)
+        assert [type(module) for module in model.modules()] != kinds
+        if end == "with":
+            with run:
+                pass
+        else:
+            run.close()
+        assert [type(module) for module in model.modules()] == kinds
+        torch.save(model, io.BytesIO())
+    model.is_gradient_checkpointing = True  # as those of transformers say: it is the program's own
+    with offloading(model, recompute=True):
+        assert [type(module) for module in model.modules()] == kinds
 
 
 def test_a_model_that_cannot_be_wrapped_is_as_it_was() -> None:
