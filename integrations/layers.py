@@ -66,7 +66,8 @@ def recompute_layers(model: nn.Module) -> int:
         enable({"use_reentrant": False})
     else:
         for layer in layers:
-            layer.__class__ = _recomputing(type(layer))  # type: ignore[arg-type, unused-ignore]
+            if not hasattr(type(layer), "_not_recomputing"):
+                layer.__class__ = _recomputing(type(layer))  # type: ignore[arg-type, unused-ignore]
     return len(layers)
 
 

@@ -103,7 +103,9 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
         """Notes keys that are given twice, of which the last would count."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            named = [key for key, _ in node.value if not key.tag.endswith(":merge")]
+            keys = [self.construct_object(key, deep=True) for key in named]
+            self.flatten_mapping(node)
             twice.extend(key for number, key in enumerate(keys) if key in keys[:number])
             return super().construct_mapping(node, deep)
 
@@ -199,7 +201,7 @@ def _float(value: Any) -> float | None:
         return None
     try:
         number = float(value)  # YAML takes 2e-4 for text
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if abs(number) < float("inf") else None
 
@@ -218,6 +220,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns ``" (did you mean ...?)"`` for an unknown name, empty where nothing is near."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
+
+
+def became(option: Option, value: Any, why: str) -> Row:
+    """Returns what became of an option: its setting, or that it does nothing and why.
+
+    Args:
+        option: The option.
+        value: What the configuration has for it.
+        why: Why it has no effect beside the others; empty where it has one.
+    """
+    if not why and value is False and not option.setting.startswith("no effect"):
+        why = "it is off"
+    setting, note = ("no effect", why) if why else (option.setting, option.effect)
+    return Row(option.name, value, setting, note)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -22,6 +22,7 @@ class Run:
 
     model: nn.Module
     tier: TierManager
+    _recomputes = False
 
     def wrap(self, model: nn.Module, *, recompute: bool = False, **options: Any) -> None:
         """Wraps a model; where that fails, the model is as it was and the manager closed.
@@ -31,24 +32,32 @@ class Run:
             recompute: Whether its layers are computed again in backward.
             **options: Of ``tier.wrap``.
         """
-        changed = False
+        self.model = model
         try:
-            if recompute:
+            if recompute and not getattr(model, "is_gradient_checkpointing", False):
                 recompute_layers(model)
-                changed = True
-            self.model = self.tier.wrap(model, **options)
+                self._recomputes = True
+            self.tier.wrap(model, **options)
         except BaseException:
-            if changed:
-                restore_layers(model)
+            self._restore()
             self.tier.close()
             raise
 
     def close(self) -> None:
-        """Closes the manager."""
+        """Closes the manager; the model is what it was before, with what it has learned."""
         self.tier.close()
+        self._restore()
+
+    def _restore(self) -> None:
+        """Has the layers no longer recompute, where that was not the model's own."""
+        if self._recomputes:
+            restore_layers(self.model)
+            self._recomputes = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.tier.__exit__(*error)
+        if self.tier.closed:
+            self._restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -306,8 +307,10 @@ class _Stepped:
 
         try:
             return found(sparse=False)
-        except StepError:  # there are classes that take sparse gradients alone
-            return found(sparse=True)
+        except StepError:
+            with contextlib.suppress(StepError):  # some classes take sparse gradients alone
+                return found(sparse=True)
+            raise
 
     def may_fail_midway(self) -> bool:
         """Whether a step on the host has to be able to take back what it has written."""

@@ -166,6 +166,14 @@ _SWITCHES = {
 """Fields that do nothing without another one."""
 
 
+_SHARES = {
+    "cpu_offloading": "cpu_offloading_num_layers",
+    "fine_grained_activation_offloading": "activation_offload_fraction",
+    "optimizer_cpu_offload": "optimizer_offload_fraction",
+}
+"""How much a switch is for; of 0, which recipes have for some, nothing leaves."""
+
+
 class Fields:
     """Megatron's fields that concern offloading, checked.
 
@@ -178,7 +186,8 @@ class Fields:
         """Reads and checks what does not depend on the model.
 
         Args:
-            config: A mapping, or any object that has fields as attributes.
+            config: A mapping, or any object that has fields as attributes, itself or in its
+                ``model`` and ``optimizer``, as the configuration of a whole run has them.
             **given: Fields by name, over those of ``config``.
 
         Raises:
@@ -217,6 +226,12 @@ class Fields:
                 "offloaded by it",
                 stacklevel=4,
             )
+        for switch, share in _SHARES.items():
+            if v[switch] and v[share] == 0:
+                warnings.warn(
+                    f"{where}: {switch} is set, but {share} is 0: nothing is offloaded by it",
+                    stacklevel=4,
+                )
         if fine and not v["offload_modules"]:
             raise ConfigError(
                 f"{where}: fine_grained_activation_offloading needs offload_modules: some of "
@@ -252,9 +267,10 @@ class Fields:
         for switch, names in _SWITCHES.items():
             if name in names and not self.values[switch]:
                 return f"{switch} is not set"
-        none = self.values["cpu_offloading_num_layers"] == 0
-        if none and name.startswith("cpu_offloading") and self.values["cpu_offloading"]:
-            return "cpu_offloading_num_layers is 0: nothing is offloaded"
+        for switch, share in _SHARES.items():
+            of_it = name in (switch, *_SWITCHES[switch])
+            if of_it and self.values[switch] and self.values[share] == 0:
+                return f"{share} is 0: nothing is offloaded"
         return ""
 
     def check_layers(self, layers: int) -> None:
@@ -269,6 +285,12 @@ class Fields:
                 f"cpu_offloading_num_layers: {asked} must be at least 0 and less than the model's "
                 f"{layers} layers"
             )
+        share = self.values["activation_offload_fraction"]
+        if self.values["fine_grained_activation_offloading"] and 0 < share < 1 and not layers:
+            raise ConfigError(
+                f"activation_offload_fraction: {share} is a share of the layers, and the model has "
+                "no list of layers; leave it out, or set it to 1"
+            )
 
 
 def _fields_of(config: object | None) -> dict[str, Any]:
@@ -280,18 +302,34 @@ def _fields_of(config: object | None) -> dict[str, Any]:
             "a configuration is a mapping, or an object with the fields (a provider, a "
             f"TransformerConfig), not {config!r} ({type(config).__name__})"
         )
-    if isinstance(config, Mapping):
-        return {name: config[name] for name in NAMES if name in config}
-    return {name: getattr(config, name) for name in NAMES if hasattr(config, name)}
+    found: dict[str, Any] = {}
+    for part in (*(_part(config, name) for name in _PARTS), config):
+        if isinstance(part, Mapping):
+            found.update((name, part[name]) for name in NAMES if name in part)
+        else:
+            found.update((name, getattr(part, name)) for name in NAMES if hasattr(part, name))
+    return found
+
+
+_PARTS = ("model", "optimizer")
+"""What has the fields in a whole configuration (a recipe's ``ConfigContainer``, its YAML file)."""
+
+
+def _part(config: object, name: str) -> object:
+    """Returns a part of a whole configuration, None where there is none."""
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 def _warn_of_near_misses(config: object | None, where: str) -> None:
     """Warns of names that are nearly a field's; a configuration has many others."""
     if config is None:
         return
-    names = list(config if isinstance(config, Mapping) else getattr(config, "__dict__", {}))
+    names: list[Any] = []
+    for part in (config, *(_part(config, name) for name in _PARTS)):
+        names += part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
     for name in names:
-        near = difflib.get_close_matches(str(name).lower(), list(NAMES), n=1, cutoff=0.85)
+        plain = str(name).lower().lstrip("-").replace("-", "_")  # as on a command line
+        near = difflib.get_close_matches(plain, list(NAMES), n=1, cutoff=0.85)
         if near and name not in NAMES and str(name) not in _MEGATRONS:
             warnings.warn(
                 f"{where}: {name!r} is no field of Megatron's (did you mean {near[0]}?); ignored",

@@ -11,7 +11,7 @@ from torch import nn
 from tiermem import Policy, TierManager
 
 from ..layers import layers_of
-from ..options import Row
+from ..options import Row, became
 from ..run import Run
 from .fields import FIELDS, Fields
 
@@ -96,8 +96,7 @@ def explain(config: object | None = None, **fields: Any) -> list[Row]:
     for field in FIELDS:
         if field.name in read.given:
             why = read.without_effect(field.name)
-            setting, effect = ("no effect", why) if why else (field.setting, field.effect)
-            rows.append(Row(field.name, read.values[field.name], setting, effect))
+            rows.append(became(field, read.values[field.name], why))
     return rows
 
 

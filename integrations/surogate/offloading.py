@@ -13,7 +13,7 @@ import tiermem
 from tiermem import ConfigError, Policy, TieredOptimizer, TierManager
 
 from ..layers import layers_of
-from ..options import Row, need
+from ..options import Row, became, need
 from ..run import Run
 from .normuon import NorMuon
 from .options import NAMES, OPTIONS, Options
@@ -69,7 +69,10 @@ class Offloading(Run):
             dram=dram,
             policy=self.policy,
             activation_min=_LEAST_RESIDUAL,
-            activation_layers=None if self.options.offload_saved_tensors else len(layers_of(model)),
+            # of a model without a list of layers all that is saved leaves
+            activation_layers=(
+                None if self.options.offload_saved_tensors else len(layers_of(model)) or None
+            ),
         )
         self.wrap(model, recompute=bool(self.options.recompute))
 
@@ -203,10 +206,7 @@ def explain(
     for name in (option.name for option in OPTIONS):
         if name in read.given:
             why = read.without_effect(name)
-            setting, effect = (
-                ("no effect", why) if why else (NAMES[name].setting, NAMES[name].effect)
-            )
-            rows.append(Row(name, read.values[name], setting, effect))
+            rows.append(became(NAMES[name], read.values[name], why))
     rows += [
         Row(n, v, "", "the script's own: not about memory") for n, v in read.scripts_own.items()
     ]

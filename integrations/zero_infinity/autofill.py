@@ -135,7 +135,7 @@ def _param(config: Config, caller: Caller, path: str, value: Any) -> Any:
             value = float(value)
         except ValueError:
             return value
-    if isinstance(value, float) and _is_count(path) and value == int(value):
+    if isinstance(value, float) and _is_count(path) and value.is_integer():
         return int(value)
     return value
 

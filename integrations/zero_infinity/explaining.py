@@ -200,6 +200,7 @@ def table() -> str:
     pairs = {**schema.ALIASES, **schema.SECTION_ALIASES}
     pairs |= {flag: f"{section}.device: cpu" for flag, section in schema.OFFLOAD_FLAGS.items()}
     pairs[f"{ZERO}: true"] = f"{ZERO}.stage: 1"
+    pairs[f"{ZERO}: 3"] = f"{ZERO}.stage: 3"
     lines += [f"| `{old}` | `{new}` |" for old, new in pairs.items()]
     return "\n".join(lines) + "\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -250,8 +250,11 @@ def from_config(name: str, kind: str, params: Mapping[str, Any], device: str) ->
     settings = dict(params)
     for key in _COMPRESSION if known in COMPRESSED else ():
         settings.pop(key, None)
-    if "betas" in settings:
-        settings["betas"] = tuple(settings["betas"])
+    betas = settings.get("betas")
+    if betas is not None:
+        if isinstance(betas, str) or not isinstance(betas, Sequence) or len(betas) != 2:
+            raise ConfigError(f"{name}: optimizer.params.betas={betas!r}: it must be two numbers")
+        settings["betas"] = tuple(betas)
     if known in _ADAM:
         made = _adam(settings, device, decoupled=known == "adamw")
     elif known in _LAMB:
@@ -268,7 +271,24 @@ def from_config(name: str, kind: str, params: Mapping[str, Any], device: str) ->
                 f"{name}: optimizer.params.{key}={made[1][key]!r}: {made[0].__name__} has no such "
                 f"setting; it has {', '.join(k for k in taken if k != 'params')}"
             )
+    try:
+        trial(made, [])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: optimizer.params={dict(params)!r}: {made[0].__name__} does not take them: "
+            f"{error}"
+        ) from error
     return made
+
+
+def trial(made: Made, groups: list[Any]) -> torch.optim.Optimizer:
+    """Returns an optimizer with such settings and groups, of parameters of one element."""
+    own = [_without(group, "params") for group in groups if isinstance(group, Mapping)]
+    tiny = [
+        {**group, "params": [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))]}
+        for group in own or [{}]
+    ]
+    return made[0](tiny, **_without(made[1], "fused"))
 
 
 def _of_torch(name: str, kind: str) -> type[torch.optim.Optimizer]:

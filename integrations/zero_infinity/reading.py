@@ -99,7 +99,7 @@ def _take(found: Config, path: str, value: Any, written: str) -> None:
     if path in schema.OFFLOAD_FLAGS:
         _flag(found, path, value)
     elif path == ZERO and isinstance(value, bool | int):
-        _put(found, f"{ZERO}.stage", 1 if value else 0, written)
+        _put(found, f"{ZERO}.stage", int(value), written)
     elif path in SECTIONS and not isinstance(value, dict):
         found.sections[path] = value
     elif path in schema.FULL_SECTIONS and f"{path}.enabled" in OPTIONS and _is_flag(value):
@@ -113,6 +113,13 @@ def _take(found: Config, path: str, value: Any, written: str) -> None:
         if path in OPTIONS:
             _put(found, path, value, written)
         elif not written.rpartition(".")[2].startswith(("_", "/", "#")):  # that is a remark
+            if written.startswith("tiermem."):  # which DeepSpeed does not read
+                raise ConfigError(
+                    f"{found.name}: {written!r} is not a known key; it has "
+                    + ", ".join(sorted(o[8:] for o in OPTIONS if o.startswith("tiermem.")))
+                    + " (folders of files are nvme_path of zero_optimization.offload_param and "
+                    "offload_optimizer)"
+                )
             found.unknown[written] = nearest(path)
 
 
@@ -191,7 +198,7 @@ def _typed(value: Any) -> str:
 
 def nearest(path: str) -> str:
     """Returns the known key most like an unknown one, or ""."""
-    section, _, key = path.rpartition(".")
+    section, _, key = path.lower().rpartition(".")
     known = [*OPTIONS, *SECTIONS, *schema.ALIASES, *schema.OFFLOAD_FLAGS, *schema.FULL_SECTIONS]
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     close = difflib.get_close_matches(key, beside, 1, 0.6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -96,7 +97,7 @@ def initialize(
     client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     plan = _planned(_source(args, config, config_params), args, model, client, tiermem)
     made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
-    schedule = _schedule_of(plan, lr_scheduler) if made is not None else None
+    schedule = _schedule_of(plan, lr_scheduler, made, groups) if made is not None else None
     sizing.size(plan, model, made, groups)
     if plan.refused:
         raise CapacityError(plan.refused)
@@ -224,7 +225,9 @@ def _optimizer_of(
     return optimizers.from_config(config.name, kind, params, plan.device), groups
 
 
-def _schedule_of(plan: Plan, given: Any) -> Callable[[torch.optim.Optimizer], Any] | None:
+def _schedule_of(
+    plan: Plan, given: Any, made: Made, groups: list[Any]
+) -> Callable[[torch.optim.Optimizer], Any] | None:
     """Returns what makes the scheduler of an optimizer."""
     config = plan.config
     if callable(given) and not hasattr(given, "step"):
@@ -251,6 +254,16 @@ def _schedule_of(plan: Plan, given: Any) -> Callable[[torch.optim.Optimizer], An
         if parameter.default is parameter.empty and key not in params:
             raise ConfigError(f"{config.name}: scheduler.params.{key} is missing; {kind} needs it")
     make: Any = cls
+    tried = None
+    with contextlib.suppress(Exception):  # there are classes that cannot be tried like that
+        tried = optimizers.trial(made, groups)
+    try:
+        if tried is not None:
+            make(tried, **params)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"{config.name}: scheduler.params={params!r}: {kind} does not take them: {error}"
+        ) from error
     return lambda optimizer: make(optimizer, **params)
 
 

@@ -37,6 +37,7 @@ from support_interrupts import (
 
 import tiermem
 from tiermem.core.residency import ResidencyTable
+from tiermem.nn.compat.quiet import _Unrecorded
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.pointing import Pointing
 from tiermem.nn.wrap.giveback import Leaving
@@ -191,6 +192,14 @@ PLACES = {
     "a signal handler's exception in a step inside backward": (
         ("backward", "backward"),
         (Held.open, "self._lease(", 1),
+    ),
+    "autograd switched off for tensors of ours, and about to be switched on": (
+        ("dram", "state"),
+        (_Unrecorded.__exit__, "_set_grad_enabled(self._recorded)", 1),
+    ),
+    "the same, while a model is wrapped": (
+        ("dram", "wrap"),
+        (_Unrecorded.__exit__, "_set_grad_enabled(self._recorded)", 2),
     ),
     "a block about to have a place in HBM": (
         ("backward", "restore"),

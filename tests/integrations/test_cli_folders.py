@@ -202,6 +202,8 @@ def test_folders_that_are_none(tmp_path: Path, bare: Path, capfd: Any) -> None:
     refused("has no tokenizer, and the model has 200 tokens")
     (tmp_path / "tokenizer.json").write_text("{")
     refused("its tokenizer cannot be used")
+    assert write(tmp_path / ("x" * 300), "--prompt", "x") == 2  # longer than a name may be
+    assert "no such folder" in capfd.readouterr().err
 
 
 def test_a_tensor_that_the_model_does_not_have(bare: Path, tmp_path: Path, capfd: Any) -> None:

@@ -19,6 +19,7 @@ from tiermem.integrations.megatron_bridge import Fields, Offloading, explain
 LAYERS = 6
 STEPS = 3
 WHOLE = "8MiB"
+NOTHING = pytest.mark.filterwarnings("ignore:.* is 0. nothing is offloaded by it")
 
 
 def offloading(model: nn.Module | None = None, **fields: Any) -> Offloading:
@@ -77,6 +78,7 @@ def test_the_number_alone_enables_nothing() -> None:
         assert run.policy.activations == "hbm"
 
 
+@NOTHING
 @pytest.mark.parametrize("layers", [0, 1, 3, LAYERS - 1])
 def test_weights_of_the_first_layers(layers: int, plain: list[float]) -> None:
     fields = {"cpu_offloading_num_layers": layers, "cpu_offloading_weights": True}
@@ -111,6 +113,7 @@ def test_weights_alone_really_free_the_device() -> None:
         assert stats.links["dram->hbm"].nbytes >= 2 * layer_bytes()  # they come
 
 
+@NOTHING
 def test_activations_of_the_first_layers(plain: list[float]) -> None:
     counts = []
     for layers in (0, 2, 4):
@@ -214,6 +217,7 @@ def test_fine_grained_sizes_are_elements(plain: list[float]) -> None:
     assert default.activations.offloaded == 0  # 1,048,576 elements
 
 
+@NOTHING
 def test_fine_grained_fraction() -> None:
     size = {"min_offloaded_tensor_size": BATCH * TOKENS * WIDTH}
     _, whole = saved(**size)
@@ -237,6 +241,7 @@ def test_optimizer_state(plain: list[float]) -> None:
         assert found["param", "dram"] == 0
 
 
+@NOTHING
 @pytest.mark.parametrize(
     "fraction, home", [(None, "dram"), (1.0, "dram"), (0.5, "dram"), (0, "hbm")]
 )
@@ -258,6 +263,7 @@ def test_an_object_with_fields() -> None:
     assert fields.cpu_offloading_activations
 
 
+@NOTHING
 def test_a_mapping() -> None:
     assert Fields({"cpu_offloading": True, "hidden_size": 8}).given == {"cpu_offloading"}
 
@@ -281,14 +287,64 @@ def test_names_that_are_nearly_a_fields_are_warned_about() -> None:
         ({"offload_modules": ["core_attn"]}, "offload_modules", "is not set"),
         ({"cpu_offloading_weights": True}, "cpu_offloading_weights", "cpu_offloading is not set"),
         ({"cpu_offloading": True}, "cpu_offloading", "cpu_offloading_num_layers is 0"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0},
+            "optimizer_cpu_offload",
+            "optimizer_offload_fraction is 0",
+        ),
+        ({"optimizer_cpu_offload": False}, "optimizer_cpu_offload", "it is off"),
+        ({"cpu_offloading_activations": False}, "cpu_offloading_activations", "not set"),
     ],
 )
+@NOTHING
 def test_fields_that_others_leave_without_effect(
     fields: dict[str, Any], name: str, why: str
 ) -> None:
     (row,) = (row for row in explain(**fields) if row.option == name)
     assert row.setting == "no effect"
     assert why in row.note
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cpu_offloading": True},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.0},
+        {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["core_attn"],
+            "activation_offload_fraction": 0,
+        },
+    ],
+)
+def test_a_switch_for_nothing_is_warned_about(fields: dict[str, Any]) -> None:
+    """Recipes have some of these at 0, and whoever sets the switch alone would not notice."""
+    with pytest.warns(UserWarning, match="is 0: nothing is offloaded by it"):
+        Fields(**fields)
+
+
+def test_a_share_of_no_layers_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Conv1d(1, 1, 1))
+    fields = {"fine_grained_activation_offloading": True, "offload_modules": ["mlp_norm"]}
+    with pytest.raises(ConfigError, match=r"fraction: 0\.5 is a share of the lay"):
+        offloading(model, **fields, activation_offload_fraction=0.5)
+
+
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_the_configuration_of_a_whole_run(kind: Any) -> None:
+    """A recipe's container has the fields in its parts; nothing of it may be overlooked."""
+    model = kind(cpu_offloading=True, cpu_offloading_num_layers=2, cpu_offloading_weights=True)
+    whole = kind(model=model, optimizer=kind(optimizer_cpu_offload=True), train=kind(seed=1))
+    with offloading(config=whole) as run:
+        assert list(run.homes.values()) == ["dram", "dram"]
+        assert run.policy.optimizer == "dram"
+    with pytest.warns(UserWarning, match="'cpu_offload' is no field"):
+        Fields(kind(model=kind(cpu_offload=True)))
+
+
+def test_names_of_a_command_line_are_warned_about() -> None:
+    with pytest.warns(UserWarning, match="'--cpu-offloading-num-layers' is no field"):
+        Fields({"--cpu-offloading-num-layers": 2})
 
 
 def test_without_effect() -> None:

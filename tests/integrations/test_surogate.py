@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,57 @@ def test_what_others_leave_without_effect_is_said() -> None:
     assert rows["normuon_beta2"].note == "optimizer is not normuon"
     (row,) = (r for r in explain(cpu_training=True, optimizer="normuon") if r.option == "optimizer")
     assert row.note == "with cpu_training the host steps fp32 AdamW"
+
+
+def test_what_is_off_is_not_said_to_be_on() -> None:
+    names = ("offload_optimizer", "offload_residual", "persistent_quants", "recompute")
+    rows = {row.option: row for row in explain(**dict.fromkeys(names, False), zero_level=1)}
+    assert {(rows[name].setting, rows[name].note) for name in names} == {("no effect", "it is off")}
+    (row,) = explain(shard_weights=False)
+    assert row.setting == "no effect on one GPU"
+
+
+def test_residuals_of_a_model_without_layers_leave() -> None:
+    """There are no first layers to count then: what any module saves leaves."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Bilinear(64, 64, 8))[0:2]
+    with offloading(model, offload_residual=True) as run:
+        run.model(torch.randn(64, 64)).square().mean().backward()
+        assert run.tier.stats().activations.offloaded > 0
+
+
+def test_keys_of_another_mapping_are_merged(tmp_path: Path) -> None:
+    """YAML's merge key; what is written beside it counts over it, and is not given twice."""
+    path = tmp_path / "train.yaml"
+    path.write_text("distributed: &base {zero_level: 3, gpus: 1}\n<<: *base\nzero_level: 2\n")
+    options = Options(path)
+    assert options.zero_level == 2 and options.gpus == 1
+    path.write_text("<<: {zero_level: 3}\nzero_level: 2\nzero_level: 1\n")
+    with pytest.raises(ConfigError, match="'zero_level' is given twice"):
+        Options(path)
+
+
+def test_a_number_that_is_too_large_is_refused() -> None:
+    with pytest.raises(ConfigError, match="learning_rate must be a number"):
+        Options(learning_rate=10**400)
+
+
+def test_layers_recompute_until_the_end_alone() -> None:
+    """After it the model is an ordinary one, which can be saved whole and trained again."""
+    model = decoder(3)
+    kinds = [type(module) for module in model.modules()]
+    for end in ("with", "close"):
+        run = offloading(model, recompute=True)
+        assert [type(module) for module in model.modules()] != kinds
+        if end == "with":
+            with run:
+                pass
+        else:
+            run.close()
+        assert [type(module) for module in model.modules()] == kinds
+        torch.save(model, io.BytesIO())
+    model.is_gradient_checkpointing = True  # as those of transformers say: it is the program's own
+    with offloading(model, recompute=True):
+        assert [type(module) for module in model.modules()] == kinds
 
 
 def test_a_model_that_cannot_be_wrapped_is_as_it_was() -> None:

@@ -61,6 +61,11 @@ def test_adam_is_fused_on_the_device_unless_torchs_own_is_asked_for() -> None:
             "params.learning_rate=1: AdamW has no such setting",
         ),
         ("SGD", {"eps": 1}, "params.eps=1: SGD has no such setting"),
+        ("AdamW", {"lr": "fast"}, r"optimizer.params=.*AdamW does not take them"),
+        ("AdamW", {"weight_decay": -1}, "AdamW does not take them: Invalid weight_decay value: -1"),
+        ("AdamW", {"betas": "0.9, 0.95"}, "params.betas='0.9, 0.95': it must be two numbers"),
+        ("Adam", {"betas": [0.9]}, r"params.betas=\[0.9\]: it must be two numbers"),
+        ("Adam", {"betas": 0.9}, "params.betas=0.9: it must be two numbers"),
     ],
 )
 def test_what_is_not_known_is_refused(kind: str, params: Any, says: str) -> None:

@@ -221,6 +221,9 @@ def test_deprecated_switches_set_a_device(flag: str) -> None:
 def test_a_truth_value_for_zero_is_a_stage() -> None:
     assert read({ZERO: True})[f"{ZERO}.stage"] == 1
     assert read({ZERO: False})[f"{ZERO}.stage"] == 0
+    assert read({ZERO: 3})[f"{ZERO}.stage"] == 3  # a number is the stage, and no truth value
+    with pytest.raises(tiermem.ConfigError, match="zero_optimization=4: it must be 0, 1, 2 or 3"):
+        read({ZERO: 4})
     assert read({"fp16": True})["fp16.enabled"] is True
 
 
@@ -241,6 +244,8 @@ def test_nothing_is_the_default() -> None:
         ({"fp16": {"opt_level": "O2"}}, "fp16.opt_level", ""),
         ({"aio": {"blok_size": 1}}, "aio.blok_size", "aio.block_size"),
         ({"xyzzy": 1}, "xyzzy", ""),
+        ({"BF16": {"enabled": True}}, "BF16", "bf16"),
+        ({ZERO: {"Offload_Param": {}}}, f"{ZERO}.Offload_Param", f"{ZERO}.offload_param"),
     ],
 )  # fmt: skip
 def test_unknown_keys_are_warned_about_with_the_nearest(raw: Any, key: str, near: str) -> None:
@@ -252,7 +257,17 @@ def test_unknown_keys_are_warned_about_with_the_nearest(raw: Any, key: str, near
     assert deepspeed.explain(raw).unknown == {key: near}
 
 
+@pytest.mark.parametrize("key", ["HBM", "nvme", "budget"])
+def test_unknown_keys_of_the_own_section_are_refused(key: str) -> None:
+    """DeepSpeed does not read it, so that such a key can only be a mistake about a budget."""
+    with pytest.raises(
+        tiermem.ConfigError, match=rf"'tiermem.{key}' is not a known key; it has .*hbm"
+    ):
+        read({"tiermem": {key: "6GiB"}})
+
+
 def test_remarks_are_not_warned_about() -> None:
+    assert read({"tiermem": {"_comment": "mine"}}).unknown == {}
     assert read({"_comment": "mine", "//": "also"}).unknown == {}
 
 

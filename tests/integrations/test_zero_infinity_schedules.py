@@ -176,10 +176,14 @@ def test_auto_is_filled() -> None:
         ({"type": "Warmup"}, "scheduler.type='Warmup': it is one of WarmupLR"),
         ({"type": "WarmupLR", "params": {"warmup": 1}}, "params.warmup=1: WarmupLR has no such"),
         ({"type": "WarmupDecayLR", "params": {}}, "total_num_steps is missing; WarmupDecayLR need"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}}, "WarmupLR does not take"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": math.inf}}, "'warmup_num_steps': inf"),
+        ({"type": "WarmupLR", "params": {"warmup_min_lr": "low"}}, r"scheduler.params=\{"),
     ],
 )
 def test_a_wrong_schedule_is_refused_before_anything_moves(scheduler: Any, says: str) -> None:
     model = build()
     with pytest.raises(tiermem.ConfigError, match=says):
         deepspeed.initialize(model=model, config=config(scheduler=scheduler))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # it is not cast yet
     loss_of(model, batch(0)).backward()

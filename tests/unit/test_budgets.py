@@ -197,3 +197,19 @@ def test_settings_that_no_run_can_have_are_refused(settings: dict[str, Any], say
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(tiermem.ConfigError, match=says):
         tiermem.budgets_for(model, torch.optim.SGD, device="cpu", hbm="1MiB", **settings)
+
+
+class Refuses(torch.optim.SGD):
+    """Says why it refuses a dense gradient, and another thing of sparse ones."""
+
+    def step(self, closure: Any = None) -> Any:
+        sparse = self.param_groups[0]["params"][0].grad.is_sparse
+        raise RuntimeError("it takes no sparse gradients" if sparse else "weight_decay is missing")
+
+
+def test_a_class_that_cannot_be_tried_is_refused_for_its_own_reason() -> None:
+    """Not for that of the second trial, with sparse gradients, which few classes take."""
+    with pytest.raises(tiermem.StepError, match="weight_decay is missing"):
+        tiermem.budgets_for(nn.Linear(4, 4), Refuses, device="cpu", hbm="1MiB")
+    taken = tiermem.budgets_for(nn.Linear(4, 4), torch.optim.SparseAdam, device="cpu", hbm="1MiB")
+    assert taken.least_hbm > 0

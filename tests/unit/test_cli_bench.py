@@ -274,3 +274,19 @@ def test_codec_of_what_is_no_checkpoint(tmp_path, capsys) -> None:
     save_file({"ids": torch.arange(3)}, tmp_path / "model.safetensors")
     assert cli.main([*CODEC, "--codec", str(tmp_path)]) == 2
     assert "no floating-point tensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--profile", "machine.json"], "--profile says how fast links are, for --codec"),
+        (["--read-gbps", "3"], "--read-gbps says how fast"),
+        (["--codec", "folder", "--nvme", "folder"], "--nvme measures links"),
+        (["--codec", "folder", "--picture", "links.png"], "--picture measures links"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(options, says, saved, capsys) -> None:
+    """``--profile`` beside measuring does not say where the profile is saved."""
+    assert cli.main(["bench", "--size", "4KiB", "--device", "cpu", *options]) == 2
+    assert says in capsys.readouterr().err
+    assert not saved.exists()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -45,3 +48,22 @@ def test_nothing_to_read(tmp_path) -> None:
         load_corpus([str(tmp_path / "missing")])
     with pytest.raises(ConfigError, match="no bytes"):
         load_corpus([str(tmp_path)])
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_the_system_refuses_to_look_at(
+    inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is too long, and a folder in the middle that this user may not read."""
+    if inside:
+        (tmp_path / "part").mkdir()
+
+        def refused(self: Path) -> bool:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "is_file", refused)
+        with pytest.raises(ConfigError, match=r"--data .*part: Permission denied"):
+            load_corpus([str(tmp_path)])
+    else:
+        with pytest.raises(ConfigError, match=r"--data x*: File name too long"):
+            load_corpus(["x" * 300])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import select
 from collections.abc import Iterator
 
 import pytest
@@ -159,6 +160,19 @@ def test_a_dropped_engine_gives_its_ring_back(file: int) -> None:
         engine.open([file], [])
         assert "anon_inode:[io_uring]" in {target for _, target in open_files()}
         del engine
+
+
+def test_files_are_let_go_of_when_it_is_closed() -> None:
+    """Not some time later: whoever opens the next swap file needs the space of this one's."""
+    witness, file = os.pipe()
+    engine = UringEngine()
+    engine.open([file], [])
+    os.close(file)
+    engine.close()
+    try:
+        assert select.select([witness], [], [], 0)[0] == [witness], "the kernel has the other end"
+    finally:
+        os.close(witness)
 
 
 def test_a_missing_function_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--size must be at least {ALIGNMENT} bytes")
     if arguments.repeat < 1:
         raise ConfigError(f"--repeat must be at least 1, not {arguments.repeat}")
+    _refuse_unused(arguments)
     if arguments.codec is not None:
         return run_codec(arguments, nbytes)
     device = pick_device(arguments.device)
@@ -96,6 +97,23 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print([*memory, *disks], saved)
     return 0
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuses options of links beside --codec, and those of packing without it."""
+    if arguments.codec is not None:
+        names: tuple[str, ...] = ("nvme", "picture")
+        what = "measures links, which --codec leaves out; leave out one"
+    else:
+        names = ("link_gbps", "read_gbps", "write_gbps", "profile")
+        what = "says how fast links are, for --codec; without it they are measured: leave it out"
+        if arguments.profile is not None:
+            from tiermem.runtime.metrics.machine_profile import VARIABLE
+
+            what += f" (the profile is saved where {VARIABLE} says)"
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} {what}")
 
 
 def run_codec(arguments: argparse.Namespace, nbytes: int) -> int:

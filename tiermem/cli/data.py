@@ -96,10 +96,13 @@ def load_corpus(paths: Sequence[str] = (), limit: int = LIMIT) -> Corpus:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return sorted(file for file in path.rglob("*") if file.is_file())
-    if not path.exists():
-        raise ConfigError(f"--data {path}: no such file or folder")
+    try:
+        if path.is_dir():
+            return sorted(file for file in path.rglob("*") if file.is_file())
+        if not path.exists():
+            raise ConfigError(f"--data {path}: no such file or folder")
+    except OSError as error:  # a folder inside that this user may not read, a name too long
+        raise ConfigError(f"--data {error.filename or path}: {error.strerror}") from error
     return [path]
 
 

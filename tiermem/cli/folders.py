@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ def open_folder(path: str, *, checkpointing: bool = False) -> Folder:
         ConfigError: If transformers is needed and missing, or there is no tokenizer.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False of a name that is too long, too
         raise CheckpointError(f"{folder}: no such folder")
     files = CheckpointFiles.open(folder)
     if (folder / "config.json").is_file():

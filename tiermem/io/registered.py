@@ -84,6 +84,15 @@ class Registered:
                 return index
         return -1
 
+    def let_go(self, ring: Ring) -> None:
+        """Takes the files back from a ring that has nothing under way.
+
+        Without it the kernel keeps them, and the space of those that have no name, until it has
+        done away with the ring, some time after that was closed.
+        """
+        if self.fixed:
+            ring.lib.unregister_files(ring.address)
+
     def await_the_end(self) -> None:
         """Waits until the kernel has let go of the files of a ring that was closed."""
         if self.fixed:

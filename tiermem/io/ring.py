@@ -54,6 +54,7 @@ _BLOCKING = {
     "io_uring_submit_and_wait_timeout": (_I, (_P, _P, _U, _P, _P)),
     "io_uring_ring_dontfork": (_I, (_P,)),
     "io_uring_register_files": (_I, (_P, _P, _U)),
+    "io_uring_unregister_files": (_I, (_P,)),
     "io_uring_register_buffers": (_I, (_P, _P, _U)),
 }
 _QUICK = {

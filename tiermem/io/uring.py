@@ -270,6 +270,8 @@ class UringEngine(IoEngine):
         finally:
             self._closed = True
             if self._open:
+                if drained:
+                    self._known.let_go(self._ring)
                 self._ring.lib.queue_exit(self._ring.address)
                 if not drained:
                     self._await_the_end()

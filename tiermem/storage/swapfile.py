@@ -199,6 +199,12 @@ class SwapFile:
             free = None
         there = "less" if free is None else f"{format_size(free)} ({free} bytes)"
         why = f" ({error.strerror})" if error else ""
+        if error and error.errno == errno.EFBIG:
+            return CapacityError(
+                f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
+                f"and its file may not get that long{why}; raise the limit of this process "
+                "(ulimit -f) where there is one, or give folders of file systems with longer files"
+            )
         return CapacityError(
             f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
             f"but {there} are free there{why}; free some space, or "

@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from torch import is_grad_enabled
+from torch._C import _set_grad_enabled
+
 from tiermem.errors import REFUSALS
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.runtime.manager import BlockManager
@@ -41,7 +44,8 @@ def entrance(method: F) -> F:
     """Marks a method that users call, of something that :class:`HasRuntime`.
 
     It begins with a repair where one is due, and notes an exception that was not raised on purpose
-    and did not come from outside (:mod:`tiermem.nn.compat.outside`).
+    and did not come from outside (:mod:`tiermem.nn.compat.outside`). Such a one may have come where
+    a context of ours was being left, so that autograd would stay switched off.
     """
 
     @functools.wraps(method)
@@ -49,15 +53,17 @@ def entrance(method: F) -> F:
         manager = self._runtime.manager
         if manager.gate.unsure:
             self._runtime.repair()
+        recorded = is_grad_enabled()
         try:
             return method(self, *args, **kwargs)
         except REFUSALS:
             raise
-        except BaseException as error:  # no call in here: there may be no stack left for one
+        except BaseException as error:  # nothing deep in here: there may be little stack left
             if OUTSIDE in error.__dict__:
                 del error.__dict__[OUTSIDE]
             else:
                 manager.gate.torn = manager.gate.unsure = True
+                _set_grad_enabled(recorded)
             raise
 
     return cast("F", enter)
