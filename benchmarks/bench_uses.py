@@ -67,13 +67,18 @@ int cuGetErrorName(int c, char **s) { *s = "none"; return 0; }
 class StandInCalls(DriverCalls):
     """The driver's calls, answered on the host: each does at once what it asks for."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Compiles the library, and loads it in the driver's place."""
+    def __init__(self, device: torch.device, library: str = _DRIVER) -> None:
+        """Compiles the library, and loads it in the driver's place.
+
+        Args:
+            device: Of the engine.
+            library: Its source, in C.
+        """
         with tempfile.TemporaryDirectory() as folder:
-            source, library = Path(folder, "driver.c"), Path(folder, "driver.so")
-            source.write_text(_DRIVER)
-            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
-            loaded = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
+            source, made = Path(folder, "driver.c"), Path(folder, "driver.so")
+            source.write_text(library)
+            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", made, source], check=True)
+            loaded = ctypes.PyDLL(str(made)), ctypes.CDLL(str(made))
         kept = ctypes.PyDLL, ctypes.CDLL, torch.cuda.device, torch.empty
         own: Any = torch._C
         own._cuda_getCurrentRawStream = _stream

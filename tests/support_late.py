@@ -80,6 +80,8 @@ class LateCopyEngine(HostCopyEngine):
         extent: Extent,
         after: Any,
         again: Any = None,
+        *,
+        copied: bool = False,
     ) -> Any:
         if extent.nbytes:
             return super().up(target, source, extent, after)

@@ -56,7 +56,14 @@ class LateDownEngine(HostCopyEngine):
         return copy
 
     def up(
-        self, target: torch.Tensor, source: torch.Tensor, extent: Extent, after: Any, _: Any = None
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        extent: Extent,
+        after: Any,
+        _: Any = None,
+        *,
+        copied: bool = False,
     ) -> None:
         self.use(after)
         self.claim(extent)
@@ -73,7 +80,7 @@ class LateDownEngine(HostCopyEngine):
         if over:
             over[-1].synchronize()
 
-    def poison(self, target: torch.Tensor, extent: Extent) -> None:
+    def poison(self, target: torch.Tensor, extent: Extent, *, copied: bool = False) -> None:
         self.claim(extent)
         ctypes.memset(target.data_ptr(), POISON, target.numel())
 

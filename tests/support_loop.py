@@ -104,9 +104,9 @@ def loop(
     found = Loop(manager, made, list(range(blocks)))
     up, left, swap = manager.parts.copy.up, manager.parts.transfers.leave, manager.replay._swap
 
-    def rising(target: torch.Tensor, *args: Any) -> Any:
+    def rising(target: torch.Tensor, *args: Any, **how: bool) -> Any:
         found.events.append(("up", target.data_ptr() - manager.parts.slots.arena.address))
-        return up(target, *args)
+        return up(target, *args, **how)
 
     def leaving(block_id: int, **how: bool) -> None:
         found.events.append(("left", block_id))

@@ -246,7 +246,16 @@ class Copies:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def up(self, target: Any, source: Any, extent: Extent, after: Any, again: Any = None) -> Event:
+    def up(
+        self,
+        target: Any,
+        source: Any,
+        extent: Extent,
+        after: Any,
+        again: Any = None,
+        *,
+        copied: bool = False,
+    ) -> Event:
         self.world.rising = max(self.world.rising, self.world.compute)
         return Event(self.world, self.world.copy(extent.nbytes, submitted=self.world.now))
 
@@ -287,7 +296,16 @@ class HostBus(Copies):
         super().__init__(world)
         self.seconds, self.nbytes = seconds, 0
 
-    def up(self, target: Any, source: Any, extent: Extent, after: Any, again: Any = None) -> Event:
+    def up(
+        self,
+        target: Any,
+        source: Any,
+        extent: Extent,
+        after: Any,
+        again: Any = None,
+        *,
+        copied: bool = False,
+    ) -> Event:
         self.world.advance(self.world.now + self.seconds)
         self.nbytes += extent.nbytes
         self.world.rising = max(self.world.rising, self.world.now)

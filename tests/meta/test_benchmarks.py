@@ -422,6 +422,17 @@ def test_uses(tmp_path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+def test_steps(tmp_path) -> None:
+    """Where compute binds, copies up that wait for all of it take longer."""
+    line = "layers --computes 0.15+0.4 --steps 6 --out out.json"
+    (row,) = check_rows(run("bench_steps.py", tmp_path, *line.split()), "step ms", "up, weights")
+    (late,) = check_rows(
+        run("bench_steps.py", tmp_path, *line.split(), "--wait-for-compute"), "step ms"
+    )
+    assert row["computes ms"] < row["step ms"] < late["step ms"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
 @pytest.mark.thorough
 def test_walks(tmp_path) -> None:
     found = output("count_walks.py", tmp_path, "--lines", "1", "--json", "out.json")

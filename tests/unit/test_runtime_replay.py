@@ -275,7 +275,7 @@ def test_a_copy_that_cannot_be_asked_for_leaves_no_lease() -> None:
         swift(made, 1)
         up = made.manager.parts.copy.up
 
-        def failing(*_: Any) -> Any:
+        def failing(*_: Any, **__: Any) -> Any:
             raise RuntimeError("no copy")
 
         made.manager.parts.copy.up = failing  # type: ignore[method-assign]
@@ -535,7 +535,7 @@ def test_a_copy_that_fails_leaves_both_blocks_where_they_can_be_had() -> None:
         manager.begin_pass("loop")
         up = manager.parts.copy.up
 
-        def fails(*_: object) -> None:
+        def fails(*_: object, **__: object) -> None:
             raise OSError("no")
 
         manager.parts.copy.up = fails  # type: ignore[method-assign]

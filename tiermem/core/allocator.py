@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tiermem.core.block import ALIGNMENT, Extent
+from tiermem.core.copied import CopiedRuns
 from tiermem.core.windows import Window, WindowSearch
 from tiermem.errors import InvariantError
 
@@ -36,6 +37,9 @@ class Allocator(WindowSearch):
     Where memory comes behind the addresses only as they are handed out, it may be refused. From
     then on the runs without memory are *walls*: they are neither handed out nor part of a window
     to clear, until :meth:`open_walls`.
+
+    Attributes:
+        copied: Free bytes that nothing but copies out of them has used since compute did.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Allocator(WindowSearch):
         self.capacity = capacity // alignment * alignment
         self.alignment = alignment
         self._backing = backing
+        self.copied = CopiedRuns()
         self._walls: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self._order: list[int] = []
@@ -215,14 +220,20 @@ class Allocator(WindowSearch):
         if left < 0:
             return False
         gaps[index : index + (behind > 0)] = [(start + size, left)] if left else ()
+        self.copied.take(start, start + size)
+        self.copied.give_back(start)
         self._taken[start] = size
         self.used += size - before
         if self.used > self.peak:
             self.peak = self.used
         return True
 
-    def free(self, extent: Extent) -> None:
+    def free(self, extent: Extent, *, copied: bool = False) -> None:
         """Gives an extent back.
+
+        Args:
+            extent: One that was handed out.
+            copied: Whether nothing but a copy out of it has used it since compute did.
 
         Raises:
             InvariantError: If it is not one that was handed out.
@@ -232,6 +243,9 @@ class Allocator(WindowSearch):
             raise InvariantError(f"{extent} was not allocated")
         self.used -= nbytes
         self._open(start, nbytes)
+        self.copied.give_back(start)
+        if copied:
+            self.copied.add(start, start + nbytes)
 
     def _open(self, start: int, nbytes: int) -> None:
         """Makes a taken run a gap, and joins it with its neighbours."""
@@ -260,6 +274,7 @@ class Allocator(WindowSearch):
             InvariantError: If anything lies behind the new end.
         """
         self.open_walls()
+        self.copied.clear()
         end, old = capacity // self.alignment * self.alignment, self.capacity
         if self._order and self._order[-1] + self._taken[self._order[-1]] > end:
             raise InvariantError(f"a store of {old} bytes cannot end at {end}: it is in use there")
@@ -320,6 +335,7 @@ class Allocator(WindowSearch):
         if at < self.capacity:
             gaps.append((at, self.capacity - at))
         self._walls = {}
+        self.copied.clear()
         self._taken = {extent.offset: extent.nbytes for extent in ordered}
         self._order = [extent.offset for extent in ordered]
         self._gaps = gaps
@@ -328,6 +344,8 @@ class Allocator(WindowSearch):
     def _take(self, extent: Extent) -> Extent:
         offset, nbytes = extent.offset, extent.nbytes
         self._taken[offset] = nbytes
+        if self.copied.runs:
+            self.copied.take(offset, offset + nbytes)
         insort(self._order, offset)
         self.used += nbytes
         if self.used > self.peak:

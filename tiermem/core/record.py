@@ -55,6 +55,8 @@ class Record:
         fixed: Whether it is in HBM for good.
         still: Whether something else than parameters knows its address in HBM, so that it must not
             be moved there.
+        copied: Whether nothing but a copy home has used the HBM copy since compute did, so that
+            whoever has the place next need not wait for compute.
     """
 
     block: Block
@@ -69,6 +71,7 @@ class Record:
     home_writes: int = 0
     fixed: bool = field(default=False)
     still: bool = field(default=False)
+    copied: bool = field(default=False)
 
     @property
     def stamp(self) -> tuple[Any, ...]:

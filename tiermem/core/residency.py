@@ -158,6 +158,7 @@ class ResidencyTable:
         if state is not _VALID and state is not _DIRTY:
             raise self._wrong(record, "leased")
         record.leases += 1
+        record.copied = False
         return record
 
     def release(self, block_id: int, *, dirty: bool = False) -> None:
@@ -176,6 +177,7 @@ class ResidencyTable:
         if (state is not _DIRTY and state is not _VALID) or not record.leases:
             raise self._wrong(record, "written")
         record.defined = True
+        record.copied = False
         record.writes += 1
         record.in_hbm = _DIRTY
         record.at_home = _ABSENT
@@ -216,7 +218,7 @@ class ResidencyTable:
         extent = record.extent
         del self.by_offset[extent.offset]
         if free:
-            self.hbm.free(extent)
+            self.hbm.free(extent, copied=record.copied)
         record.extent = None
         record.in_hbm = _ABSENT
         return extent
@@ -243,6 +245,7 @@ class ResidencyTable:
             self.hbm.take(old)
             raise
         del self.by_offset[old.offset]
+        record.copied = False
         record.extent = new
         self.by_offset[offset] = record
         return new
@@ -402,6 +405,7 @@ class ResidencyTable:
         self.nbytes = sum(record.block.nbytes for record in self._records.values())
 
     def _repair(self, record: Record) -> None:
+        record.copied = False
         if record.extent is None or record.in_hbm is State.ABSENT:
             record.extent = None
             record.in_hbm = State.ABSENT
@@ -450,6 +454,7 @@ class ResidencyTable:
         if taken or not self.hbm.holds(extent) or extent.nbytes < record.block.nbytes:
             raise self._wrong(record, f"placed at {extent}")
         record.in_hbm = state
+        record.copied = False
         record.extent = extent
         self.by_offset[extent.offset] = record
 
@@ -461,7 +466,7 @@ class ResidencyTable:
             if keep:
                 self._orphans[record.extent.offset] = record.extent
             else:
-                self.hbm.free(record.extent)
+                self.hbm.free(record.extent, copied=record.copied)
         record.extent = None
         record.in_hbm = State.ABSENT
 

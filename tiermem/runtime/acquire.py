@@ -118,6 +118,7 @@ class Acquirer:
         if stream != self._stream or (ready is not None and ready.waiter != stream):
             self._copy.use(ready)
             self._stream = stream  # known from now on
+        record.copied = False
         return record
 
     def decide(self, block: Block) -> Slot:
@@ -163,6 +164,7 @@ class Acquirer:
             if extent is not None and extent.offset < later and not record.leases:
                 evictor.tidy(record, later)
         record.leases += 1  # that it can be has just been looked at
+        record.copied = False
         ready, stream = self._ready.get(block_id), self._copy.stream()
         if stream != self._stream or (ready is not None and ready.waiter != stream):
             self._copy.use(ready)

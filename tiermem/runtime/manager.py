@@ -313,7 +313,9 @@ class BlockManager:
         """Returns the slot of a block that is in HBM and usable, without leasing it."""
         with self.lock:
             self.parts.deferred.pay(block.id)
-            return self.parts.slots.current[block.id] if self.parts.table[block.id].usable else None
+            record = self.parts.table[block.id]
+            record.copied = False  # compute may read it
+            return self.parts.slots.current[block.id] if record.usable else None
 
     def discard(self, block: Block) -> None:
         """Discards a block's contents; aliases of its bytes keep them as they were."""

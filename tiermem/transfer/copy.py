@@ -100,6 +100,8 @@ class CopyEngine(Protocol):
         extent: Extent,
         after: Event | None,
         again: Event | None = None,
+        *,
+        copied: bool = False,
     ) -> Event | None:
         """Copies host bytes into the HBM ``extent`` that ``target`` covers.
 
@@ -109,6 +111,8 @@ class CopyEngine(Protocol):
             extent: Where ``target`` is, so that earlier readers are waited for.
             after: Event of the last write to ``source``.
             again: Event of an earlier copy up that is no longer asked about; may be recorded anew.
+            copied: Whether nothing but copies down has used the place since compute did: those have
+                waited for that, and are waited for alone.
         """
         ...
 
@@ -146,8 +150,14 @@ class CopyEngine(Protocol):
         """
         ...
 
-    def poison(self, target: torch.Tensor, extent: Extent) -> None:
-        """Sets every bit of the HBM ``extent`` that ``target`` covers, after its last readers."""
+    def poison(self, target: torch.Tensor, extent: Extent, *, copied: bool = False) -> None:
+        """Sets every bit of the HBM ``extent`` that ``target`` covers, after its last readers.
+
+        Args:
+            target: Device bytes.
+            extent: Where ``target`` is.
+            copied: As for :meth:`up`.
+        """
         ...
 
     def guards(self, extent: Extent) -> tuple[Event, ...]:
@@ -240,6 +250,8 @@ class HostCopyEngine:
         extent: Extent,
         after: Event | None,
         again: Event | None = None,
+        *,
+        copied: bool = False,
     ) -> Event | None:
         """Copies ``source`` into ``target``."""
         host_copy(target, source)
@@ -262,7 +274,7 @@ class HostCopyEngine:
     def claim(self, extent: Extent) -> None:
         """Nothing to wait for."""
 
-    def poison(self, target: torch.Tensor, extent: Extent) -> None:
+    def poison(self, target: torch.Tensor, extent: Extent, *, copied: bool = False) -> None:
         """Sets every bit of ``target``."""
         ctypes.memset(target.data_ptr(), POISON, target.numel())
 

@@ -128,6 +128,8 @@ class StreamCopyEngine:
         extent: Extent,
         after: Event | None,
         again: Event | None = None,
+        *,
+        copied: bool = False,
     ) -> Event | None:
         """Submits a copy up; see :class:`CopyEngine`."""
         calls, up = self.calls, self._up
@@ -142,7 +144,8 @@ class StreamCopyEngine:
         if again is not None and not self._rising.renew(extent.offset, again):
             again = None  # a file mover may look at it
         to, at = target.data_ptr(), source.data_ptr()
-        event = calls.copy_behind(up, self._compute, to, at, target.numel(), again, waits)
+        compute = () if copied else self._compute
+        event = calls.copy_behind(up, compute, to, at, target.numel(), again, waits)
         if again is None:
             self._rising.add(extent, event)
         return event
@@ -240,15 +243,16 @@ class StreamCopyEngine:
         for event in self._copies(extent):
             self.calls.wait(stream, event)
 
-    def poison(self, target: torch.Tensor, extent: Extent) -> None:
+    def poison(self, target: torch.Tensor, extent: Extent, *, copied: bool = False) -> None:
         """Sets every bit, on the up stream."""
-        self.prepare_up(extent)
+        self.prepare_up(extent, copied=copied)
         self.calls.fill(self._up, target.data_ptr(), POISON, target.numel())
         self._rising.add(extent, self.calls.record(self._up))
 
-    def prepare_up(self, extent: Extent) -> None:
+    def prepare_up(self, extent: Extent, *, copied: bool = False) -> None:
         """Makes the up stream wait for every reader of ``extent``."""
-        self._follow_compute(self._up)
+        if not copied:
+            self._follow_compute(self._up)
         for event in self._copies(extent):
             self.calls.wait(self._up, event)
 

@@ -222,6 +222,7 @@ class Group(Holder):
         ):
             return False
         record.leases += 1
+        record.copied = False
         for thing, kind in pointing.shown:
             thing.__class__ = kind
         slot.idle = self.soft = False

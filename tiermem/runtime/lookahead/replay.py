@@ -231,6 +231,7 @@ class Replay:
         leases = record.leases
         try:
             record.leases = leases + 1  # that it can be has just been looked at
+            record.copied = False
             ready, stream = self._swapped.ready.get(block_id), copy.stream()
             if stream != self._stream:
                 copy.use(ready)
@@ -293,6 +294,7 @@ class Replay:
             self._copy.use(ready)
             self._stream = stream
         record.leases += 1
+        record.copied = False
         return self._swapped.current[block_id]
 
     def _is_in_place(self, record: Record) -> bool:
@@ -357,6 +359,7 @@ class Replay:
             leaves.in_hbm, leaves.extent, comes.in_hbm, comes.extent, at[offset] = (
                 _ABSENT, None, _FILLING, extent, comes
             )  # fmt: skip
+            leaves.copied = False
             run.departures = self._departures.count = run.departures + 1  # they are the same
             if swapped.transfers.poisons or went in self._pending:
                 swapped.transfers.left_unused(went, slot, before)

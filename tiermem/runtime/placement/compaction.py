@@ -181,6 +181,7 @@ class Compactor:
             return
         self._move(slide)
         self._transfers.copy.synchronize()
+        slide.record.copied = False
         slide.record.extent = slide.target.extent
         self._rules.repoint(slide.record, slide.source, slide.target)
         self._sliding = None

@@ -70,6 +70,7 @@ class BlockIo:
             transfers.settle(block.id)
         if record.in_hbm is not State.ABSENT:
             transfers.copy.use(transfers.ready.get(block.id))
+            record.copied = False  # compute reads it
             return transfers.slots.current[block.id].bytes, False
         if record.home is Tier.DRAM and record.home_extent is not None:
             transfers.copy.wait(transfers.home_ready.get(block.id))

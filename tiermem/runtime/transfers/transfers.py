@@ -106,10 +106,12 @@ class Transfers:
             slot = self.slots.enter(block, extent)
             self.ready.pop(block_id, None)
             staged = self._staged(record, meanwhile) if self.ahead.staged else None
+            copied = self.table.hbm.copied.was(extent.offset)
             if staged is not None:
-                self.copy_up(record, slot, self.homes.arena.bytes_of(staged), staged=True)
+                source = self.homes.arena.bytes_of(staged)
+                self.copy_up(record, slot, source, staged=True, copied=copied)
             elif record.home is Tier.DRAM:
-                self.copy_up(record, slot, self._home_bytes(move.source_extent))
+                self.copy_up(record, slot, self._home_bytes(move.source_extent), copied=copied)
             else:
                 guards = self.copy.guards(extent)
                 parked = self.ahead.parking(record) if self.ahead.parked else None
@@ -147,6 +149,7 @@ class Transfers:
         again: Event | None = None,
         *,
         staged: bool = False,
+        copied: bool = False,
     ) -> None:
         """Submits the copy of a block from host memory to its slot, which ends its fill.
 
@@ -156,6 +159,7 @@ class Transfers:
             source: Its bytes in DRAM, 1-D uint8.
             again: An event that nothing waits for any more, to be recorded anew.
             staged: Whether ``source`` is no home, but what was read ahead from a file.
+            copied: Whether nothing but copies out of the slot has used it since compute did.
         """
         block, started = record.block, time.perf_counter_ns()
         after, timer = self.home_ready.get(block.id), self.log.pass_timer
@@ -167,7 +171,7 @@ class Transfers:
             nbytes = packed.moved
             event = self.copy.up_packed(slot.bytes, packed, slot.extent)
         else:
-            event = self.copy.up(slot.bytes, source, slot.extent, after, again)
+            event = self.copy.up(slot.bytes, source, slot.extent, after, again, copied=copied)
         if sampling:
             timer.risen(block, nbytes)
         if event is not None:
@@ -238,6 +242,7 @@ class Transfers:
                 self._copied("hbm->dram", block, started)
                 record.at_home = State.VALID  # ResidencyTable.end_drain, in line
                 record.in_hbm = State.VALID  # last: cut short before it, it drains still
+                record.copied = event is not None and not slot.aliased
                 self.log.counters.write_backs += 1
                 self.failing.discard(block.id)
             else:
@@ -420,8 +425,9 @@ class Transfers:
             seen: Whether there may be aliases of the bytes, so that they must stay.
         """
         if self.poisons and not seen and block_id in self.slots.current:
-            slot = self.slots.current[block_id]
-            self.copy.poison(slot.bytes, slot.extent)
+            slot, record = self.slots.current[block_id], self.table.get(block_id)
+            copied = record is not None and record.copied
+            self.copy.poison(slot.bytes, slot.extent, copied=copied)
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
         self.departures.count += 1

@@ -1,0 +1,281 @@
+"""Training steps in virtual time: the real code over a link, a device and a host, without a GPU.
+
+A model is trained as on a GPU, through the engine of CUDA's copies. The driver under it is a
+library of a few lines (made by cc) that makes every copy at once, but keeps its own time: of a
+stream for each direction, of the compute, and of the host. Layers are narrow, and the link as much
+slower; how long they compute, and how long they take the host, is said. So a step takes what it
+would on such a machine, to the microsecond the same in each run::
+
+    python benchmarks/bench_steps.py vit layers --hbm 0.25 0.5 --computes 0.05+0.1 0.15+0.4
+    python benchmarks/bench_steps.py vit --wait-for-compute
+
+``--wait-for-compute`` has copies up wait for all compute that the host has submitted, also where
+nothing but a copy down has used their place since.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from bench_uses import StandInCalls, as_on_cuda, smaller
+from common import report
+from torch import nn
+
+import tiermem
+from tiermem.core.copied import CopiedRuns
+from tiermem.runtime import assembly
+from tiermem.runtime.services.sweep import BlockSweep
+from tiermem.transfer import driver
+from tiermem.transfer.streams import StreamCopyEngine
+
+COMPUTE = 7
+"""Handle of the compute stream."""
+CALL, LATENCY = 3e-6, 12e-6
+"""Seconds of the host for a call of the driver, and of a copy beside its bytes."""
+_DRIVER = """
+#include <stdlib.h>
+#include <string.h>
+typedef void *p;
+int up, down;
+long moved[2];
+double now, call, latency, rate, ends[256];
+static double *when;
+static long events, room, streams = 100;
+static double at(p s) { double end = ends[(long)s]; return end > now ? end : now; }
+int cuEventCreate(p *e, unsigned f) {
+  if (++events >= room) { room = 2 * events + 1024; when = realloc(when, room * sizeof *when); }
+  when[events] = 0; *e = (p)events; return 0;
+}
+int cuEventRecord(p e, p s) { now += call; when[(long)e] = at(s); return 0; }
+int cuEventQuery(p e) { return when[(long)e] <= now ? 0 : 600; }
+int cuEventSynchronize(p e) { if (when[(long)e] > now) now = when[(long)e]; return 0; }
+int cuEventElapsedTime(float *t, p a, p b) {
+  *t = 1e3 * (when[(long)b] - when[(long)a]); return 0;
+}
+int cuEventDestroy_v2(p e) { return 0; }
+int cuStreamCreateWithPriority(p *s, unsigned f, int r) { *s = (p)(++streams); return 0; }
+int cuStreamWaitEvent(p s, p e, p f) {
+  now += call; if (ends[(long)s] < when[(long)e]) ends[(long)s] = when[(long)e]; return 0;
+}
+int cuMemcpyAsync(p t, p f, p b, p s) {
+  memcpy(t, f, (size_t)b); now += call; moved[(long)s == down] += (long)b;
+  ends[(long)s] = at(s) + latency + (long)b / rate; return 0;
+}
+int cuMemsetD8Async(p t, unsigned char v, size_t b, p s) { memset(t, v, b); return 0; }
+int cuCtxGetCurrent(p *c) { *c = (p)1; return 0; }
+int cuCtxSetCurrent(p c) { return 0; }
+int cuCtxPushCurrent_v2(p c) { return 0; }
+int cuCtxPopCurrent_v2(p *c) { return 0; }
+int cuPointerGetAttribute(p d, int a, p s) { return 1; }
+int cuGetErrorName(int c, char **s) { *s = "none"; return 0; }
+void computes(double host, double device) { now += host; ends[7] = at((p)7) + device; }
+void wait_for(long s) { if (ends[s] > now) now = ends[s]; }
+"""
+
+
+class Machine:
+    """The device, the link and the host, as the library keeps their time.
+
+    Attributes:
+        calls: The driver's calls.
+        engine: Makes copies by them.
+    """
+
+    def __init__(self, rate: float) -> None:
+        """Makes the library.
+
+        Args:
+            rate: Bytes a second of the link, each way.
+        """
+        self.calls = StandInCalls(torch.device("cuda", 0), _DRIVER)
+        self._library: Any = self.calls._lib
+        up, down, files = (self.calls.new_stream() for _ in "abc")
+        self.engine = StreamCopyEngine(self.calls, up, down, files)
+        for name, value in (("call", CALL), ("latency", LATENCY), ("rate", rate)):
+            self._double(name).value = value
+        for name, stream in (("up", up), ("down", down)):
+            ctypes.c_int.in_dll(self._library, name).value = stream
+        self._moved = (ctypes.c_long * 2).in_dll(self._library, "moved")
+
+    @property
+    def now(self) -> float:
+        """Seconds of the host's time so far."""
+        return self._double("now").value
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes up and down so far."""
+        return self._moved[0], self._moved[1]
+
+    def computes(self, host: float, device: float) -> None:
+        """Has the host submit work for so many seconds that takes the device so many."""
+        self._library.computes(ctypes.c_double(host), ctypes.c_double(device))
+
+    def wait(self) -> None:
+        """Has the host wait for the compute, as a look at the loss does."""
+        self._library.wait_for(ctypes.c_long(COMPUTE))
+
+    def _double(self, name: str) -> Any:
+        return ctypes.c_double.in_dll(self._library, name)
+
+
+class _Work(torch.autograd.Function):
+    """Has a layer compute, forward and backward; returns its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ctx.layer = layer
+        layer.machine.computes(layer.host[0], layer.device[0])
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        layer = ctx.layer
+        layer.machine.computes(layer.host[1], layer.device[1])
+        return gradient, None
+
+
+class Layer(nn.Module):
+    """Matrices one after another, with a time.
+
+    Attributes:
+        machine: Keeps the time.
+        device: Seconds that it computes, forward and backward.
+        host: Seconds that the host takes for it.
+    """
+
+    def __init__(self, widths: list[int], matrices: int = 1) -> None:
+        super().__init__()
+        pairs = list(pairwise(widths)) * matrices
+        self.parts = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
+        self.machine: Machine
+        self.device = self.host = (0.0, 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Runs them.
+
+        Args:
+            x: (batch, width).
+        """
+        y = x
+        for part in self.parts:
+            y = part(y)
+        return _Work.apply(x + y, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def vit() -> tuple[list[Layer], list[float], int]:
+    """Returns 64 layers, their shares of the compute, and by what their weights are smaller."""
+    layers = [part for _ in range(32) for part in (Layer([80, 80], 4), Layer([80, 320, 80]))]
+    return layers, [1 / 3 / 32, 2 / 3 / 32] * 32, 250
+
+
+def small() -> tuple[list[Layer], list[float], int]:
+    """Returns 120 small layers likewise."""
+    return [Layer([64, 64, 64]) for _ in range(120)], [1 / 120] * 120, 800
+
+
+MODELS = {"vit": vit, "layers": small}
+
+
+@contextmanager
+def on(machine: Machine) -> Iterator[None]:
+    """Gives managers of the CPU the engine of a machine, and has them write as on CUDA."""
+    kept = driver._current_device, assembly.HostCopyEngine, BlockSweep.__init__, CopiedRuns.was
+    begin = BlockSweep.__init__
+
+    def as_there(self: BlockSweep, manager: Any) -> None:
+        begin(self, manager)
+        self._dram = True
+
+    driver._current_device = lambda: 0
+    assembly.HostCopyEngine = lambda: machine.engine  # type: ignore[misc, assignment]
+    BlockSweep.__init__ = as_there  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        driver._current_device, assembly.HostCopyEngine = kept[:2]  # type: ignore[misc]
+        BlockSweep.__init__, CopiedRuns.was = kept[2:]  # type: ignore[method-assign]
+
+
+def measure(name: str, share: float, computes: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Trains one model in virtual time; returns its row.
+
+    Args:
+        name: Of the model.
+        share: HBM, as a part of the weights' bytes.
+        computes: Seconds of a forward and of a backward, ``0.05+0.1``.
+        options: Of the command line.
+    """
+    device = [float(part) for part in computes.split("+")]
+    torch.manual_seed(0)
+    layers, parts, by = MODELS[name]()
+    model = nn.Sequential(*layers)
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    machine = Machine(options.rate * 1e9 / by)
+    for layer, part in zip(layers, parts, strict=True):
+        layer.machine = machine
+        layer.device = device[0] * part, device[1] * part
+        layer.host = options.host[0] / len(layers), options.host[1] / len(layers)
+    hbm, dram = int(nbytes * share) // 4096 * 4096, 14 * nbytes + (1 << 24)
+    with on(machine), smaller(by), tiermem.TierManager("cpu", hbm=hbm, dram=dram) as tier:
+        if options.wait_for_compute:
+            CopiedRuns.was = lambda self, start: False  # type: ignore[method-assign]
+        as_on_cuda(tier, by)
+        tier.wrap(model)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4)
+        x = torch.rand(1, layers[0].parts[0].in_features)
+        last = options.steps // 2
+        for number in range(options.steps):
+            if number == last:
+                began, before = machine.now, machine.moved
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            machine.wait()
+        count = options.steps - last
+        seconds = (machine.now - began) / count
+        up, down = ((b - a) / count for a, b in zip(before, machine.moved, strict=True))
+        tier.close(discard=True)
+    link = max(up, down) * by / options.rate / 1e9
+    return {
+        "model": name,
+        "hbm": share,
+        "computes ms": 1e3 * sum(device),
+        "busiest link ms": 1e3 * link,
+        "step ms": 1e3 * seconds,
+        "of the larger": max(sum(device), link) / seconds,
+        "up, weights": up / nbytes,
+        "down, weights": down / nbytes,
+    }
+
+
+def main() -> None:
+    """Measures the models that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=[*MODELS])
+    parser.add_argument("--hbm", type=float, nargs="+", default=[0.5], help="of the weights")
+    parser.add_argument("--computes", nargs="+", default=["0.05+0.1", "0.15+0.4"], help="seconds")
+    parser.add_argument("--host", type=float, nargs=2, default=[0.03, 0.09], help="seconds")
+    parser.add_argument("--rate", type=float, default=49, help="GB/s of the link, each way")
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--wait-for-compute", action="store_true")
+    parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [
+        measure(name, share, computes, options)
+        for name in options.models
+        for share in options.hbm
+        for computes in options.computes
+    ]
+    report("Training steps in virtual time", rows, options.out)
+
+
+if __name__ == "__main__":
+    main()
