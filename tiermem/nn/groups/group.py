@@ -12,7 +12,7 @@ from tiermem.core.block import Block
 from tiermem.nn.groups.above import Calls, Lender
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.entry import Entry, Member
-from tiermem.nn.groups.keptviews import put_away
+from tiermem.nn.groups.keptviews import put_away, put_off
 from tiermem.nn.groups.names import HeldDict
 from tiermem.nn.groups.pointing import Plain, Pointing
 from tiermem.nn.groups.replaced import bring_home, given_in_call, reshaped, take_home
@@ -262,6 +262,8 @@ class Group(Holder):
             self.holds -= 1
             if self.pointing.watched:
                 self._forget_holder()
+                if result is not None and self.pointing.slot is not None:
+                    self._put_away(self.pointing.slot, result, given)
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
@@ -338,12 +340,22 @@ class Group(Holder):
             refused = refused or bring_home(self, slot)
             self.pointing.point(slot)
             return True, refused
-        if written or versions != before:
-            return True, None
+        others = self._put_away(slot, result, given)
+        return written or versions != before or others, None  # an alias may write the bytes
+
+    def _put_away(self, slot: Slot, result: Any, given: Sequence[Any]) -> bool:
+        """Has views that functions keep hold the block no longer; returns if others are left.
+
+        Args:
+            slot: Where the block is.
+            result: As in :meth:`let_go_locked`.
+            given: As there.
+        """
         aliases = use_count(slot.storage) - slot.baseline - slot.pointed
-        if aliases > 0 and result is not None and not self.record.fixed:
-            aliases -= aliases * put_away(self, slot, aliases, result, given)
-        return aliases != 0, None  # an alias may write the bytes
+        if aliases > 0 and not (self.record.fixed or self.writes.always):
+            done = put_off(self) if result is None else put_away(self, aliases, result, given)
+            return not done
+        return aliases != 0
 
     def may_be_written(self) -> bool:
         """Whether other code can write the bytes, or has written them since their last use."""

@@ -2,11 +2,11 @@
 
 ``save_for_backward`` shows what it is given to hooks; an attribute of ``ctx`` is seen by nobody. A
 view of a weight there would hold its block in HBM until backward. So the nodes that a call has made
-are looked through for them as its block is let go. Where every alias of the block is one of these,
-they are *put away*: the same tensors, over placeholders, of a class that intercepts operations. As
-backward comes to their node they show the block's bytes, as ordinary tensors do, until the node is
-done. What else uses one of them, wherever the program got it from, makes it an ordinary alias for
-good, which holds the block as long as it lives.
+are looked through for them as its block is let go, and they are *put away*: the same tensors, over
+placeholders, of a class that intercepts operations. As backward comes to their node they show the
+block's bytes, as ordinary tensors do, until the node is done. Where the block has no other alias,
+nothing can have written it unseen. What else uses one of them, wherever the program got it from,
+makes it an ordinary alias for good, which holds the block as long as it lives.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from tiermem.errors import ParameterError
+from tiermem.nn.compat.hookpair import is_recomputation, top_pair
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.olddata import REPLACED
 from tiermem.nn.groups.pointing import Plain
 from tiermem.nn.groups.writes import refuse_replaced
 from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.nn.tensors.standin import Opened, StandIn
+from tiermem.runtime.base.functorch import transforming
 from tiermem.runtime.memory.slots import Slot, View, typed_view
 
 if TYPE_CHECKING:
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
 
 _WHERE = "_tiermem_where"
 """In the ``__dict__`` of a view that is put away: gone with it, whoever holds it to the end."""
+doubtful: list[Group] = []
+"""Groups that a cut call has let go, of which aliases were left."""
 _MOST_NODES = 4096
-_DEPTH = 3
+_DEPTH = 4
 _references = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
@@ -160,30 +164,59 @@ class _Node:
                 where.group.lender.written(where.group)
             if not where.uses and view.__dict__.get(_WHERE) is where:
                 idle.append((view, where))
-        bases = [id(view._base) for view, _ in idle]
-        for view, where in idle:
+        for view, where in _alone(idle):
             slot = where.group.manager.parts.slots.current.get(where.group.block.id)
             now = None if slot is None else _where(where.group, slot.reading, view)
             if now is None or now.owner is not where.owner:
                 del view.__dict__[_WHERE]  # it was given other data
-            elif _references(view) == 1 + bases.count(id(view)):
+            else:
                 where.view = now.view
                 _put_away(view, where)
 
 
-def put_away(group: Group, slot: Slot, aliases: int, result: Any, given: Sequence[Any]) -> bool:
-    """Puts views of a block away that functions keep, if they are all of its aliases.
+def put_off(group: Group) -> bool:
+    """Puts the question off whether aliases may write a block, where a call was cut short.
+
+    A checkpoint that computes a part again stops in the middle of it. What that has made is gone
+    when its unpack hook returns, which is when :func:`look_again` is called.
 
     Args:
-        group: Of the block; the caller has the manager's lock.
-        slot: Where the block is.
+        group: Of the block.
+
+    Returns:
+        Whether it was such a call.
+    """
+    outer = top_pair()
+    if outer is None or not is_recomputation(outer):
+        return False
+    doubtful.append(group)
+    return True
+
+
+def look_again() -> None:
+    """Takes those blocks for written of which there are aliases after all."""
+    while doubtful:
+        group = doubtful.pop()
+        slot = group.pointing.slot
+        if slot is not None and slot.others():
+            group.lender.written(group)
+
+
+def put_away(group: Group, aliases: int, result: Any, given: Sequence[Any]) -> bool:
+    """Puts views of a block away that functions of a call keep.
+
+    Args:
+        group: Of the block, which its tensors point at; the caller has the manager's lock.
         aliases: How many tensors look into it beside its own.
         result: Of a call that has used the block: a tensor, or tensors in lists, tuples and dicts.
         given: What the call was given. Nodes that are older are not looked at.
 
     Returns:
-        Whether none of the aliases is left. If not, nothing was done.
+        Whether none of the aliases is left.
     """
+    slot = group.pointing.slot
+    if slot is None or transforming():
+        return False
     found: dict[int, tuple[torch.Tensor, _Where]] = {}
     nodes: list[tuple[Any, list[torch.Tensor]]] = []
     for node in _nodes(result, given):
@@ -200,18 +233,20 @@ def put_away(group: Group, slot: Slot, aliases: int, result: Any, given: Sequenc
             nodes.append((node, views))
             if len(found) >= aliases:
                 break
-    bases = [id(view._base) for view, _ in found.values()]
-    if len(found) != aliases or any(
-        _references(view) != 1 + bases.count(id(view)) for view, _ in found.values()
-    ):
-        return False
-    for view, where in found.values():
+    alone = _alone(list(found.values()))
+    for view, where in alone:
         _put_away(view, where)
     for node, views in nodes:
         uses = _Node(views)
         node.register_prehook(uses.before)
         node.register_hook(uses.after)
-    return True
+    return len(alone) == aliases
+
+
+def _alone(views: list[tuple[torch.Tensor, _Where]]) -> list[tuple[torch.Tensor, _Where]]:
+    """Returns those of the views that nothing in C++ has, but for others of them as their base."""
+    bases = [id(view._base) for view, _ in views]
+    return [each for each in views if _references(each[0]) == 1 + bases.count(id(each[0]))]
 
 
 def _nodes(result: Any, given: Sequence[Any]) -> Iterator[Any]:

@@ -125,7 +125,7 @@ class AwayUses:
     @inside
     def written(self, group: Group) -> None:
         """Notes that a block, of which there is an alias, was written."""
-        if group.manager.parts.table.get(group.block.id) is not None:
+        if not self.manager.gate.closed and self.manager.parts.table.get(group.block.id):
             self.manager.acquire(group.block)
             self.manager.release(group.block, dirty=True)
 
