@@ -107,7 +107,7 @@ def run(model: Any, own: list[Any], events: list[str], leave: Callable[[], None]
         leave: Takes the model out of its tiers.
     """
     found: list[Any] = []
-    graphs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    graphs: list[tuple[torch.Tensor, torch.Tensor, str]] = []
     for number, event in enumerate(events):
         seed(number)
         if event in ("forward", "again", "reentrant"):
@@ -118,12 +118,12 @@ def run(model: Any, own: list[Any], events: list[str], leave: Callable[[], None]
                 else:
                     y = checkpoint(layer, y, use_reentrant=event == "reentrant")
             found.append(y.detach().clone())
-            graphs.append((x, y.sum()))
+            graphs.append((x, y.sum(), event))
         elif event == "infer":
             with torch.no_grad():
                 found.append(model(torch.randn(2, WIDTH)))
         elif event in ("backward", "retain") and graphs:
-            x, y = graphs[-1] if event == "retain" else graphs.pop(0)
+            x, y, _ = graphs[-1] if event == "retain" else graphs.pop(0)
             y.backward(retain_graph=event == "retain")
             assert x.grad is not None
             found.append(x.grad.clone())
@@ -134,8 +134,8 @@ def run(model: Any, own: list[Any], events: list[str], leave: Callable[[], None]
             found.append(own[-1].clone())
         elif event == "forget":
             own.clear()
-        elif event == "leave":
-            leave()
+        elif event == "leave" and not any(how == "again" for _, _, how in graphs):
+            leave()  # else a checkpoint would find other tensors saved than in forward
     found += [p.detach().clone() for p in model.parameters()]
     return [*found, *(p.grad for p in model.parameters() if p.grad is not None)]
 
