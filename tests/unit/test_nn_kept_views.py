@@ -384,18 +384,33 @@ def test_an_alias_that_is_not_found_holds_its_block() -> None:
     assert all(map(same_bits, model.parameters(), plain.parameters()))
 
 
-def test_a_second_graph_of_backward_may_keep_them() -> None:
+class Turned(Times):
+    """A product whose backward hands what was kept to an operation as it is."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient @ ctx.kept, None, None
+
+
+def test_a_second_graph_of_backward_may_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(ctx: Any, w: torch.Tensor) -> None:
+        ctx.kept = w.t()
+
     def run(model: Any) -> torch.Tensor:
         for layer in model:
-            layer.way = _of_detached, lambda ctx: ctx.kept
+            layer.way = keep, None
         x = start()
         (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
         first.pow(2).sum().backward()
         assert x.grad is not None
         return x.grad
 
+    monkeypatch.setitem(globals(), "Times", Turned)
     with manager(2 * LAYERS * BYTES) as tier:
         assert same_bits(run(tier.wrap(stack())), run(stack()))
+    with manager(LAYERS * BYTES - BYTES // 2) as tier:
+        model = tier.wrap(stack()[:4])
+        assert same_bits(run(model), run(stack()[:4]))
 
 
 def test_a_backward_that_fails_can_be_made_again() -> None:
@@ -477,6 +492,14 @@ def test_only_nodes_of_the_call_are_looked_at(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         keptviews, "_nodes", lambda *args: (looked.append(n) or n for n in whole(*args))
     )
-    with manager() as tier:
-        gradient(tier.wrap(stack()))
-    assert len(looked) == LAYERS
+    model, kept = stack(), list[torch.Tensor]()
+
+    def keep(_: Any, w: torch.Tensor) -> None:
+        kept.append(w.view(-1))  # which is never found
+
+    for layer in model:
+        layer.way = keep, lambda _: torch.ones(WIDTH, WIDTH)
+    with manager(LAYERS * BYTES - 4096) as tier:
+        gradient(tier.wrap(model[:4]))
+        kept.clear()
+    assert len(looked) == 4
