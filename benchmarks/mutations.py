@@ -30,6 +30,7 @@ LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
+_KEPT_VIEWS = ("tests/unit/test_nn_kept_views.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
 _ADAM = ("tests/unit/test_optim_adam_kernel.py",)
 _EDITS = ("tests/unit/test_optim_edits.py",)
@@ -695,9 +696,28 @@ _ELSEWHERE = (
     Mutation(
         "a checkpoint whose graph has weights alone computes nothing again",
         _SAVED,
-        "            unpack(inner)  # it computes again what it has to\n",
-        "",
+        "                unpack(inner)  # it computes again what it has to\n",
+        "                pass\n",
         ("tests/unit/test_runtime_saved.py",),
+    ),
+    *(
+        Mutation(f"kept views: {name}", f"tiermem/nn/groups/{file}.py", old, new, _KEPT_VIEWS)
+        for name, file, old, new in (
+            (
+                "one that a graph has saved is put away",
+                "keptviews",
+                "if _references(each[0]) == 1 + bases.count(id(each[0]))]",
+                "]",
+            ),
+            ("what backward writes is lost", "keptviews", "if view._version != version:", "if 0:"),
+            ("nodes before the call are looked at", "keptviews", "if number > oldest:", "if True:"),
+            (
+                "each counts as a write",
+                "group",
+                "            return not done\n",
+                "            return True\n",
+            ),
+        )
     ),
     *(
         Mutation(f"rounds: {name}", f"tiermem/{file}", old, new, (f"tests/unit/{test}.py",))

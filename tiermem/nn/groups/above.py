@@ -10,6 +10,7 @@ import torch
 from tiermem.core.block import Block
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Use
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.addresses import Addresses
@@ -84,6 +85,14 @@ class Lender(Protocol):
 
     def lent(self, group: Group, token: int, *, dirty: bool) -> None:
         """Ends the operation that :meth:`lend` began."""
+        ...
+
+    def bring(self, group: Group, show: Callable[[Slot], None], *, dirty: bool) -> None:
+        """Brings a block up for a tensor that is to look into it."""
+        ...
+
+    def written(self, group: Group) -> None:
+        """Notes that a block, of which there is an alias, was written."""
         ...
 
     def thawed(self, tensor: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from tiermem.core.block import Block
 from tiermem.nn.groups.above import Calls, Lender
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.entry import Entry, Member
+from tiermem.nn.groups.keptviews import put_away, put_off
 from tiermem.nn.groups.names import HeldDict
 from tiermem.nn.groups.pointing import Plain, Pointing
 from tiermem.nn.groups.replaced import bring_home, given_in_call, reshaped, take_home
@@ -240,25 +241,37 @@ class Group(Holder):
         with self.manager.lock:
             self.let_go_locked(dirty=dirty, soft=soft)
 
-    def let_go_locked(self, *, dirty: bool = False, soft: bool = False, seen: bool = False) -> None:
+    def let_go_locked(
+        self,
+        *,
+        dirty: bool = False,
+        soft: bool = False,
+        seen: bool = False,
+        result: Any = None,
+        given: Sequence[Any] = (),
+    ) -> None:
         """Does what :meth:`let_go` does; the caller has the manager's lock.
 
         Args:
             dirty: As there.
             soft: As there.
             seen: Whether a graph has views of the block, which are no sign of replaced data.
+            result: Of the call that ends, whose functions may keep views of it.
+            given: What that call was given.
         """
         if self.holds > 1:
             self.holds -= 1
             if self.pointing.watched:
                 self._forget_holder()
+                if result is not None and self.pointing.slot is not None:
+                    self._put_away(self.pointing.slot, result, given)
             if dirty:
                 self.manager.mark_dirty(self.block)
             return
         pointing, writes, record = self.pointing, self.writes, self.record
         if pointing.veiled and torch._C._is_torch_function_enabled():
             with Plain():  # what is looked at here is not to be held for that
-                self.let_go_locked(dirty=dirty, soft=soft, seen=seen)
+                self.let_go_locked(dirty=dirty, soft=soft, seen=seen, result=result, given=given)
             return
         slot, versions = pointing.slot, 0
         for param in writes.counted:  # Writes.count, in line
@@ -280,7 +293,7 @@ class Group(Holder):
                 if not 0 <= self.graph_views <= views:
                     self.graph_views = views
             else:
-                written, refused = self._look_for_writes(slot, versions, written)
+                written, refused = self._look_for_writes(slot, versions, written, result, given)
         elif seen:
             self.graph_views = 0
         if writes.suspect and not written:
@@ -303,7 +316,7 @@ class Group(Holder):
             raise refused
 
     def _look_for_writes(
-        self, slot: Slot | None, versions: int, written: bool
+        self, slot: Slot | None, versions: int, written: bool, result: Any, given: Sequence[Any]
     ) -> tuple[bool, Exception | None]:
         """Looks at tensors that were written, or whose bytes something else may write.
 
@@ -311,6 +324,8 @@ class Group(Holder):
             slot: Where they point.
             versions: The sum of their counters.
             written: Whether they are known to be written.
+            result: As in :meth:`let_go_locked`.
+            given: As there.
 
         Returns:
             Whether they are to be taken for written, and the error of what cannot be taken over.
@@ -326,7 +341,22 @@ class Group(Holder):
             refused = refused or bring_home(self, slot)
             self.pointing.point(slot)
             return True, refused
-        return written or versions != before or slot.others(), None  # an alias may write the bytes
+        others = self._put_away(slot, result, given)
+        return written or versions != before or others, None  # an alias may write the bytes
+
+    def _put_away(self, slot: Slot, result: Any, given: Sequence[Any]) -> bool:
+        """Has views that functions keep hold the block no longer; returns if others are left.
+
+        Args:
+            slot: Where the block is.
+            result: As in :meth:`let_go_locked`.
+            given: As there.
+        """
+        aliases = use_count(slot.storage) - slot.baseline - slot.pointed
+        if aliases > 0 and not (self.record.fixed or self.writes.always):
+            done = put_off(self) if result is None else put_away(self, aliases, result, given)
+            return not done
+        return aliases != 0
 
     def may_be_written(self) -> bool:
         """Whether other code can write the bytes, or has written them since their last use."""

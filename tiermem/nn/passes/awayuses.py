@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.addresses import Addresses
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.need import beside_optimizer
+from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import Here, ModuleRuntime
@@ -85,6 +87,47 @@ class AwayUses:
             self.saved.pop()
         group.let_go(dirty=dirty, soft=True)
         self._keep_soft(group)
+
+    @inside
+    def bring(self, group: Group, show: Callable[[Slot], None], *, dirty: bool) -> None:
+        """Brings a block up for a tensor that is to look into it, which holds it there then.
+
+        Args:
+            group: Of the block.
+            show: Points the tensor there.
+            dirty: Whether to assume that the block will be written.
+
+        Raises:
+            CapacityError: If HBM has no room for it.
+            ClosedError: If the manager is closed.
+        """
+        manager, block = self.manager, group.block
+        manager.gate.guard()
+        manager.threads.note()
+        self._runtime.backward.enter()
+        if group.soft and not dirty:  # as a part of the use for which backward has brought it
+            with manager.lock:
+                if manager.acquirer.at_hand(block.id) is not None:
+                    show(manager.parts.slots.current[block.id])
+                    return
+        while True:
+            try:
+                slot = manager.acquire(block)
+                break
+            except CapacityError as error:
+                if not manager.threads.wait():
+                    raise beside_optimizer(error) from None
+        try:
+            show(slot)
+        finally:
+            manager.release(block, dirty=dirty)
+
+    @inside
+    def written(self, group: Group) -> None:
+        """Notes that a block, of which there is an alias, was written."""
+        if not self.manager.gate.closed and self.manager.parts.table.get(group.block.id):
+            self.manager.acquire(group.block)
+            self.manager.release(group.block, dirty=True)
 
     def _close(self, group: Group) -> None:
         """Has calls of modules intercepted again: one of their weights is used by itself."""

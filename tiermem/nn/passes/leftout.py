@@ -13,6 +13,8 @@ from weakref import WeakSet
 
 import torch
 
+from tiermem.nn.groups.keptviews import doubtful, look_again
+
 
 class LeavesOut(Protocol):
     """A model of which graphs may be left to torch."""
@@ -59,7 +61,11 @@ class Again:
         if self.of is None:
             for model in list(taken_out) if self.covered else ():
                 model.put_back()
-            return self._unpack(packed)
+            try:
+                return self._unpack(packed)
+            finally:
+                if doubtful:
+                    look_again()
         before, left_out.of = left_out.of, self.of
         try:
             self.of.begin_again()

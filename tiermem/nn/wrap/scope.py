@@ -229,6 +229,7 @@ class CallInterceptor(Interceptor):
             return self._begin(args, kwargs)
         groups, inside = self._groups, self._inside
         entered = pushed = held = theirs = ended = False
+        result = None
         try:
             if self._unwritten and groups:
                 self._unwritten.got_further(self.scope)
@@ -272,7 +273,7 @@ class CallInterceptor(Interceptor):
                             inside.thread = 0
                         try:
                             for group in groups:
-                                group.let_go_locked()
+                                group.let_go_locked(result=result, given=args)
                         except REFUSALS:
                             _let_go(groups[groups.index(group) + 1 :])
                             raise
