@@ -238,6 +238,44 @@ def test_a_predicate_says_what_stays() -> None:
         homes_of(model, resident="all")
 
 
+class Adapted(nn.Module):
+    """A frozen layer, and what is trained beside it, as another library has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 8, bias=False), nn.Linear(8, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.frozen(x) + self.up(self.down(x)))
+
+
+def test_a_step_writes_no_frozen_bytes_home_where_adapters_are_too_large_to_stay() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[Adapted() for _ in range(12)])
+    model = deepcopy(plain)
+    x = torch.randn(4, 64)
+    params = [p for p in plain.parameters() if p.requires_grad]
+    trained = sum(p.numel() * p.element_size() for p in params)
+    resident = torch.optim.AdamW(params, lr=1e-2)
+    with tiermem.TierManager(device="cpu", hbm="128KiB", dram="4MiB") as tier:
+        tier.wrap(model)
+        assert "Sequential.resident[0]" not in {row.block for row in tier.residency()}
+        optimizer = tier.optimizer(
+            [p for p in model.parameters() if p.requires_grad], torch.optim.AdamW, lr=1e-2
+        )
+        for step in range(4):
+            before = tier.stats().links["hbm->dram"].nbytes if step else 0
+            for module, stepper in ((plain, resident), (model, optimizer)):
+                module(x).square().sum().backward()
+                stepper.step()
+                stepper.zero_grad()
+        written = tier.stats().links["hbm->dram"].nbytes - before
+        assert written <= 1.1 * 4 * trained  # weights, gradients and two states
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_stays_is_in_the_least_budget() -> None:
     """With what ``budgets_for`` says, adapters train; all that is theirs is at home in HBM."""
     model = made()

@@ -566,6 +566,27 @@ def test_a_checkpoint_of_another_shape_is_loaded_but_for_that(key: str) -> None:
         pair.finish()
 
 
+def test_modules_that_came_later_may_be_given_their_tensors() -> None:
+    """``assign=True`` replaces tensors that are not in the tiers, as loaders of adapters do."""
+    with Pair(Net, DRAM) as pair:
+        for model in (pair.plain, pair.model):
+            with torch.device("meta"):
+                model.norm.later = nn.Linear(3, 3)
+            given = {"norm.later.weight": torch.ones(3, 3), "norm.later.bias": torch.zeros(3)}
+            found = model.load_state_dict(given, strict=False, assign=True)
+            assert not found.unexpected_keys
+            assert torch.equal(model.norm.later.weight, given["norm.later.weight"])
+            model.norm.later.requires_grad_(False)
+        renaming = pair.model.register_load_state_dict_pre_hook(lambda module, state, *rest: None)
+        for more in ({}, {"norm.weight": torch.ones(1)}):
+            with pytest.raises(tiermem.CheckpointError, match="assign"):
+                pair.model.load_state_dict({**given, **more}, strict=False, assign=True)
+            renaming.remove()
+        pair.both(step, 4)
+        del pair.plain.norm.later, pair.model.norm.later
+        pair.finish()
+
+
 def test_loading_where_torch_is_told_to_swap_parameters() -> None:
     """``set_swap_module_params_on_conversion(True)``: values are copied in."""
     swap = torch.__future__.set_swap_module_params_on_conversion

@@ -28,6 +28,7 @@ from tiermem.nn.groups.partition import (
 )
 from tiermem.nn.groups.resident import (
     Resident,
+    apart_from_frozen,
     checked_resident,
     divided,
     is_resident,
@@ -187,6 +188,11 @@ class BlockPlan:
             self.buffers.setdefault(self._root(found), []).append(found)
         if known.blocks == "auto":
             self._join_runs()
+            self.params = {
+                name: members
+                for root, found in self.params.items()
+                for name, members in apart_from_frozen(root, found, known.packed).items()
+            }
         self.params.update({**small, **divided(stay)})
 
     def _take_little(self) -> dict[str, list[Found]]:

@@ -1,7 +1,8 @@
 """Which parameters stay in HBM with all that training adds to them, while the others stream.
 
 Adapters (LoRA's, say) are small, and trained in every step; the weights around them are large and
-frozen. In one block with those, a step would write all of it, and so send frozen bytes home.
+frozen. In one block with those, a step would write all of it, and so send frozen bytes home. Where
+they are too large to stay they have blocks of their own (:func:`apart_from_frozen`).
 
 Blocks of a few KB (the norms of a layer whose matrices are blocks of their own) stay as well: their
 copy takes a thousandth of the host's work for it.
@@ -28,6 +29,8 @@ Resident = Literal["auto"] | Callable[[str, nn.Parameter], bool] | None
 
 _SHARE = 8  # "auto": so many times the bytes of what is trained are frozen, at least
 _OF_HBM = 8  # likewise: that part of HBM is what it may take with gradients and state
+_APART = 2  # as that many times the bytes of what is trained are frozen in a block, it has its own
+_TRAINED = "(trained)"
 _TOGETHER = 64
 """Parameters of one block: a step costs the host as much for a block of few as for many."""
 _PREFIX = "."
@@ -92,6 +95,25 @@ def little(
             break
         found.append(name)
     return found
+
+
+def apart_from_frozen(
+    root: str, members: Sequence[Found], nbytes: Callable[[Sequence[Found]], int]
+) -> dict[str, list[Found]]:
+    """Returns the blocks of what would be one: what is trained apart, if it is little beside it.
+
+    A step would send all of it home otherwise, the frozen part as well.
+
+    Args:
+        root: The name of the block.
+        members: Its parameters.
+        nbytes: Returns the bytes of a block of some parameters.
+    """
+    trained = [found for found in members if found.tensor.requires_grad]
+    frozen = [found for found in members if not found.tensor.requires_grad]
+    if not trained or not frozen or nbytes(trained) * _APART > nbytes(frozen):
+        return {root: list(members)}
+    return {root: frozen, f"{root}.{_TRAINED}" if root else _TRAINED: trained}
 
 
 def trained_bytes(found: Found) -> int:

@@ -41,6 +41,25 @@ def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
     return found
 
 
+def _may_give(module: nn.Module, state: Any, group_of: Mapping[int, Group]) -> bool:
+    """Whether a state dict may have a value for a tensor in the tiers.
+
+    Args:
+        module: The module that is to load it.
+        state: The state dict.
+        group_of: The group of each tensor in the tiers, by the tensor's id.
+    """
+    if not isinstance(state, Mapping):
+        return True
+    for name, part in module.named_modules(remove_duplicate=False):
+        if part._load_state_dict_pre_hooks or not _loads_plainly(part):
+            return True  # it may rename them
+        for own, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if id(tensor) in group_of and (f"{name}.{own}" if name else own) in state:
+                return True
+    return False
+
+
 def hold_or_give(group: Group, given: Mapping[int, torch.Tensor]) -> None:
     """Holds a group; a block that its disk has lost is filled with what is given first.
 
@@ -123,6 +142,7 @@ class StateDicts:
 
     Attributes:
         given: While a state dict is loaded: its values by the id of each tensor.
+        group_of: The group of each tensor in the tiers, by the tensor's id.
     """
 
     def __init__(
@@ -143,7 +163,7 @@ class StateDicts:
         self.given: dict[int, torch.Tensor] = {}
         self._model = model
         self._manager = manager
-        self._group_of = group_of
+        self.group_of = group_of
         self._resident = resident
         self._states: dict[int, _Copies] = {}
 
@@ -163,7 +183,7 @@ class StateDicts:
                 key = prefix + name
                 if tensor is None or key not in destination:
                     continue
-                group = self._group_of.get(id(tensor))
+                group = self.group_of.get(id(tensor))
                 if group is not None:
                     destination[key] = self._copy_of(tensor, group, cache)
                 elif self._resident is not None and which == "_buffers":
@@ -194,7 +214,7 @@ class StateDicts:
         groups: dict[int, Group] = {}
         for which in ("_parameters", "_buffers"):
             for tensor in module.__dict__[which].values():
-                group = self._group_of.get(id(tensor))
+                group = self.group_of.get(id(tensor))
                 if group is not None:
                     groups[id(group)] = group
         held = []
@@ -254,10 +274,12 @@ class LoadAllInterceptor(Interceptor):
         """Loads; where something does not fit, the rest is loaded first, as in torch.
 
         Raises:
-            CheckpointError: With ``assign``, before anything is loaded.
+            CheckpointError: With ``assign``, before anything is loaded, if that may replace a
+                tensor in the tiers.
         """
         self.runtime.manager.gate.guard()
-        if kwargs.get("assign", args[1] if args[1:] else False):
+        assigns = kwargs.get("assign", args[1] if args[1:] else False)
+        if assigns and _may_give(self.module, state_dict, self.scope.wrapped.dicts.group_of):
             raise CheckpointError(
                 "load_state_dict(assign=True) would replace tensors that live in the tiers; leave "
                 "assign out, the values are copied in"
