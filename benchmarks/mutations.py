@@ -720,6 +720,46 @@ _ELSEWHERE = (
         )
     ),
     *(
+        Mutation(f"copied: {name}", f"tiermem/{file}", old, new, (f"tests/{test}.py",))
+        for name, file, old, new, test in (
+            (
+                "a lease leaves it that a copy was the last",
+                "runtime/acquire.py",
+                "  # that it can be has just been looked at\n        record.copied = False\n",
+                "  # that it can be has just been looked at\n",
+                "unit/test_runtime_copied",
+            ),
+            (
+                "what comes to a place is taken for copied",
+                "core/residency.py",
+                "        record.in_hbm = state\n        record.copied = False\n",
+                "        record.in_hbm = state\n        record.copied = True\n",
+                "unit/test_runtime_copied",
+            ),
+            (
+                "what is handed out stays in the runs",
+                "core/copied.py",
+                "        runs[first:last] = rest\n",
+                "",
+                "property/test_core_copied",
+            ),
+            (
+                "a part of a place is enough",
+                "core/copied.py",
+                "            if low <= start and end <= high:\n",
+                "            if low <= start:\n",
+                "property/test_core_copied",
+            ),
+            (
+                "no copy is known to be the last",
+                "runtime/transfers/transfers.py",
+                "                record.copied = event is not None and not slot.aliased\n",
+                "",
+                "unit/test_runtime_copied",
+            ),
+        )
+    ),
+    *(
         Mutation(f"rounds: {name}", f"tiermem/{file}", old, new, (f"tests/unit/{test}.py",))
         for name, file, old, new, test in (
             (

@@ -11,7 +11,7 @@ from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent
 from tiermem.core.copied import CopiedRuns
 
-PAGES = 24
+PAGES = 12
 
 
 class Machine(RuleBasedStateMachine):
@@ -24,21 +24,23 @@ class Machine(RuleBasedStateMachine):
         self.quiet: set[int] = set()
         self.asked: dict[int, bool] = {}
 
-    def took(self, extent: Extent | None) -> None:
+    def took(self, extent: Extent | None, ask: bool) -> None:
         if extent is None:
             return
         mine = set(range(extent.offset, extent.end))
         self.held.append(extent)
         self.asked[extent.offset] = mine <= self.quiet
         self.quiet -= mine
+        if ask:
+            self.ask(len(self.held) - 1)
 
-    @rule(nbytes=st.integers(1, 6))
-    def take(self, nbytes: int) -> None:
-        self.took(self.store.allocate(nbytes))
+    @rule(nbytes=st.integers(1, 6), ask=st.booleans())
+    def take(self, nbytes: int, ask: bool) -> None:
+        self.took(self.store.allocate(nbytes), ask)
 
-    @rule(offset=st.integers(0, PAGES - 1), nbytes=st.integers(1, 6))
-    def take_at(self, offset: int, nbytes: int) -> None:
-        self.took(self.store.take_at(offset, nbytes))
+    @rule(offset=st.integers(0, PAGES - 1), nbytes=st.integers(1, 6), ask=st.booleans())
+    def take_at(self, offset: int, nbytes: int, ask: bool) -> None:
+        self.took(self.store.take_at(offset, nbytes), ask)
 
     @rule(which=st.integers(0, 99), copied=st.booleans())
     def free(self, which: int, copied: bool) -> None:
@@ -61,11 +63,14 @@ class Machine(RuleBasedStateMachine):
             self.asked[extent.offset] = False
 
     @rule(which=st.integers(0, 99))
-    def ask(self, which: int) -> None:
+    def ask_later(self, which: int) -> None:
         if self.held:
-            offset = self.held[which % len(self.held)].offset
-            assert self.store.copied.was(offset) == self.asked.get(offset, False)
-            self.asked[offset] = False
+            self.ask(which % len(self.held))
+
+    def ask(self, number: int) -> None:
+        offset = self.held[number].offset
+        assert self.store.copied.was(offset) == self.asked.get(offset, False)
+        self.asked[offset] = False
 
     @rule()
     def rebuild(self) -> None:
