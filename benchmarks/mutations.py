@@ -1759,8 +1759,8 @@ _WAITS = (
     ),
     (
         "a copy up does not wait for compute that still reads there",
-        "copy_behind(up, self._compute, to",
-        "copy_behind(up, (), to",
+        "        compute = () if copied else self._compute\n",
+        "        compute = ()\n",
     ),
     (
         "a copy up does not wait for copies down from there",
@@ -1789,8 +1789,8 @@ _WAITS = (
     ),
     (
         "a copy up waits for one compute stream and not for all",
-        "copy_behind(up, self._compute, to",
-        "copy_behind(up, (calls.current(),), to",
+        "        compute = () if copied else self._compute\n",
+        "        compute = () if copied else (calls.current(),)\n",
     ),
     (
         "a copy down does not wait for the compute before it",
@@ -1809,7 +1809,7 @@ _WAITS = (
     ),
     (
         "what is poisoned does not wait for compute that still reads there",
-        "        self._follow_compute(self._up)\n",
+        "        if not copied:\n            self._follow_compute(self._up)\n",
         "",
     ),
     (
