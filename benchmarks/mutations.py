@@ -753,9 +753,30 @@ _ELSEWHERE = (
             (
                 "no copy is known to be the last",
                 "runtime/transfers/transfers.py",
-                "                record.copied = event is not None and not slot.aliased\n",
+                "                record.copied = event is not None and _is_alone(slot)\n",
                 "",
                 "unit/test_runtime_copied",
+            ),
+            (
+                "what was known of a place outlives who came there",
+                "core/residency.py",
+                "        record.copied = False\n        self.hbm.copied.give_back(extent.offset)\n",
+                "        record.copied = False\n",
+                "unit/test_runtime_copied_places",
+            ),
+            (
+                "a parameter that is pointed softly uses nothing",
+                "runtime/transfers/transfers.py",
+                "    if slot.wanted or slot.aliased:\n",
+                "    if slot.aliased:\n",
+                "unit/test_runtime_copied_places",
+            ),
+            (
+                "what is counted for a parameter is the parameter",
+                "runtime/transfers/transfers.py",
+                "        return not slot.pointed\n",
+                "        return True\n",
+                "unit/test_runtime_copied_places",
             ),
         )
     ),

@@ -290,6 +290,7 @@ class Allocator(WindowSearch):
         walls, self._walls = self._walls, {}
         for offset, nbytes in walls.items():
             self._open(offset, nbytes)
+            self.copied.give_back(offset)
         return bool(walls)
 
     def _backed(self, extent: Extent) -> bool:

@@ -246,6 +246,7 @@ class ResidencyTable:
             raise
         del self.by_offset[old.offset]
         record.copied = False
+        self.hbm.copied.give_back(new.offset)
         record.extent = new
         self.by_offset[offset] = record
         return new
@@ -455,6 +456,7 @@ class ResidencyTable:
             raise self._wrong(record, f"placed at {extent}")
         record.in_hbm = state
         record.copied = False
+        self.hbm.copied.give_back(extent.offset)
         record.extent = extent
         self.by_offset[extent.offset] = record
 

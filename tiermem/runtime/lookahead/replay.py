@@ -359,7 +359,7 @@ class Replay:
             leaves.in_hbm, leaves.extent, comes.in_hbm, comes.extent, at[offset] = (
                 _ABSENT, None, _FILLING, extent, comes
             )  # fmt: skip
-            leaves.copied = False
+            leaves.copied = comes.copied = False
             run.departures = self._departures.count = run.departures + 1  # they are the same
             if swapped.transfers.poisons or went in self._pending:
                 swapped.transfers.left_unused(went, slot, before)

@@ -109,6 +109,10 @@ class Pointer(Protocol):
         """Points them elsewhere; nothing holds them, and the block is about to leave."""
         ...
 
+    def all_at(self, slot: Slot) -> bool:
+        """Whether each of them is where it was pointed, hidden ones asked without their class."""
+        ...
+
 
 _references: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 

@@ -102,11 +102,11 @@ class Transfers:
         block, block_id = record.block, record.block.id
         asked = False
         try:
+            copied = self.table.hbm.copied.was(extent.offset)
             move = self.table.begin_fill(block_id, extent)
             slot = self.slots.enter(block, extent)
             self.ready.pop(block_id, None)
             staged = self._staged(record, meanwhile) if self.ahead.staged else None
-            copied = self.table.hbm.copied.was(extent.offset)
             if staged is not None:
                 source = self.homes.arena.bytes_of(staged)
                 self.copy_up(record, slot, source, staged=True, copied=copied)
@@ -242,7 +242,7 @@ class Transfers:
                 self._copied("hbm->dram", block, started)
                 record.at_home = State.VALID  # ResidencyTable.end_drain, in line
                 record.in_hbm = State.VALID  # last: cut short before it, it drains still
-                record.copied = event is not None and not slot.aliased
+                record.copied = event is not None and _is_alone(slot)
                 self.log.counters.write_backs += 1
                 self.failing.discard(block.id)
             else:
@@ -550,3 +550,17 @@ class Transfers:
         """Frees space that was taken for a block and that it did not get."""
         if self.table.at(extent.offset) is None and self.table.hbm.holds(extent):
             self.table.hbm.free(extent)
+
+
+def _is_alone(slot: Slot) -> bool:
+    """Whether nothing uses the bytes of a block without a lease, now or until it is leased again.
+
+    An alias may have the place of a parameter that was given other data in the count of aliases.
+    """
+    if slot.wanted or slot.aliased:
+        return False
+    pointer = slot.pointer
+    if not slot.pointed or pointer is None:
+        return not slot.pointed
+    with torch._C.DisableTorchFunctionSubclass():
+        return pointer.all_at(slot)
