@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from bench_uses import StandInCalls, as_on_cuda, smaller
+from bench_uses import OTHER_CALLS, StandInCalls, as_on_cuda, smaller
 from common import report
 from torch import nn
 
@@ -67,13 +67,6 @@ int cuMemcpyAsync(p t, p f, p b, p s) {
   memcpy(t, f, (size_t)b); now += call; moved[(long)s == down] += (long)b;
   ends[(long)s] = at(s) + latency + (long)b / rate; return 0;
 }
-int cuMemsetD8Async(p t, unsigned char v, size_t b, p s) { memset(t, v, b); return 0; }
-int cuCtxGetCurrent(p *c) { *c = (p)1; return 0; }
-int cuCtxSetCurrent(p c) { return 0; }
-int cuCtxPushCurrent_v2(p c) { return 0; }
-int cuCtxPopCurrent_v2(p *c) { return 0; }
-int cuPointerGetAttribute(p d, int a, p s) { return 1; }
-int cuGetErrorName(int c, char **s) { *s = "none"; return 0; }
 void computes(double host, double device) { now += host; ends[7] = at((p)7) + device; }
 void wait_for(long s) { if (ends[s] > now) now = ends[s]; }
 """
@@ -93,7 +86,7 @@ class Machine:
         Args:
             rate: Bytes a second of the link, each way.
         """
-        self.calls = StandInCalls(torch.device("cuda", 0), _DRIVER)
+        self.calls = StandInCalls(torch.device("cuda", 0), _DRIVER + OTHER_CALLS)
         self._library: Any = self.calls._lib
         up, down, files = (self.calls.new_stream() for _ in "abc")
         self.engine = StreamCopyEngine(self.calls, up, down, files)

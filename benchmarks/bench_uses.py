@@ -40,6 +40,16 @@ from tiermem.transfer import driver
 from tiermem.transfer.driver import DriverCalls
 from tiermem.transfer.streams import StreamCopyEngine
 
+OTHER_CALLS = """
+int cuMemsetD8Async(p t, unsigned char v, size_t b, p s) { memset(t, v, b); return 0; }
+int cuCtxGetCurrent(p *c) { *c = (p)1; return 0; }
+int cuCtxSetCurrent(p c) { return 0; }
+int cuCtxPushCurrent_v2(p c) { return 0; }
+int cuCtxPopCurrent_v2(p *c) { return 0; }
+int cuPointerGetAttribute(p d, int a, p s) { return 1; }
+int cuGetErrorName(int c, char **s) { *s = "none"; return 0; }
+"""
+"""What is answered alike whether time is kept or not, in C."""
 _DRIVER = """
 #include <string.h>
 typedef void *p;
@@ -54,20 +64,13 @@ int cuEventDestroy_v2(p e) { return 0; }
 int cuStreamCreateWithPriority(p *s, unsigned f, int r) { *s = (p)(++n); return 0; }
 int cuStreamWaitEvent(p s, p e, p f) { return 0; }
 int cuMemcpyAsync(p t, p f, p b, p s) { if (!idle) memcpy(t, f, (size_t)b); return 0; }
-int cuMemsetD8Async(p t, unsigned char v, size_t b, p s) { memset(t, v, b); return 0; }
-int cuCtxGetCurrent(p *c) { *c = (p)1; return 0; }
-int cuCtxSetCurrent(p c) { return 0; }
-int cuCtxPushCurrent_v2(p c) { return 0; }
-int cuCtxPopCurrent_v2(p *c) { return 0; }
-int cuPointerGetAttribute(p d, int a, p s) { return 1; }
-int cuGetErrorName(int c, char **s) { *s = "none"; return 0; }
 """
 
 
 class StandInCalls(DriverCalls):
     """The driver's calls, answered on the host: each does at once what it asks for."""
 
-    def __init__(self, device: torch.device, library: str = _DRIVER) -> None:
+    def __init__(self, device: torch.device, library: str = _DRIVER + OTHER_CALLS) -> None:
         """Compiles the library, and loads it in the driver's place.
 
         Args:

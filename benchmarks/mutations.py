@@ -696,8 +696,8 @@ _ELSEWHERE = (
     Mutation(
         "a checkpoint whose graph has weights alone computes nothing again",
         _SAVED,
-        "                unpack(inner)  # it computes again what it has to\n",
-        "                pass\n",
+        "            unpacked(unpack, inner)  # it computes again what it has to\n",
+        "",
         ("tests/unit/test_runtime_saved.py",),
     ),
     *(

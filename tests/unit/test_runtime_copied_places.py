@@ -12,6 +12,15 @@ from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.services.sweep import BlockSweep
 
 
+def end(bench: Streamed) -> None:
+    """Makes what is submitted, copies first, and checks what everybody has read."""
+    while bench.device.advance(UP) or bench.device.advance(DOWN):
+        pass
+    bench.device.synchronize()
+    assert not bench.wrong, bench.wrong
+    bench.manager.close()
+
+
 class There:
     """What has pointed parameters at a block, all of which are where they were pointed."""
 
@@ -36,11 +45,7 @@ def test_what_is_handed_over_is_not_taken_for_what_was_once_handed_out_there() -
     device.synchronize()
     bench.use(1, write=False, discard=False)  # a kernel reads it, behind
     bench.use(0, write=False, discard=False)  # the place is handed over
-    while device.advance(UP) or device.advance(DOWN):
-        pass
-    device.synchronize()
-    assert not bench.wrong, bench.wrong
-    manager.close()
+    end(bench)
 
 
 def test_what_a_parameter_points_at_softly_is_used_behind_a_copy_home() -> None:
@@ -60,11 +65,7 @@ def test_what_a_parameter_points_at_softly_is_used_behind_a_copy_home() -> None:
     look = partial(bench.check, 0, bench.values[0], slot.address, "in HBM")
     device.submit(device.stream, look)  # the parameter is used, where it points
     bench.use(1, write=False, discard=False)
-    while device.advance(UP) or device.advance(DOWN):
-        pass
-    device.synchronize()
-    assert not bench.wrong, bench.wrong
-    manager.close()
+    end(bench)
 
 
 def test_an_alias_that_hides_behind_a_parameter_uses_the_place_behind_a_copy_home() -> None:
@@ -90,8 +91,4 @@ def test_an_alias_that_hides_behind_a_parameter_uses_the_place_behind_a_copy_hom
     del view
     manager.parts.evictor.clear([0], wait=True)  # as for a larger block: it is not handed over
     bench.use(1, write=False, discard=False)
-    while device.advance(UP) or device.advance(DOWN):
-        pass
-    device.synchronize()
-    assert not bench.wrong, bench.wrong
-    manager.close()
+    end(bench)

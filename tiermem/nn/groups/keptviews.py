@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _WHERE = "_tiermem_where"
 """In the ``__dict__`` of a view that is put away: gone with it, whoever holds it to the end."""
-doubtful: list[Group] = []
+_doubtful: list[Group] = []
 """Groups that a cut call has let go, of which aliases were left."""
 _MOST_NODES = 4096
 _DEPTH = 4
@@ -178,7 +178,7 @@ def put_off(group: Group) -> bool:
     """Puts the question off whether aliases may write a block, where a call was cut short.
 
     A checkpoint that computes a part again stops in the middle of it. What that has made is gone
-    when its unpack hook returns, which is when :func:`look_again` is called.
+    when its unpack hook returns, which is when those blocks are looked at again (:func:`unpacked`).
 
     Args:
         group: Of the block.
@@ -189,14 +189,31 @@ def put_off(group: Group) -> bool:
     outer = top_pair()
     if outer is None or not is_recomputation(outer):
         return False
-    doubtful.append(group)
+    _doubtful.append(group)
     return True
 
 
-def look_again() -> None:
+def unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
+    """Returns what an unpack hook returns, which may compute a part again.
+
+    Blocks of which the question was put off meanwhile count as written if there are aliases of
+    them after all.
+
+    Args:
+        unpack: The hook.
+        packed: What it is given.
+    """
+    try:
+        return unpack(packed)
+    finally:
+        if _doubtful:
+            _look_again()
+
+
+def _look_again() -> None:
     """Takes those blocks for written of which there are aliases after all."""
-    while doubtful:
-        group = doubtful.pop()
+    while _doubtful:
+        group = _doubtful.pop()
         slot = group.pointing.slot
         if slot is not None and slot.others():
             group.lender.written(group)

@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from tiermem.nn.groups.keptviews import doubtful, look_again
+from tiermem.nn.groups.keptviews import unpacked
 
 
 class LeavesOut(Protocol):
@@ -61,11 +61,8 @@ class Again:
         if self.of is None:
             for model in list(taken_out) if self.covered else ():
                 model.put_back()
-            try:
-                return self._unpack(packed)
-            finally:
-                if doubtful:
-                    look_again()
+            found: torch.Tensor = unpacked(self._unpack, packed)
+            return found
         before, left_out.of = left_out.of, self.of
         try:
             self.of.begin_again()

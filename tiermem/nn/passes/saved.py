@@ -40,7 +40,7 @@ from tiermem.nn.compat.hookpair import (
 )
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.away import group_of
-from tiermem.nn.groups.keptviews import doubtful, look_again
+from tiermem.nn.groups.keptviews import unpacked
 from tiermem.nn.groups.olddata import REPLACED
 from tiermem.nn.groups.writes import refuse_changed, refuse_replaced
 from tiermem.nn.passes.activations import Kept, SavedActivation, changed
@@ -314,22 +314,14 @@ class SavedHooks:
             return packed.hooks.view(packed)
         if kind is _Counted:
             weight, inner, unpack = packed
-            try:
-                unpack(inner)  # it computes again what it has to
-            finally:
-                if doubtful:
-                    look_again()
+            unpacked(unpack, inner)  # it computes again what it has to
             view: torch.Tensor = weight.hooks.view(weight)
             return view
         if kind is _Handed:
             inner, unpack = packed
             if isinstance(inner, SavedView):
                 inner = inner.hooks.view(inner)
-            try:
-                found: torch.Tensor = unpack(inner)  # the user's: an exception there is no fault
-            finally:
-                if doubtful:
-                    look_again()
+            found: torch.Tensor = unpacked(unpack, inner)  # the user's: its exceptions are no fault
             return found if type(found) in _PLAIN_TYPES else _bytes_of(found)
         if type(packed) is SavedActivation:
             if packed.counter._version != packed.version:
