@@ -19,10 +19,18 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.blocks import Inventory
 from tiermem.nn.groups.hostbound import rate_up
-from tiermem.nn.groups.inspect import can_move, check_module, find, link_shared, set_apart
+from tiermem.nn.groups.inspect import (
+    can_move,
+    check_module,
+    find,
+    link_shared,
+    opened,
+    set_apart,
+)
 from tiermem.nn.groups.need import DtypeFor, Kept, Program
 from tiermem.nn.groups.partition import checked_homes
 from tiermem.nn.groups.resident import Resident
+from tiermem.nn.tensors.shells import Shell
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.optim.classes import optimizer_class
 from tiermem.optim.host.fused import with_fused
@@ -203,6 +211,8 @@ class _Twins:
 
     def param(self, param: torch.Tensor) -> nn.Parameter:
         """Returns the stand-in of a parameter."""
+        if Shell.of(param) is not None:  # it keeps its dtype, and its bytes are not looked at
+            return param  # type: ignore[return-value]
         if id(param) not in self._params:
             self._originals.append(param)
             cast = self._dtype if param.is_floating_point() else None
@@ -247,9 +257,9 @@ def _inventory(
 ) -> Inventory:
     """Returns the inventory that ``wrap`` will make of a model, made of stand-ins."""
     twin = twins.module(model)
-    originals = find(model, "_parameters")
+    originals = opened(find(model, "_parameters"))
     link_shared(originals)
-    params = find(twin, "_parameters")
+    params = opened(find(twin, "_parameters"))
     index = {id(found): number for number, found in enumerate(originals)}
     for found, original in zip(params, originals, strict=True):
         if original.same_as is not None:

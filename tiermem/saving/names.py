@@ -12,6 +12,7 @@ from tiermem.errors import CheckpointError
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.shells import insides
 from tiermem.nn.wrap.wrapped import WrappedModel
 from tiermem.optim.contents import Contents
 from tiermem.optim.tiered import TieredOptimizer
@@ -41,13 +42,14 @@ def names_of(model: nn.Module) -> tuple[list[Named], dict[str, str]]:
             for own, tensor in module.__dict__[which].items():
                 if tensor is None:
                     continue
-                name = f"{prefix}.{own}" if prefix else own
-                first = found.get(id(tensor))
-                if first is None:
-                    kept = which == "_parameters" or own not in module._non_persistent_buffers_set
-                    found[id(tensor)] = Named(name, tensor, kept)
-                elif first.name != name:
-                    aliases[name] = first.name
+                kept = which == "_parameters" or own not in module._non_persistent_buffers_set
+                for path, inside in insides(tensor):
+                    name = (f"{prefix}.{own}" if prefix else own) + path
+                    first = found.get(id(inside))
+                    if first is None:
+                        found[id(inside)] = Named(name, inside, kept)
+                    elif first.name != name:
+                        aliases[name] = first.name
     return list(found.values()), aliases
 
 
@@ -105,8 +107,8 @@ class ModelNames:
     def _all_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, module in self.wrapped.model.named_modules(remove_duplicate=False):
             for own, param in module.__dict__["_parameters"].items():
-                if param is not None:
-                    yield (f"{prefix}.{own}" if prefix else own), param
+                for path, inside in [] if param is None else insides(param):
+                    yield (f"{prefix}.{own}" if prefix else own) + path, inside
 
 
 def models_of(runtime: ModuleRuntime) -> list[ModelNames]:

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
-_NEW_PARAMETER = nn.Parameter.__new__.__code__
+NEW_PARAMETER = nn.Parameter.__new__.__code__
 _BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
 _FLATTENS = "_detach_if_needed"
 """The function in which FSDP takes the weights that it puts into one; not imported, as it takes
@@ -107,7 +107,7 @@ class Away(StandIn):
         return self
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
-        if func == _SET_DATA:
+        if func == SET_DATA:
             _take_data(self, args[1])
             return True, None
         if func == _GET_DATA and id(self) in group_of:
@@ -132,7 +132,7 @@ class Away(StandIn):
 
     def _located(self) -> int:
         """Returns where the tensor is."""
-        use = _Held(self)
+        use = Held(self)
         try:
             address = use.tensor.data_ptr()
             if use.tensor.numel():
@@ -142,7 +142,7 @@ class Away(StandIn):
             use.close(torch.Tensor.data_ptr)
 
     def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
-        if caller is _NEW_PARAMETER:
+        if caller is NEW_PARAMETER:
             # it wants a tensor of the same class, and gives it the class nn.Parameter then
             data = _ordinary(self, torch.Tensor, copy=False)
             kind: Any = type(self)
@@ -165,7 +165,7 @@ class Away(StandIn):
     def _given(self, func: Callable[..., Any]) -> Any:
         """Returns a tensor over the memory of the block, as ``data`` and ``detach()`` do."""
         itself: Any = self
-        use = _Held(self)
+        use = Held(self)
         try:
             return give(itself, func(use.tensor))
         finally:
@@ -173,7 +173,7 @@ class Away(StandIn):
 
     def _open(self) -> Opened:
         if id(self) in group_of:
-            return _Held(self)
+            return Held(self)
         itself: Any = self
         if is_placeholder(itself):
             _group(self)  # which raises: the tensor was a managed one once
@@ -209,7 +209,7 @@ class Away(StandIn):
         return _ordinary(self, self._kind, copy=True).__reduce_ex__(protocol)
 
 
-class _Held(Opened):
+class Held(Opened):
     """The block of a parameter is held for one operation."""
 
     __slots__ = ("group", "pushed")
@@ -246,15 +246,18 @@ def _group(away: Any) -> Group:
     return found
 
 
-def away_class(kind: type) -> type:
-    """Returns the class that a tensor of class ``kind`` has while it is away."""
+def away_class(kind: type, base: type[Away] = Away, **names: Any) -> type:
+    """Returns the class that a tensor of class ``kind`` has while it is away.
+
+    Args:
+        kind: Its own class.
+        base: What intercepts its operations.
+        names: Further attributes of the class.
+    """
     found = _classes.get(kind)
     if found is None:
-        found = _classes[kind] = type(kind)(
-            kind.__name__,
-            (Away, kind),
-            {"__module__": kind.__module__, "__slots__": (), "_kind": kind},
-        )
+        own = {"__module__": kind.__module__, "__slots__": (), "_kind": kind, **names}
+        found = _classes[kind] = type(kind)(kind.__name__, (base, kind), own)
     return found
 
 
@@ -293,7 +296,7 @@ def _take_data(away: Any, value: torch.Tensor) -> None:
     if refused is not None:
         raise refused
     with torch.no_grad():
-        use = _Held(away)
+        use = Held(away)
         try:
             own = away.detach()
             keep_old(away, own, value)

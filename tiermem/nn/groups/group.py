@@ -16,6 +16,7 @@ from tiermem.nn.groups.keptviews import put_away, put_off
 from tiermem.nn.groups.names import HeldDict
 from tiermem.nn.groups.pointing import Plain, Pointing
 from tiermem.nn.groups.replaced import bring_home, given_in_call, reshaped, take_home
+from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.groups.writes import Writes
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot, use_count
@@ -40,6 +41,7 @@ class Group(Holder):
         entries: Its parameters.
         buffers: Its buffers.
         carried: Other tensors over the memory of its parameters, which go where these go.
+        shells: Parameters that wrap some of its tensors.
         holds: How many calls hold it.
         thread: The thread that holds it; 0, which no thread is called, where several do.
         stream: The compute stream on which the first of those calls came.
@@ -77,6 +79,7 @@ class Group(Holder):
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.carried: list[Member] = []
+        self.shells: list[ShellParam] = []
         self.holds = self.thread = self.stream = 0
         self.holders: list[int] = []
         self.users = set[int]()
@@ -93,9 +96,15 @@ class Group(Holder):
         members = (*self.entries, *self.buffers, *self.carried)
         for member in members:
             group_of[id(member.tensor)] = self
-        self.pointing.begin(members)
-        self.writes.begin((*self.entries, *self.carried))
+        for shell in self.shells:
+            group_of[id(shell.param)] = self
+        self.pointing.begin(members, self.shells)
+        counted = [member.tensor for member in (*self.entries, *self.carried)]
+        # what is written inside an operation on a parameter around them, torch counts there alone
+        self.writes.begin([*counted, *(shell.param for shell in self.shells)])
         self.pointing.away()
+        for shell in self.shells:
+            shell.follow()
         self.pointing.hide()
 
     def watch(self, user: int = 0) -> None:
@@ -507,6 +516,10 @@ class Group(Holder):
         """Returns what is carried along with a parameter, by which tensor of the block it is."""
         return [m for m in self.carried if m.index == index and not m.materialized]
 
+    def shell_of(self, tensor: torch.Tensor) -> ShellParam | None:
+        """Returns what is known of a parameter that wraps tensors of the block, if it is one."""
+        return next((shell for shell in self.shells if shell.param is tensor), None)
+
     def copy_into(self, memo: dict[int, Any]) -> None:
         """Enters ordinary copies of the tensors into a deepcopy's memo."""
         copies = dict[int, torch.Tensor]()
@@ -519,3 +532,5 @@ class Group(Holder):
             memo[id(member.tensor)] = own
         for member in (m for m in self.carried if not m.materialized):
             memo[id(member.tensor)] = copies[member.index].detach()
+        for shell in self.shells:
+            memo[id(shell.param)] = shell.copy([memo[id(m.tensor)] for m in shell.members])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tiermem.core.layout import is_dense
 from tiermem.errors import WrapError
+from tiermem.nn.tensors.shells import insides, why_not_wrapped
 
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter to the id of the manager that has it."""
@@ -34,6 +35,7 @@ class Found:
         places: Every (module name, attribute) that holds it.
         same_as: Another that looks at exactly the same memory, if there is one.
         sparse: Whether a module takes sparse gradients of it.
+        shell: The parameter that wraps it, if it is a tensor inside another.
     """
 
     tensor: torch.Tensor
@@ -41,6 +43,7 @@ class Found:
     places: list[tuple[str, str]] = field(default_factory=list)
     same_as: Found | None = None
     sparse: bool = False
+    shell: Found | None = None
 
 
 def find(model: nn.Module, which: str) -> list[Found]:
@@ -58,6 +61,25 @@ def find(model: nn.Module, which: str) -> list[Found]:
                 one.places.append((module_name, name))
                 one.sparse |= sparse
     return list(found.values())
+
+
+def opened(found: Iterable[Found]) -> list[Found]:
+    """Returns the tensors with bytes: in the place of those that wrap others, the others.
+
+    Args:
+        found: Parameters, each once.
+    """
+    inside: dict[int, Found] = {}
+    for one in found:
+        for path, tensor in insides(one.tensor):
+            if tensor is one.tensor:
+                inside[id(tensor)] = one
+            elif id(tensor) in inside:
+                inside[id(tensor)].places += one.places
+            else:
+                places = [*one.places]
+                inside[id(tensor)] = Found(tensor, one.name + path, places, shell=one)
+    return list(inside.values())
 
 
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
@@ -159,17 +181,25 @@ def _check_parameter(found: Found, manager_id: int) -> None:
         and hasattr(param, "__torch_dispatch__")
         and (type(param).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl)
     ):
-        raise WrapError(
-            f"{what} is a {type(param).__name__}, a tensor with others inside, whose bytes tiermem "
-            "cannot move; wrap a model that is neither sharded nor quantized in this way, with "
-            "weights that are plain tensors"
-        )
+        why = why_not_wrapped(param)
+        if why is not None:
+            raise WrapError(
+                f"{what} is a {type(param).__name__}, a tensor with others inside, whose bytes "
+                f"tiermem cannot move: {why}; wrap a model that is neither sharded nor quantized "
+                "in this way"
+            )
+        for path, tensor in insides(param):
+            _refuse_owned(f"{what[:-1]}{path}'", tensor, manager_id)
     if param.layout is not torch.strided:
         raise WrapError(f"{what} is {param.layout}; only dense parameters can be tiered")
     if param.is_inference():
         raise WrapError(f"{what} was made in inference_mode; build the module outside it")
     if not param.is_leaf:
         raise WrapError(f"{what} is not a leaf of autograd; assign it as an nn.Parameter")
+    _refuse_owned(what, param, manager_id)
+
+
+def _refuse_owned(what: str, param: torch.Tensor, manager_id: int) -> None:
     owner = owners.get(param)
     if owner is not None:
         whose = "this TierManager" if owner == manager_id else "another TierManager"

@@ -19,6 +19,7 @@ from tiermem.errors import ConfigError
 from tiermem.nn.compat.fastpaths import uses_inside
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.stacks import experts_of
+from tiermem.nn.tensors.shells import nbytes_of
 
 Predicate = Callable[[str, nn.Module], bool]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -94,7 +95,7 @@ def _each_bytes(module: nn.Module, known: dict[int, dict[int, int]]) -> dict[int
     found = known.get(id(module))
     if found is None:
         own = (p for p in module._parameters.values() if p is not None)
-        found = known[id(module)] = {id(p): p.numel() * p.element_size() for p in own}
+        found = known[id(module)] = {id(p): nbytes_of(p) for p in own}
         for child in module.children():
             found.update(_each_bytes(child, known))
     return found
@@ -103,7 +104,7 @@ def _each_bytes(module: nn.Module, known: dict[int, dict[int, int]]) -> dict[int
 def training_bytes(module: nn.Module) -> int:
     """Returns what :func:`parameter_bytes` does, with gradients and state of what is trained."""
     return sum(
-        p.numel() * max(p.element_size(), TRAINED if p.requires_grad else 0)
+        max(nbytes_of(p), p.numel() * TRAINED if p.requires_grad else 0)
         for p in module.parameters()
     )
 

@@ -11,6 +11,7 @@ from torch import is_grad_enabled, is_inference_mode_enabled, nn
 from tiermem.core.block import Block
 from tiermem.nn.groups.entry import Member
 from tiermem.nn.groups.names import HeldDict, TieredDict
+from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.runtime.memory.slots import Slot
 
 ORDINARY = (nn.Parameter, torch.Tensor)
@@ -44,7 +45,7 @@ class Pointing:
     """
 
     __slots__ = (
-        "_apart", "_block", "_indices", "_names", "hidden", "members", "plain", "rows",
+        "_apart", "_block", "_indices", "_names", "_shells", "hidden", "members", "plain", "rows",
         "shown", "slot", "tensors", "veiled", "watched",
     )  # fmt: skip
 
@@ -56,6 +57,7 @@ class Pointing:
         """
         self._block = block
         self.members: Sequence[Member] = ()
+        self._shells: Sequence[ShellParam] = ()
         self.tensors: Sequence[torch.Tensor] = ()
         self.plain = self.watched = self.veiled = False
         self.shown: Sequence[tuple[Any, type]] = ()
@@ -66,9 +68,14 @@ class Pointing:
         self._indices: Sequence[int] | None = ()  # None where they are all of the block's
         self._apart: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # beside their placeholders
 
-    def begin(self, members: Sequence[Member]) -> None:
-        """Takes the tensors, all of which point at memory of their own."""
-        self.members = members
+    def begin(self, members: Sequence[Member], shells: Sequence[ShellParam] = ()) -> None:
+        """Takes the tensors, all of which point at memory of their own.
+
+        Args:
+            members: The tensors.
+            shells: Parameters that wrap some of them.
+        """
+        self.members, self._shells = members, shells
         self.sort()
 
     def add_names(self, names: HeldDict) -> None:
@@ -96,8 +103,17 @@ class Pointing:
         self._apart = [(member.tensor, member.placeholder) for member in managed]
         names = self._names
         held = TieredDict if self.watched else HeldDict
-        self.shown = [*((m.tensor, m.kind) for m in managed), *((n, held) for n in names)]
-        self.hidden = [*((m.tensor, m.away) for m in managed), *((n, TieredDict) for n in names)]
+        shells = [s for s in self._shells if not any(m.materialized for m in s.members)]
+        self.shown = [
+            *((m.tensor, m.kind) for m in managed),
+            *((s.param, s.kind) for s in shells),
+            *((n, held) for n in names),
+        ]
+        self.hidden = [
+            *((m.tensor, m.away) for m in managed),
+            *((s.param, s.away) for s in shells),
+            *((n, TieredDict) for n in names),
+        ]
         if self.veiled:
             self.shown = self.hidden
         self.plain = not self.veiled and all(member.kind in ORDINARY for member in managed)

@@ -14,6 +14,7 @@ intercepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Literal
 
 from torch import nn
@@ -62,10 +63,10 @@ def residents(
     if resident is None:
         return []
     if callable(resident):
-        return [found for found in own if outside(resident, found.name, found.tensor)]
+        return [f for f in own if outside(resident, _whole(f).name, _whole(f).tensor)]
     named = _named(model)
     if named:
-        return [found for found in own if id(found.tensor) in named]
+        return [found for found in own if id(_whole(found).tensor) in named]
     trained = [found for found in own if found.tensor.requires_grad]
     small = sum(nbytes(found) for found in trained)
     frozen = sum(nbytes(found) for found in own) - small
@@ -122,6 +123,11 @@ def trained_bytes(found: Found) -> int:
     return tensor.numel() * (TRAINED if tensor.requires_grad else tensor.element_size())
 
 
+def _whole(found: Found) -> Found:
+    """Returns the parameter that a tensor is a part of, or the parameter that it is."""
+    return found.shell or found
+
+
 def _named(model: nn.Module) -> set[int]:
     """Returns the ids of the parameters that modules want in HBM: names in ``resident_names``."""
     return {
@@ -147,10 +153,12 @@ def checked_resident(resident: Resident) -> Resident:
 
 def divided(members: Sequence[Found]) -> dict[str, list[Found]]:
     """Returns the blocks of parameters that stay, by names that no module has."""
-    return {
-        f"{_PREFIX}resident[{number}]": list(members[start : start + _TOGETHER])
-        for number, start in enumerate(range(0, len(members), _TOGETHER))
-    }
+    blocks: list[list[Found]] = []
+    for _, parts in groupby(members, lambda found: id(_whole(found))):  # no parameter is divided
+        if not blocks or len(blocks[-1]) >= _TOGETHER:
+            blocks.append([])
+        blocks[-1].extend(parts)
+    return {f"{_PREFIX}resident[{number}]": found for number, found in enumerate(blocks)}
 
 
 def together(members: Sequence[Found]) -> dict[str, list[Found]]:

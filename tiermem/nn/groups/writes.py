@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tiermem.nn.compat.counters import increment_versions
-from tiermem.nn.groups.entry import Member
 
 
 def refuse_changed(weight: torch.Tensor, version: int, block: str) -> None:
@@ -81,9 +80,13 @@ class Writes:
         """Whether the last use may have written what torch does not count."""
         return self.suspect or self.always
 
-    def begin(self, members: Sequence[Member]) -> None:
-        """Begins to count: what was written before is at home already."""
-        self.counted = [member.tensor for member in members]
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begins to count: what was written before is at home already.
+
+        Args:
+            tensors: Those whose counters are looked at.
+        """
+        self.counted = tensors
         self.versions = self.count()
 
     def suspect_code(self, unless_empty: Any = None) -> None:

@@ -47,6 +47,7 @@ from tiermem.nn.passes.activations import Kept, SavedActivation, changed
 from tiermem.nn.passes.leftout import Again, LeavesOut, left_out
 from tiermem.nn.passes.savedrows import SavedCopies, SavedRows
 from tiermem.nn.passes.savedview import ALWAYS, SavedView
+from tiermem.nn.tensors.shells import Shell, parts
 from tiermem.runtime.base.functorch import transforming, untransformed
 from tiermem.runtime.memory.slots import Slot, View, typed_view
 
@@ -77,6 +78,12 @@ class _Beside(tuple[Kept, SavedView]):
 
 class _Counted(tuple[SavedView, Any, Callable[[Any], torch.Tensor]]):
     """A weight, with what a checkpoint made of its stand-in, and the checkpoint's unpack hook."""
+
+    __slots__ = ()
+
+
+class _Around(tuple[Shell, Sequence[Any]]):
+    """A tensor that wraps others, and what stands for these."""
 
     __slots__ = ()
 
@@ -269,7 +276,7 @@ class SavedHooks:
                 fixed = record is None or record.fixed  # of another manager's, it is not known
                 return (found.hooks.beside(found, tensor) if fixed else None) or found
             if type(tensor) not in _PLAIN_TYPES:
-                return tensor
+                return self._pack_around(tensor)
             offloaded = self._offload and self._offload(tensor)
             if offloaded:
                 return offloaded
@@ -283,6 +290,15 @@ class SavedHooks:
             if OUTSIDE not in error.__dict__:
                 self.manager.gate.torn = self.manager.gate.unsure = True
             raise
+
+    def _pack_around(self, tensor: torch.Tensor) -> Any:
+        """Returns what stands for a tensor that wraps others, if weights are among these."""
+        shell = Shell.of(tensor)
+        if shell is None:
+            return tensor
+        packed = [self._pack_plain(inner) for _, _, inner in parts(tensor)]
+        weights = any(isinstance(inner, SavedView | _Beside) for inner in packed)
+        return _Around((shell, packed)) if weights else tensor
 
     def beside(self, saved: SavedView, tensor: torch.Tensor) -> _Beside | None:
         """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
@@ -312,6 +328,11 @@ class SavedHooks:
             return tensor if type(tensor) in _PLAIN_TYPES else _bytes_of(tensor)
         if isinstance(packed, SavedView):
             return packed.hooks.view(packed)
+        if kind is _Around:
+            shell, inside = packed
+            with torch.no_grad():
+                around: torch.Tensor = shell.around([self._unpack(inner) for inner in inside])
+            return around
         if kind is _Counted:
             weight, inner, unpack = packed
             unpacked(unpack, inner)  # it computes again what it has to

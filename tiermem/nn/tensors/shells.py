@@ -39,6 +39,26 @@ def insides(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
+def parts(value: torch.Tensor) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Yields the plain tensors in a tensor of a subclass: what has each, by which name, and it.
+
+    In the order of :func:`insides`; of a plain tensor there are none.
+    """
+    if type(value) in _PLAIN or not _is_shell(value):
+        return
+    for name in _taken_apart(value)[0]:
+        inner = getattr(value, name)
+        if type(inner) in _PLAIN or not _is_shell(inner):
+            yield value, name, inner
+        else:
+            yield from parts(inner)
+
+
+def nbytes_of(value: torch.Tensor) -> int:
+    """Returns the bytes of a tensor, or of the tensors that it wraps."""
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in insides(value))
+
+
 def is_opaque(value: torch.Tensor) -> bool:
     """Whether a tensor is of a subclass that cannot be unwrapped and rebuilt."""
     if _is_shell(value):
@@ -88,3 +108,36 @@ class Shell:
             found, self.context, self.size, self.stride
         )
         return value
+
+
+def why_not_wrapped(param: torch.Tensor) -> str | None:
+    """Returns why a parameter around other tensors cannot be in the tiers; None where it can.
+
+    Args:
+        param: It has its own memory.
+    """
+    if type(param).__module__.startswith("torch.distributed"):
+        return "it is one part of several that processes have"
+    shell = Shell.of(param)
+    if shell is None or any(type(tensor) not in _PLAIN for _, _, tensor in parts(param)):
+        return "it cannot be taken apart into plain tensors (`__tensor_flatten__`)"
+    inside = [tensor for _, _, tensor in parts(param)]
+    if [*map(id, inside)] != [id(tensor) for _, _, tensor in parts(param)]:
+        return "its class makes the tensors inside anew whenever they are asked for"
+    if len({(tensor.device, tensor.is_meta) for tensor in inside}) > 1:
+        return "the tensors inside are on several devices"
+    for tensor in inside:
+        if tensor.layout is not torch.strided or tensor.is_inference() or tensor.requires_grad:
+            return "a tensor inside is sparse, was made in inference_mode, or is trained by itself"
+    try:
+        with torch.no_grad():
+            own = [tensor.detach() for tensor in inside]
+            made = shell.around(own)
+    except Exception as error:  # whatever the class raises
+        return f"it cannot be put together again: {type(error).__name__}: {error}"
+    looks = [(t.shape, t.stride(), t.dtype, t.device) for t in (param, made)]
+    if type(made) is not type(param) or looks[0] != looks[1]:
+        return "put together again it is not the same"
+    if [*map(id, own)] != [id(tensor) for _, _, tensor in parts(made)]:
+        return "its class copies the tensors that it is put together of"
+    return None

@@ -103,6 +103,8 @@ class StandIn:
 
     __slots__ = ()
 
+    _has_functions = False  # whether the class of the real tensor sees torch's functions itself
+
     @classmethod
     def __torch_function__(
         cls,
@@ -185,11 +187,13 @@ def dispatch(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     opened: dict[int, tuple[StandIn, Opened]] = {}
     cuts: list[Callable[[], None]] = []  # a tensor that is opened has its own class
-    theirs = ended = False
+    theirs = ended = functions = False
 
     def real(value: Any) -> Any:
+        nonlocal functions
         if isinstance(value, StandIn):
             if id(value) not in opened:
+                functions |= value._has_functions
                 cuts.append(value._cut_short)
                 opened[id(value)] = (value, value._open())
             return opened[id(value)][1].tensor
@@ -204,7 +208,11 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             given, named = real(args), real(kwargs)
             theirs = True
-            result = func(*given, **named)
+            if functions:
+                with torch._C._EnableTorchFunction():
+                    result = func(*given, **named)
+            else:
+                result = func(*given, **named)
             theirs = False
         except CapacityError as error:
             if len(opened) < 2 or str(error).endswith(MANY):

@@ -200,6 +200,8 @@ class Leaving:
                 if id(member) not in self._not_ours:
                     self._free(member, values[member.index])
                     self._not_ours.add(id(member))
+            for shell in group.shells:
+                shell.give_back()
             group.freed = True
             self._values.pop(group.block.id, None)
             self._free_pages(group)

@@ -110,6 +110,8 @@ class InterceptedModules:
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
+            for shell in group.shells:
+                self.group_of[id(shell.param)] = group
 
     # -- who holds what --------------------------------------------------
 

@@ -16,6 +16,7 @@ from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.replaced import laid_alike
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_gone, ordinary
+from tiermem.nn.tensors.shells import insides
 
 _NOT_READ = object()
 
@@ -34,7 +35,7 @@ def entries_for(runtime: ModuleRuntime, target: Target) -> list[Entry]:
         wanted = [target]  # type: ignore[list-item]
     else:
         wanted = list(target)
-    ids = {id(param) for param in wanted}
+    ids = {id(tensor) for param in wanted for _, tensor in insides(param)}
     found = [e for g in runtime.groups for e in g.entries if id(e.param) in ids]
     if wanted and not found:
         raise ParameterError("none of these parameters is managed here; wrap their module first")
@@ -167,6 +168,15 @@ def _open(
             group.pointing.free(entry, shared[entry.index])
             if own is not None:
                 entry.param.grad = own if is_gone(own) else ordinary(own, entry.param, place)
+        _follow(group)
+
+
+def _follow(group: Group) -> None:
+    """Makes parameters around others ones of the device where these are by now."""
+    for shell in group.shells:
+        out = [member for member in shell.members if member.materialized]
+        if len(out) == len(shell.members):
+            shell.follow()
 
 
 def _put_back(opened: list[Opened]) -> None:

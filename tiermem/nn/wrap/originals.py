@@ -36,6 +36,8 @@ class Originals:
             modules: In whose dictionaries names are about to be replaced.
             names: Those names.
         """
+        groups = list(groups)
+        self._shells = [shell for group in groups for shell in group.shells]
         members = [m for g in groups for m in (*g.entries, *g.buffers, *g.carried)]
         self._tensors: list[tuple[Member, torch.Tensor, Any]] = [
             (member, member.tensor.detach(), member.tensor.grad) for member in members
@@ -59,6 +61,9 @@ class Originals:
                 member.tensor.grad = grad
                 group_of.pop(id(member.tensor), None)
                 owners.pop(member.tensor, None)
+        for shell in self._shells:
+            group_of.pop(id(shell.param), None)
+            shell.give_back()
 
 
 def undo_wrap(wrapped: WrappedModel) -> None:

@@ -15,6 +15,7 @@ from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.groups.group import Group
+from tiermem.nn.tensors.shells import insides
 from tiermem.nn.wrap.scope import Interceptor
 from tiermem.runtime.manager import BlockManager
 
@@ -37,7 +38,9 @@ def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
             if tensor is None or not isinstance(value, torch.Tensor):
                 continue
             if value.shape == tensor.shape or (tensor.dim() == 0 and value.numel() == 1):
-                found[id(tensor)] = value
+                inside, given = insides(tensor), insides(value)
+                if [path for path, _ in inside] == [path for path, _ in given]:
+                    found.update((id(t), v) for (_, t), (_, v) in zip(inside, given, strict=True))
     return found
 
 
@@ -136,6 +139,14 @@ class _Copies:
             self.by_id[id(tensor)] = value.clone()
         self._fresh.add(id(tensor))
 
+    def around(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """Enters a copy of a tensor that wraps others: the one there is, if it wraps the same."""
+        inside = [value for _, value in insides(copy)]
+        known = self.by_id.get(id(tensor))
+        if known is None or [*map(id, inside)] != [id(value) for _, value in insides(known)]:
+            known = self.by_id[id(tensor)] = copy
+        return known
+
 
 class StateDicts:
     """Makes the state dicts of one wrapped model, and holds its blocks while one is loaded.
@@ -185,7 +196,9 @@ class StateDicts:
                     continue
                 group = self.group_of.get(id(tensor))
                 if group is not None:
-                    destination[key] = self._copy_of(tensor, group, cache)
+                    shell = group.shell_of(tensor)
+                    copied = self._copy_of if shell is None else self._copy_around
+                    destination[key] = copied(tensor, group, cache)
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
                 elif detach and destination[key] is tensor:
@@ -208,6 +221,14 @@ class StateDicts:
                 cache.add(member.tensor, value)
         return cache.by_id[id(tensor)]
 
+    def _copy_around(self, tensor: torch.Tensor, group: Group, cache: _Copies) -> torch.Tensor:
+        """Returns a copy of a parameter that wraps others, around copies of these."""
+        shell = group.shell_of(tensor)
+        if shell is None:
+            return self._copy_of(tensor, group, cache)
+        known = {id(m.tensor): self._copy_of(m.tensor, m.group, cache) for m in shell.members}
+        return cache.around(tensor, shell.current(known))
+
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
         """Holds the blocks of a module's own tensors."""
@@ -224,6 +245,9 @@ class StateDicts:
                 hold_or_give(group, self.given)
                 held.append(group)
             yield
+            for group in groups.values():
+                for shell in group.shells:
+                    shell.take_in()
         finally:
             for group in reversed(held):
                 group.let_go()

@@ -26,14 +26,17 @@ from tiermem.nn.groups.inspect import (
     is_empty,
     is_made_in,
     link_shared,
+    opened,
     owners,
     set_apart,
 )
 from tiermem.nn.groups.parametrized import follow_parametrizations
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
+from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.profiled import follow_profiler
+from tiermem.nn.tensors.shells import parts
 from tiermem.nn.tensors.transformed import follow_transforms
 from tiermem.nn.wrap import around
 from tiermem.nn.wrap.bypass import Bypass
@@ -103,7 +106,8 @@ class WrappedModel:
         self.leaving: set[int] = set()
         self._threads = set[int]()
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
-        params = find(model, "_parameters")
+        whole = find(model, "_parameters")
+        params = opened(whole)
         link_shared(params)
         every = find(model, "_buffers")
         apart = set_apart(params, [f for f in every if can_move(f)])
@@ -123,6 +127,7 @@ class WrappedModel:
             self.runtime.program.models.append(inventory)
             plan = inventory.plan(self.runtime.manager.parts.table.hbm.capacity)
             sources = self._plan(plan)
+            self._add_shells(whole)
             self.modules = InterceptedModules(self, modules, plan.territory, self.groups)
             self.scopes = self.modules.scopes
             self.bypass = Bypass(self)
@@ -229,6 +234,16 @@ class WrappedModel:
                 along = [t for t in carried(found, self.model) if id(t) not in known]
                 group.carried += [Member(tensor, group, index) for tensor in along]
         self.entries.extend(group.entries)
+
+    def _add_shells(self, whole: Iterable[Found]) -> None:
+        """Enters the parameters that wrap others, in the groups that have those."""
+        modules = dict(self.model.named_modules())
+        entries: dict[int, Member] = {id(entry.param): entry for entry in self.entries}
+        for found in whole:
+            inside = [entries[id(tensor)] for _, _, tensor in parts(found.tensor)]
+            if inside:
+                places = [(modules[module], name) for module, name in found.places]
+                inside[0].group.shells.append(ShellParam(found.tensor, inside, places))
 
     def _check_hbm(self, inventory: Inventory) -> None:
         """Refuses a device budget in which the model could not run.

@@ -1,0 +1,245 @@
+"""Parameters of tensor subclasses that wrap plain tensors: quantized weights, for the most part.
+
+Such a parameter (torchao's, quanto's) has no bytes. The tensors inside, codes and scales say, have
+them: these are in a block and move, each as any other tensor of the block. The parameter stays the
+same object around the same tensors, so that functions of its class run as they do without tiers.
+While the block is not held its class is one whose operations bring the block first, as theirs is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import ParameterError, WrapError
+from tiermem.nn.groups.away import NEW_PARAMETER, SET_DATA, Away, Held, away_class, group_of
+from tiermem.nn.groups.replaced import named
+from tiermem.nn.tensors.shells import Shell, parts
+from tiermem.nn.tensors.standin import Opened, writes
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.entry import Member
+
+_METADATA = ("dtype", "device", "shape")
+Place = tuple[nn.Module, str]
+"""A module and the name that it has a parameter by."""
+
+
+class _IsParameter:
+    """``tensor._is_param`` of a class below: what torch makes of it is of its own class then."""
+
+    def __get__(self, tensor: Any, owner: type) -> Any:
+        if tensor is None or "_is_param" not in tensor.__dict__:
+            raise AttributeError("_is_param")
+        return tensor.__dict__["_is_param"]
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        if id(tensor) not in group_of:
+            tensor.__class__ = tensor._kind
+        tensor.__dict__["_is_param"] = value
+
+
+class AwayShell(Away):
+    """A parameter around other tensors, whose block is not held."""
+
+    __slots__ = ()
+
+    _is_param = _IsParameter()
+    _has_functions = True
+
+    def set_(self, *source: Any, **kwargs: Any) -> Any:
+        """Refuses other memory, which such a tensor has none of.
+
+        Raises:
+            ParameterError: Always.
+        """
+        raise self._refused("set_()")
+
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+        if func == SET_DATA:
+            raise self._refused("`data = ...`")
+        if func is torch.Tensor.share_memory_:
+            raise self._refused("share_memory_()")
+        if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+            return True, func(*args, **kwargs)  # its gradients are no business of the tiers
+        # the callers: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
+        if func is torch.Tensor.detach and sys._getframe(3).f_code is NEW_PARAMETER:
+            made = self._opened(lambda tensor: tensor.detach())
+            made.__class__ = type(self)  # nn.Parameter() insists on it, until it has set _is_param
+            return True, made
+        return False, None
+
+    def _refused(self, what: str) -> ParameterError:
+        group = group_of.get(id(self))
+        which = "a parameter" if group is None else named(group, self)  # type: ignore[arg-type]
+        return ParameterError(
+            f"{which} is of a class that wraps other tensors, which live in the tiers, and cannot "
+            f"be given other memory by {what}: use copy_(), load_state_dict(), or "
+            "tier.unwrap(module) first"
+        )
+
+    def _opened(self, function: Callable[[Any], Any]) -> Any:
+        """Returns what a function makes of the tensor, of its own class and with its bytes."""
+        use = self._open()
+        try:
+            with torch._C._EnableTorchFunction():
+                return function(use.tensor)
+        finally:
+            use.close(torch.Tensor.detach)
+
+    def _open(self) -> Opened:
+        if id(self) in group_of:
+            return _HeldShell(self)
+        itself: Any = self
+        itself.__class__ = self._kind
+        return Opened(itself)
+
+    def __copy__(self) -> Any:
+        """Returns another parameter over the same memory, as torch does."""
+        made = self._opened(lambda tensor: tensor.detach())
+        made.__dict__["_is_param"] = True
+        return made
+
+
+class _HeldShell(Held):
+    """The block of such a parameter is held for one operation."""
+
+    __slots__ = ()
+
+    def __init__(self, away: Any) -> None:
+        super().__init__(away)
+        shell = self.group.shell_of(away)
+        if shell is not None and type(away) is not shell.kind:
+            # another thread holds the block as well: the operation is made on one beside it
+            views = self.group.manager.parts.slots.current[self.group.block.id].views
+            self.tensor = shell.around([views[member.index] for member in shell.members])
+
+    def close(self, func: Callable[..., Any]) -> None:
+        """Releases the block; what took the place of a tensor inside is copied to it."""
+        shell = self.group.shell_of(self.tensor)
+        if shell is not None and writes(func):
+            shell.take_in()
+        super().close(func)
+
+
+class ShellParam:
+    """One parameter around tensors of a block.
+
+    Attributes:
+        param: The parameter, always the same object.
+        kind: Its class while the block is held.
+        away: Its class while it is not.
+        members: The tensors inside, in the order of :func:`tiermem.nn.tensors.shells.insides`.
+        places: The modules that have it, and by which names.
+    """
+
+    __slots__ = ("_shell", "away", "kind", "members", "param", "places")
+
+    def __init__(
+        self, param: torch.Tensor, members: Sequence[Member], places: Sequence[Place]
+    ) -> None:
+        """Describes ``param``; changes nothing."""
+        shell = Shell.of(param)
+        if shell is None:
+            raise TypeError(f"{type(param).__name__} wraps no tensors")
+        self._shell = shell
+        self.param = param
+        self.kind: Any = type(param)
+        own = {name: getattr(self.kind, name) for name in _METADATA}
+        self.away: Any = away_class(self.kind, AwayShell, **own)
+        self.members = members
+        self.places = places
+
+    def around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns a tensor of its class around others, in the order of ``members``."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._shell.around(tensors)
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns another such parameter around other tensors."""
+        made: Any = self.around(tensors)
+        made.requires_grad_(self.param.requires_grad)
+        made._is_param = True
+        copied: torch.Tensor = made
+        return copied
+
+    def current(self, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Returns a tensor of its class around values of the tensors inside.
+
+        Args:
+            known: Values, by the ids of the tensors. What code has put in the place of one of them
+                is copied.
+        """
+        inside = [tensor for _, _, tensor in parts(self.param)]
+        found = [known.get(id(t)) for t in inside]
+        pairs = zip(inside, found, strict=True)
+        return self.around([t.detach().cpu() if v is None else v for t, v in pairs])
+
+    def take_in(self) -> None:
+        """Copies to the tensors inside what other code has put in their place.
+
+        Some classes do that when they are copied to. The block is held.
+
+        Raises:
+            ParameterError: If it is of another form.
+        """
+        now = list(parts(self.param))
+        own = [member.tensor for member in self.members]
+        for (owner, name, tensor), mine in zip(now, own, strict=False):
+            if tensor is mine:
+                continue
+            if len(now) != len(own) or (tensor.shape, tensor.dtype) != (mine.shape, mine.dtype):
+                raise ParameterError(
+                    f"{type(self.param).__name__} of block {self.members[0].group.block.name!r} "
+                    "has tensors of another form inside than when it was wrapped: call "
+                    "tier.unwrap(model), change it again, and wrap it anew"
+                )
+            with torch.no_grad():
+                mine.copy_(tensor)
+            setattr(owner, name, mine)
+
+    def follow(self) -> None:
+        """Makes the parameter one of the device on which the tensors inside are by now.
+
+        Raises:
+            WrapError: If something else refers to it in a way that keeps it as it is.
+        """
+        self.param.__class__ = self.kind
+        tensors = [member.tensor for member in self.members]
+        with torch._C.DisableTorchFunctionSubclass():
+            there = self.param.device
+        own = [id(tensor) for _, _, tensor in parts(self.param)]
+        if there == tensors[0].device or own != [*map(id, tensors)]:
+            return
+        made: Any = self.copy(tensors)
+        if made.device == there:
+            return
+        grad = self.param.grad
+        if grad is not None:
+            made.grad = grad.to(made.device)
+        try:  # what ``module.to(device)`` does with such parameters
+            torch.utils.swap_tensors(self.param, made)
+        except RuntimeError as error:
+            raise WrapError(
+                f"parameter {self._name()!r} ({self.kind.__name__}) cannot be made one of "
+                f"{made.device}: {error}; drop what else refers to it (a graph, weak references, "
+                "compiled code)"
+            ) from error
+        for name, value in made.__dict__.items():
+            self.param.__dict__.setdefault(name, value)
+
+    def give_back(self) -> None:
+        """Does what :meth:`follow` does; where it cannot, modules get another parameter."""
+        try:
+            self.follow()
+        except WrapError:
+            made = self.copy([member.tensor for member in self.members])
+            for module, name in self.places:
+                dict.__setitem__(module.__dict__["_parameters"], name, made)
+
+    def _name(self) -> str:
+        return " = ".join(f"{type(module).__name__}.{name}" for module, name in self.places)
