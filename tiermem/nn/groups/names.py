@@ -45,6 +45,8 @@ class HeldDict(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.groups and value is not self.get(name):
+            if self._takes(name, value):
+                return
             self._let_go(name, value)
         super().__setitem__(name, value)
 
@@ -70,6 +72,23 @@ class HeldDict(dict[str, Any]):
         """
         if name in self.groups and not self.lender.here.inside:
             raise self._replaced(name)
+
+    def _takes(self, name: str, value: Any) -> bool:
+        """Whether a parameter around other tensors has taken a new one's values over.
+
+        Libraries load their quantized weights so.
+        """
+        group = self.groups[name]
+        shell = group.shell_of(_item(self, name))
+        if shell is None or _is_swap(sys._getframe(2)):
+            return False
+        group.hold()
+        taken = False
+        try:
+            taken = shell.take(value)
+        finally:
+            group.let_go(dirty=taken)
+        return taken
 
     def _let_go(self, name: str, value: Any = None) -> None:
         """Handles a new tensor for a name: a buffer's may change (``self.mean = mean + x``)."""

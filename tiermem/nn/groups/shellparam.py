@@ -9,6 +9,7 @@ While the block is not held its class is one whose operations bring the block fi
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +106,28 @@ class AwayShell(Away):
         return made
 
 
+def _methods(kind: type) -> dict[str, Any]:
+    """Returns the methods that a class and its bases add to those of tensors, on the real one.
+
+    They may ask for its very class, or go around torch's functions.
+    """
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base is torch.Tensor:
+            break
+        for name, value in vars(base).items():
+            if isinstance(value, types.FunctionType) and not name.startswith("__"):
+                found.setdefault(name, _on_real(name))
+    return found
+
+
+def _on_real(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._opened(lambda tensor: getattr(tensor, name)(*args, **kwargs))
+
+    return call
+
+
 class _HeldShell(Held):
     """The block of such a parameter is held for one operation."""
 
@@ -150,7 +173,7 @@ class ShellParam:
         self.param = param
         self.kind: Any = type(param)
         own = {name: getattr(self.kind, name) for name in _METADATA}
-        self.away: Any = away_class(self.kind, AwayShell, **own)
+        self.away: Any = away_class(self.kind, AwayShell, **own, **_methods(self.kind))
         self.members = members
         self.places = places
 
@@ -178,6 +201,22 @@ class ShellParam:
         found = [known.get(id(t)) for t in inside]
         pairs = zip(inside, found, strict=True)
         return self.around([t.detach().cpu() if v is None else v for t, v in pairs])
+
+    def take(self, value: Any) -> bool:
+        """Copies the values of another such parameter to the tensors inside, which are held.
+
+        Returns:
+            Whether it is of the same class and form; else nothing was copied.
+        """
+        if type(value) is not self.kind or len(list(parts(value))) != len(self.members):
+            return False
+        pairs = [(m.tensor, t) for m, (_, _, t) in zip(self.members, parts(value), strict=True)]
+        if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+            return False
+        with torch.no_grad():
+            for mine, given in pairs:
+                mine.copy_(given)
+        return True
 
     def take_in(self) -> None:
         """Copies to the tensors inside what other code has put in their place.

@@ -230,6 +230,29 @@ class StateDicts:
         return cache.around(tensor, shell.current(known))
 
     @contextmanager
+    def copying(self, module: nn.Module, destination: Any) -> Iterator[None]:
+        """Replaces by copies what a module enters of parameters that it takes apart by itself."""
+        shells = [
+            shell
+            for tensor in module.__dict__["_parameters"].values()
+            if (group := self.group_of.get(id(tensor))) is not None
+            and (shell := group.shell_of(tensor)) is not None
+        ]
+        if not shells:
+            yield
+            return
+        before = set(destination)
+        with self.holding(module):
+            yield
+            own = {m.tensor.data_ptr() for shell in shells for m in shell.members}
+            for key in [key for key in destination if key not in before]:
+                value = destination[key]
+                inside = insides(value) if isinstance(value, torch.Tensor) else []
+                if any(tensor.data_ptr() in own for _, tensor in inside):
+                    with unrecorded():
+                        destination[key] = value.detach().to("cpu", copy=True)
+
+    @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
         """Holds the blocks of a module's own tensors."""
         groups: dict[int, Group] = {}
@@ -265,7 +288,11 @@ class SaveInterceptor(Interceptor):
         """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
         # torch's own only enters them: nothing is brought to the device to be detached there
         torchs = getattr(self.inner, "__func__", None) is nn.Module._save_to_state_dict
-        outside(self.inner, destination, prefix, keep_vars or torchs)
+        if torchs or keep_vars:
+            outside(self.inner, destination, prefix, True)
+        else:
+            with self.scope.wrapped.dicts.copying(self.module, destination):
+                outside(self.inner, destination, prefix, False)
         if keep_vars:
             return  # the parameters themselves: programs ask them for `requires_grad`
         with unrecorded():  # copies made in inference mode could not be written outside of it
