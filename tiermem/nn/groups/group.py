@@ -339,6 +339,10 @@ class Group(Holder):
         Returns:
             Whether they are to be taken for written, and the error of what cannot be taken over.
         """
+        if slot is not None and versions != self.writes.versions:
+            for shell in self.shells:
+                shell.take_in()
+            versions = self.writes.count() if self.shells else versions
         # what was written while the block was not held counts as well, which does no harm
         before, self.writes.versions = self.writes.versions, versions
         refused = None
@@ -533,4 +537,4 @@ class Group(Holder):
         for member in (m for m in self.carried if not m.materialized):
             memo[id(member.tensor)] = copies[member.index].detach()
         for shell in self.shells:
-            memo[id(shell.param)] = shell.copy([memo[id(m.tensor)] for m in shell.members])
+            memo[id(shell.param)] = shell.copy(shell.values(memo))

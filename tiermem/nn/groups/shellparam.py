@@ -190,17 +190,18 @@ class ShellParam:
         copied: torch.Tensor = made
         return copied
 
-    def current(self, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Returns a tensor of its class around values of the tensors inside.
+    def values(self, known: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the values of the tensors inside, on the host.
 
         Args:
-            known: Values, by the ids of the tensors. What code has put in the place of one of them
-                is copied.
+            known: Those of tensors of the block, by their ids. What code has put in the place of
+                one of them is copied.
         """
         inside = [tensor for _, _, tensor in parts(self.param)]
-        found = [known.get(id(t)) for t in inside]
-        pairs = zip(inside, found, strict=True)
-        return self.around([t.detach().cpu() if v is None else v for t, v in pairs])
+        return [
+            known[id(tensor)] if id(tensor) in known else tensor.detach().to("cpu", copy=True)
+            for tensor in inside
+        ]
 
     def take(self, value: Any) -> bool:
         """Copies the values of another such parameter to the tensors inside, which are held.

@@ -227,7 +227,7 @@ class StateDicts:
         if shell is None:
             return self._copy_of(tensor, group, cache)
         known = {id(m.tensor): self._copy_of(m.tensor, m.group, cache) for m in shell.members}
-        return cache.around(tensor, shell.current(known))
+        return cache.around(tensor, shell.around(shell.values(known)))
 
     @contextmanager
     def copying(self, module: nn.Module, destination: Any) -> Iterator[None]:
