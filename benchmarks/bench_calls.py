@@ -9,6 +9,7 @@ says so. Any model of :mod:`zoo`, those of :mod:`zoo_more` included::
 
     python benchmarks/bench_calls.py llama vit layers --tokens 1 2048 --calls 8 --out calls.json
     python benchmarks/bench_calls.py phi3 bert swin --device cpu --set tiny --tokens 1 128
+    python benchmarks/bench_calls.py llama --torchao Int8WeightOnlyConfig --out quantized.json
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from common import failure, report
-from llama import give_back, nbytes_of, on_host
+from llama import give_back, on_host
 from raw import raw_copy
 from torch import Tensor
 from zoo import KINDS
 from zoo_kind import SETS, Draw, first_of
 
 import tiermem
+from tiermem.nn.tensors.shells import nbytes_of as bytes_inside
 from tiermem.runtime.services.packer import Packer
 
 Row = dict[str, Any]
@@ -98,7 +101,10 @@ def measure(
     kind = KINDS[name]
     torch.manual_seed(0)
     model = kind.build(options.set, device)
-    nbytes = nbytes_of(iter([*model.parameters(), *model.buffers()]))
+    if options.torchao:
+        quantization = import_module("torchao.quantization")
+        quantization.quantize_(model, getattr(quantization, options.torchao)())
+    nbytes = sum(map(bytes_inside, [*model.parameters(), *model.buffers()]))
     hbm = int(nbytes * options.share) // 4096 * 4096
     draws = {
         tokens: kind.given(model, tokens, Draw(device, tokens), False) for tokens in options.tokens
@@ -161,6 +167,9 @@ def main() -> None:
     parser.add_argument("--set", choices=SETS, default="quick", help="sizes of the models")
     parser.add_argument("--share", type=float, default=0.25, help="of the bytes, in HBM")
     parser.add_argument("--no-packing", action="store_true", help="weights come up as they are")
+    parser.add_argument(
+        "--torchao", help="a class of its configurations: weights are quantized by it"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
