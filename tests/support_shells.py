@@ -63,6 +63,11 @@ class Quantized(torch.Tensor):
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return type(self)(*(function(getattr(self, name)) for name in self._names))
 
+    def _moved(self, device: Any) -> Any:
+        return self._each(
+            lambda t: t._moved(device) if isinstance(t, Quantized) else t.to(device, copy=True)
+        )
+
     def _copy_from(self, other: Any) -> None:
         for name in self._names:
             getattr(self, name).copy_(getattr(other, name))
@@ -90,7 +95,7 @@ class Quantized(torch.Tensor):
         if func is _aten.clone.default:
             return args[0]._each(torch.clone)
         if func is _aten._to_copy.default:
-            return args[0]._each(lambda t: t.to(kwargs.get("device") or t.device, copy=True))
+            return args[0]._moved(kwargs.get("device") or args[0].device)
         raise NotImplementedError(f"{func} of {cls.__name__}")
 
 

@@ -103,9 +103,7 @@ class Group(Holder):
         # what is written inside an operation on a parameter around them, torch counts there alone
         self.writes.begin([*counted, *(shell.param for shell in self.shells)])
         self.pointing.away()
-        for shell in self.shells:
-            shell.follow()
-        self.pointing.hide()
+        self.follow()
 
     def watch(self, user: int = 0) -> None:
         """Has uses by one thread seen while another holds the block; under the manager's lock.
@@ -519,6 +517,17 @@ class Group(Holder):
     def carried_with(self, index: int) -> list[Member]:
         """Returns what is carried along with a parameter, by which tensor of the block it is."""
         return [m for m in self.carried if m.index == index and not m.materialized]
+
+    def follow(self) -> None:
+        """Makes parameters around tensors ones of the device where these are by now.
+
+        Raises:
+            WrapError: If something else refers to one in a way that keeps it as it is.
+        """
+        for shell in self.shells:
+            if len({member.materialized for member in shell.members}) == 1:
+                shell.follow()
+        (self.pointing.show if self.holds else self.pointing.hide)()
 
     def shell_of(self, tensor: torch.Tensor) -> ShellParam | None:
         """Returns what is known of a parameter that wraps tensors of the block, if it is one."""

@@ -168,15 +168,7 @@ def _open(
             group.pointing.free(entry, shared[entry.index])
             if own is not None:
                 entry.param.grad = own if is_gone(own) else ordinary(own, entry.param, place)
-        _follow(group)
-
-
-def _follow(group: Group) -> None:
-    """Makes parameters around others ones of the device where these are by now."""
-    for shell in group.shells:
-        out = [member for member in shell.members if member.materialized]
-        if len(out) == len(shell.members):
-            shell.follow()
+        group.follow()
 
 
 def _put_back(opened: list[Opened]) -> None:
@@ -187,6 +179,7 @@ def _put_back(opened: list[Opened]) -> None:
             if use.entry.materialized:
                 use.entry.param.grad = None
                 use.entry.group.recapture(use.entry)
+                use.entry.group.follow()
             use.entry.param.grad = use.before
         opened.pop()
 
@@ -246,6 +239,7 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
             entry.param.grad = None
             group.recapture(entry)
             runtime.backward.incoming.track(entry)  # it may have been unfrozen meanwhile
+        group.follow()
         group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
         with runtime.manager.lock:
             if runtime.manager.parts.table.all_fit:  # else others could not come
