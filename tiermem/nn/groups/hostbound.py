@@ -19,6 +19,7 @@ from torch import nn
 from tiermem.core.block import Tier
 from tiermem.core.pace import GUESSED_RATES
 from tiermem.nn.groups.partition import CONTAINERS
+from tiermem.nn.tensors.shells import Shell
 from tiermem.runtime.metrics.pass_timer import LINK_UP
 
 _FASTEST = 55e9
@@ -30,6 +31,8 @@ SHARES = (12, 8)
 _OPERATION = 8e-6
 """Seconds of the host for a call or an operator in a forward's code: 3 to 14 us, 8 in the mean, for
 23 architectures of transformers in HBM at one token on H100 machines."""
+_AROUND = 12
+"""As many operations does a use of a parameter cost that wraps others (torchao, eight bits)."""
 _USE = 80e-6
 """Seconds of the host for a use of a block with its copy: 40 to 110 us there."""
 _SLOTS = 2  # one in use and one on its way
@@ -80,7 +83,8 @@ def host_seconds(model: nn.Module) -> float:
     """Returns about how long a forward's own code takes the host: each of the modules once.
 
     Counted are the calls and operators that stand in the code of the modules' forwards, and of the
-    functions and methods of the same file which that names.
+    functions and methods of the same file which that names. Parameters that wrap others have
+    functions of their own.
     """
     known: dict[type[nn.Module], int] = {}
     total = 0
@@ -90,7 +94,8 @@ def host_seconds(model: nn.Module) -> float:
             if kind not in known:
                 known[kind] = _operations(kind.forward, kind, set())
             total += known[kind]
-    return total * _OPERATION
+    shells = sum(Shell.of(param) is not None for param in model.parameters())
+    return (total + shells * _AROUND) * _OPERATION
 
 
 def _operations(called: Any, kind: type[nn.Module], seen: set[CodeType]) -> int:
