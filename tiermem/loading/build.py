@@ -114,8 +114,9 @@ def _diffusers_model(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Mo
 
 def _quantized(folder: Path) -> CheckpointError:
     return CheckpointError(
-        f"{folder}/config.json: quantized checkpoints cannot be loaded yet; name one that is not, "
-        "or make one with from_pretrained(folder).dequantize() and save_pretrained(another)"
+        f"{folder}/config.json: quantized checkpoints cannot be streamed from their files; load it "
+        "to host memory with from_pretrained(folder) and call tier.wrap(model), or make one that "
+        "is not quantized with from_pretrained(folder).dequantize() and save_pretrained(another)"
     )
 
 
