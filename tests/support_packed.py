@@ -23,7 +23,6 @@ from tiermem.transfer.streams import StreamCopyEngine
 
 WORDS = 512
 SMALL = {"WORDS": WORDS, "TILE": 2 * WORDS, "PACKED_TILE": 896, "GROWS": 128}
-PIECES = {"LARGE": 2, "_LAST": 2}
 _MODULES = (
     "tiermem.core.packing",
     "tiermem.transfer.packing",
@@ -39,8 +38,6 @@ def small_tiles() -> Iterator[None]:
         for module in _MODULES:
             for name, value in SMALL.items():
                 patch.setattr(f"{module}.{name}", value, raising=module == _MODULES[0])
-        for name, value in PIECES.items():
-            patch.setattr(f"{_MODULES[0]}.{name}", value)
         yield
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.core import packing
 from tiermem.core.block import Extent
 from tiermem.core.packing import (
     GROWS,
@@ -76,20 +75,6 @@ def test_bytes_come_back(engine: CudaCopyEngine, nbytes: int) -> None:
         engine.use(engine.up_packed(target, packed, Extent(0, nbytes)))
         assert torch.equal(target.cpu(), source)
     del kept
-
-
-def test_large_parts_come_in_two(engine: CudaCopyEngine, monkeypatch) -> None:
-    """The second piece is copied while the first is unpacked before it."""
-    monkeypatch.setattr(packing, "LARGE", 8)
-    for tiles in (8, 9, 1000, 3001):
-        source = weights(tiles * TILE + 512, seed=tiles, odd=4)
-        packed, kept = packed_by(engine, source)
-        target = torch.empty(source.numel(), dtype=torch.uint8, device="cuda")
-        for _ in range(4):
-            target.fill_(0xFF)
-            engine.use(engine.up_packed(target, packed, Extent(0, source.numel())))
-            assert torch.equal(target.cpu(), source)
-        del kept
 
 
 def test_the_device_packs_as_the_reference_does(engine: CudaCopyEngine) -> None:

@@ -27,7 +27,6 @@ from tiermem.core.packing import (
     TILE,
     WORDS,
     Packed,
-    Part,
     pack_tile,
     packed_nbytes,
     parts_of,
@@ -135,21 +134,6 @@ def test_parts_cover_a_block(nbytes: int, gaps: list[tuple[int, int]]) -> None:
         offsets.append(part.offset + part.nbytes // TILE * PACKED_TILE + part.nbytes % TILE)
     assert packed_nbytes(parts) == offsets[-1]
     assert set(rows) <= {(part.begin, part.nbytes) for part in parts}
-
-
-@given(st.integers(1, 600 << 20), st.integers(0, 1 << 40), st.integers(0, 1 << 40))
-def test_pieces_are_the_part(nbytes: int, begin: int, offset: int) -> None:
-    """Each is packed as a part by itself would be; large ones come in two."""
-    part = Part(begin, nbytes, offset)
-    pieces = part.pieces()
-    assert len(pieces) == 1 + (nbytes >= 128 << 20)
-    assert sum(piece.moved for piece in pieces) == part.moved
-    for piece in pieces:
-        assert (piece.begin, piece.offset) == (begin, offset) and piece.moved
-        assert piece is pieces[-1] or piece.nbytes % TILE == 0
-        begin, offset = begin + piece.nbytes, offset + piece.moved
-    assert begin == part.begin + nbytes
-    assert len(pieces) == 1 or pieces[-1].nbytes <= nbytes // 8 + TILE
 
 
 def test_rows_are_parts_of_what_is_packed_where_they_begin_with_a_tile() -> None:

@@ -37,11 +37,6 @@ PACKED_TILE = WORDS + WORDS // 2 + 8 + 4 * ESCAPES
 GROWS = TILE - PACKED_TILE
 MOST = 1 << 30
 """Bytes that a part has at the most."""
-LARGE = (128 << 20) // TILE
-"""Tiles from which on a part comes up in two pieces: to unpack it takes 0.1 ms and more, for which
-compute waits where it waits for copies, and a piece takes the host some 20 us."""
-_LAST = 8
-"""That part of the tiles is the second piece."""
 _WINDOW = 15
 _EXPONENTS = 256
 
@@ -72,16 +67,6 @@ class Part:
     def moved(self) -> int:
         """Bytes of the packed form."""
         return self.nbytes - self.tiles * GROWS
-
-    def pieces(self) -> tuple[Part, ...]:
-        """Returns it in two if it is large: most of it is unpacked while the rest is copied."""
-        if self.tiles < LARGE:
-            return (self,)
-        tiles = self.tiles - self.tiles // _LAST
-        first = Part(self.begin, tiles * TILE, self.offset)
-        return first, Part(
-            self.begin + first.nbytes, self.nbytes - first.nbytes, self.offset + first.moved
-        )
 
 
 @dataclass(frozen=True, slots=True)

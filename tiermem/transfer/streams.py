@@ -209,7 +209,7 @@ class StreamCopyEngine:
         """
         calls, unpack = self.calls, self._kernels()
         to, event = target.data_ptr() - packed.parts[0].begin, None
-        for part in (piece for whole in packed.parts for piece in whole.pieces()):
+        for part in packed.parts:
             at, tiles, source = to + part.begin, part.tiles, packed.address + part.offset
             event = calls.copy_behind(
                 copies, others, at + tiles * GROWS, source, part.moved, None, waits
