@@ -2818,8 +2818,8 @@ MUTATIONS = (
     Mutation(
         "a state dict brings weights to the device to be detached there",
         "tiermem/nn/wrap/statedict.py",
-        "keep_vars or torchs)",
-        "keep_vars)",
+        "        if torchs or keep_vars:\n",
+        "        if keep_vars:\n",
         ("tests/unit/test_nn_parameters.py",),
     ),
     Mutation(
