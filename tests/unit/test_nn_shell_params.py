@@ -338,6 +338,10 @@ def test_a_weight_that_takes_gradients() -> None:
         tier.wrap(model)
         assert model[1].wide.weight.requires_grad
         assert same_bits(model(x.requires_grad_()), plain(x))
+        with pytest.raises(tiermem.StepError, match=r"1\.wide\.weight.*wraps other tensors"):
+            tier.optimizer(model, torch.optim.SGD, lr=0.1)
+        model[1].wide.weight.requires_grad_(False)
+        tier.optimizer(model, torch.optim.SGD, lr=0.1)
 
 
 def test_a_wrap_that_is_refused_changes_nothing(kind: type[Quantized]) -> None:

@@ -97,16 +97,26 @@ def refuse_others(
 ) -> None:
     """Raises for parameters in the tiers of another manager: they are placeholders here.
 
+    And for those in the tiers that wrap other tensors: what is inside has no gradient to step by.
+
     Args:
         runtime: The modules' runtime.
         groups: The parameter groups.
         names: Of parameters, by their id, where they are known.
 
     Raises:
-        StepError: If one is.
+        StepError: If one is, or does.
     """
     mine = _managed(runtime)
+    shells = {id(shell.param) for group in runtime.groups for shell in group.shells}
     for number, param in enumerate(p for group in groups for p in group["params"]):
+        if id(param) in shells and param.requires_grad:
+            raise StepError(
+                f"parameter {_name(param, number, names or {})} is of a class that wraps other "
+                "tensors (quantized weights), which are not trained in the tiers: freeze it, "
+                "requires_grad_(False), and train adapters beside it; or quantize the model after "
+                "it is trained"
+            )
         if id(param) not in mine and owners.get(param) is not None:
             raise StepError(
                 f"parameter {_name(param, number, names or {})} is in the tiers of another "
