@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,6 +131,31 @@ class Nested(Quantized):
     @classmethod
     def _own(cls) -> type:
         return Nested
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a tensor looks."""
+
+    device: torch.device
+
+
+class Noting(Quantized):
+    """Notes its device beside the tensors inside, and is made of what it has noted."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return list(self._names), {"look": Look(self.device), "sizes": [8, (1, 2)]}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        made = cls(*(inner[name] for name in cls._names))
+        if made.device != context["look"].device:
+            raise ValueError(f"{made.device} is not {context['look'].device}")
+        return made
+
+    @classmethod
+    def _own(cls) -> type:
+        return Noting
 
 
 class Remade(Quantized):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support_nn import same_bits
-from support_shells import LAYER, WIDTH, Assigning, Nested, Quantized, quantized
+from support_shells import LAYER, WIDTH, Assigning, Nested, Noting, Quantized, quantized
 from torch import nn
 from torch.nn import functional
 
@@ -31,7 +31,9 @@ def on_device(model: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("kind", [Quantized, Assigning, Nested], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [Quantized, Assigning, Nested, Noting], ids=lambda kind: kind.__name__
+)
 @pytest.mark.parametrize("made_on", ["cpu", "cuda"])
 def test_they_are_of_the_device_while_wrapped(kind: type[Quantized], made_on: str) -> None:
     model = quantized(kind)

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support_nn import same_bits
-from support_shells import LAYER, WIDTH, Assigning, Nested, Quantized, Remade, quantized
+from support_shells import LAYER, WIDTH, Assigning, Nested, Noting, Quantized, Remade, quantized
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import tiermem
-from tiermem.nn.tensors.shells import insides
+from tiermem.nn.tensors.shells import Shell, insides
 
-KINDS = [Quantized, Assigning, Nested]
+KINDS = [Quantized, Assigning, Nested, Noting]
 HBM = 3 * LAYER // 4096 * 4096
 
 
@@ -72,6 +72,16 @@ def test_they_come_up_and_are_not_written_home(kind: type[Quantized]) -> None:
     assert same_bits(model(x), expected)
     for before, after in zip(plain.parameters(), model.parameters(), strict=True):
         assert same(before, after)
+
+
+def test_put_together_on_another_device(kind: type[Quantized]) -> None:
+    weight: Any = kind.of(torch.randn(8, 8))
+    shell = Shell.of(weight)
+    assert shell is not None
+    made = shell.around([tensor.to("meta") for _, tensor in insides(weight)])
+    assert type(made) is kind and made.is_meta and weight.device.type == "cpu"
+    again = Shell.of(made)
+    assert again is not None and same(again.around([t for _, t in insides(weight)]), weight)
 
 
 def test_used_outside_of_calls(kind: type[Quantized]) -> None:

@@ -8,7 +8,7 @@ names the way in and out of such a class for its compiler: ``__tensor_flatten__`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Shell:
         size: Its shape.
         stride: Its strides.
         inner: For each attribute the shell of its tensor, None where that is plain.
+        device: Of the tensor.
     """
 
     kind: Any
@@ -85,6 +86,7 @@ class Shell:
     size: torch.Size
     stride: tuple[int, ...]
     inner: tuple[Shell | None, ...]
+    device: torch.device
 
     @classmethod
     def of(cls, value: torch.Tensor) -> Shell | None:
@@ -93,7 +95,8 @@ class Shell:
             return None
         names, context = _taken_apart(value)
         inner = tuple(cls.of(getattr(value, name)) for name in names)
-        return cls(type(value), tuple(names), context, value.size(), value.stride(), inner)
+        shape, stride, device = value.size(), value.stride(), value.device
+        return cls(type(value), tuple(names), context, shape, stride, inner, device)
 
     def around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns such a tensor around others, in the order of :func:`insides`."""
@@ -104,10 +107,27 @@ class Shell:
             name: next(tensors) if shell is None else shell._around(tensors)
             for name, shell in zip(self.names, self.inner, strict=True)
         }
-        value: torch.Tensor = self.kind.__tensor_unflatten__(
-            found, self.context, self.size, self.stride
-        )
+        devices = {tensor.device for tensor in found.values()}
+        context = self.context if self.device in devices else _on(devices.pop(), self.context)
+        value: torch.Tensor = self.kind.__tensor_unflatten__(found, context, self.size, self.stride)
         return value
+
+
+def _on(device: torch.device, context: Any) -> Any:
+    """Returns what a class says of a tensor as it is of one on another device.
+
+    Some classes note the device there (torchao's NF4).
+    """
+    if isinstance(context, torch.device):
+        return device
+    if type(context) in (list, tuple):
+        return type(context)(_on(device, item) for item in context)
+    if type(context) is dict:
+        return {key: _on(device, item) for key, item in context.items()}
+    if is_dataclass(context) and not isinstance(context, type):
+        own = {f.name: getattr(context, f.name) for f in fields(context) if f.init}
+        return replace(context, **{name: _on(device, item) for name, item in own.items()})
+    return context
 
 
 def why_not_wrapped(param: torch.Tensor) -> str | None:
