@@ -612,3 +612,30 @@ def test_what_is_put_in_a_methods_place_while_wrapped_stays() -> None:
         tier.unwrap(model)
     model.load_state_dict({})
     assert calls == [1]
+
+
+def test_a_change_of_a_large_buffers_form_is_refused() -> None:
+    """In a block it would be lost."""
+
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(300, 300)
+            self.register_buffer("table", torch.randn(300, 300))
+            self.turns = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.turns:
+                self.table.unsqueeze_(0)
+            return self.linear(x) + self.table.sum(0)
+
+    model, x = Turns(), torch.randn(2, 300)
+    expected = model(x)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        assert torch.equal(model(x), expected)
+        model.turns = True
+        with pytest.raises(tiermem.ParameterError, match=r"Turns\.buffers.*cannot become"):
+            model(x)
+        model.turns = False
+        assert torch.equal(model(x), expected)

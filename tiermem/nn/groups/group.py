@@ -99,7 +99,9 @@ class Group(Holder):
         for shell in self.shells:
             group_of[id(shell.param)] = self
         self.pointing.begin(members, self.shells)
-        counted = [member.tensor for member in (*self.entries, *self.carried)]
+        # of buffers it only says that one has another form; of those that stay, nothing is moved
+        buffers = () if self.stays else self.buffers
+        counted = [member.tensor for member in (*self.entries, *self.carried, *buffers)]
         # what is written inside an operation on a parameter around them, torch counts there alone
         self.writes.begin([*counted, *(shell.param for shell in self.shells)])
         self.pointing.away()
@@ -529,7 +531,7 @@ class Group(Holder):
                 shell.follow()
         (self.pointing.show if self.holds else self.pointing.hide)()
 
-    def shell_of(self, tensor: torch.Tensor) -> ShellParam | None:
+    def shell_of(self, tensor: torch.Tensor | None) -> ShellParam | None:
         """Returns what is known of a parameter that wraps tensors of the block, if it is one."""
         return next((shell for shell in self.shells if shell.param is tensor), None)
 
