@@ -689,15 +689,22 @@ _ELSEWHERE = (
     Mutation(
         "a checkpoint is given nothing for a weight",
         _SAVED,
-        "            return _Counted((found, pack(STAND_IN), unpack))\n",
+        "            return _Counted((found, pack(shown), unpack))\n",
         "            return found\n",
+        ("tests/unit/test_runtime_saved.py",),
+    ),
+    Mutation(
+        "a checkpoint that began outside the tiers is given nothing for a weight",
+        _SAVED,
+        "            return left_out.again is not None and block in left_out.again.counted\n",
+        "            return True\n",
         ("tests/unit/test_runtime_saved.py",),
     ),
     Mutation(
         "a checkpoint whose graph has weights alone computes nothing again",
         _SAVED,
-        "            unpacked(unpack, inner)  # it computes again what it has to\n",
-        "",
+        "again: torch.Tensor = unpacked(unpack, inner)  # it computes again what it has to\n",
+        "again: torch.Tensor = weight.hooks.view(weight)\n",
         ("tests/unit/test_runtime_saved.py",),
     ),
     *(
@@ -963,8 +970,8 @@ _ELSEWHERE = (
     Mutation(
         "a grouped product saves nothing for its matrices",
         "tiermem/nn/groups/grouped.py",
-        "ctx.save_for_backward(STAND_IN, offsets)",
-        "ctx.save_for_backward(offsets, STAND_IN)",
+        "ctx.save_for_backward(shown, offsets)",
+        "ctx.save_for_backward(offsets, shown)",
         ("tests/unit/test_nn_frozen_experts.py",),
     ),
     Mutation(

@@ -25,8 +25,8 @@ def device_of(device: str | torch.device) -> torch.device:
     """
     try:
         where = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r}: {error}") from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"device={device!r}: {str(error).partition(chr(10))[0]}") from error
     if where.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={device!r}: tiermem runs on 'cuda' and on 'cpu'")
     if where.type == "cuda":

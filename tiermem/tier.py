@@ -218,12 +218,16 @@ class TierManager:
 
         Returns:
             The same module.
+
+        Raises:
+            ConfigError: If there is no such device; nothing is changed.
+            WrapError: If it is not wrapped here, or in use just now.
         """
         self._manager.gate.guard()
         wrapped = self._wrapped.get(id(model))
         if wrapped is None:
             raise WrapError("this module is not wrapped here; unwrap takes what wrap returned")
-        give_back(wrapped, None if device is None else torch.device(device))
+        give_back(wrapped, None if device is None else device_of(device))
         self._forget(id(model))
         return model
 
@@ -333,8 +337,11 @@ class TierManager:
         Args:
             target: A module, a parameter, or several.
             device: Where the tensors are; host memory by default.
+
+        Raises:
+            ConfigError: If there is no such device, or the target is none of these.
         """
-        return materialize(self._runtime, target, None if device is None else torch.device(device))
+        return materialize(self._runtime, target, None if device is None else device_of(device))
 
     # -- checkpoints -----------------------------------------------------
 

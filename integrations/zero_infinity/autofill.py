@@ -70,7 +70,8 @@ class Caller:
                 return pair
         for name in _NAMES.get(path, ()):
             found = self._named(name)
-            if found is not None and not (path in _POSITIVE and found <= 0):
+            unset = path in _POSITIVE and isinstance(found, int | float) and found <= 0
+            if found is not None and not unset:
                 return found
         if path.endswith(".enabled"):
             return self._half(path.removesuffix(".enabled"))

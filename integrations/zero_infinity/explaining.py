@@ -150,7 +150,7 @@ def _told(plan: Plan, path: str) -> str | tuple[str, str] | None:
         return "", "tiermem decides how far ahead it fetches"
     if path == f"{STATE}.ratio" and plan.config[f"{STATE}.device"] == "none":
         return "", f"{STATE}.device is 'none'"
-    if path == "optimizer.type" and plan.config[path].lower() in COMPRESSED:
+    if path == "optimizer.type" and str(plan.config[path]).lower() in COMPRESSED:
         return "class of tier.optimizer", "without compression: one process exchanges nothing"
     if path.startswith("fp16.") and path != "fp16.enabled" and not plan.config["fp16.enabled"]:
         return "", "fp16.enabled is false"

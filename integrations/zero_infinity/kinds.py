@@ -9,6 +9,9 @@ from typing import Any
 
 _YES = {"true", "yes", "on", "1"}
 _NO = {"false", "no", "off", "0"}
+_MOST = 2**63 - 1
+_EXPONENT = 1023
+_LONGEST = 400
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,15 @@ def _number(value: Any) -> float:
 
 def _integer(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    found = _number(value)
-    if not math.isfinite(found) or found != int(found):
+        whole = value
+    else:
+        found = _number(value)
+        if not math.isfinite(found) or found != int(found):
+            raise ValueError(value)
+        whole = int(found)
+    if abs(whole) > _MOST:  # a loss divided by it would be no number
         raise ValueError(value)
-    return int(found)
+    return whole
 
 
 def _at_least(read: Callable[[Any], Any], least: float, most: float = math.inf) -> Any:
@@ -99,12 +106,21 @@ def _any(value: Any) -> Any:
     return value
 
 
+def shown(value: Any) -> str:
+    """Returns a value for a message, shortened where it would fill screens."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "this"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... ({len(text)} characters)"
+
+
 BOOL = Kind("true or false", _boolean)
 INT = Kind("a whole number", _integer)
 COUNT = Kind("a whole number, 0 or more", _at_least(_integer, 0))
 POSITIVE = Kind("a whole number, 1 or more", _at_least(_integer, 1))
 ELEMENTS = Kind("a number of elements, 0 or more", _at_least(_integer, 0))
-NUMBER = Kind("a number", _number)
+POWER = Kind("a number from -1022 to 1023", _at_least(_finite, 1.0 - _EXPONENT, _EXPONENT))
 AMOUNT = Kind("a finite number, 0 or more", _at_least(_finite, 0.0))
 SHARE = Kind("a number from 0 to 1", _at_least(_finite, 0.0, 1.0))
 INTERVAL = Kind("a whole number of steps, or 'inf' for never", _interval)

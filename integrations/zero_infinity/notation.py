@@ -62,7 +62,9 @@ def parse(text: str, name: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
-    except json.JSONDecodeError:
+    except RecursionError:
+        raise ConfigError(f"{name}: it has too many objects or lists inside one another") from None
+    except ValueError:  # no JSON, or a number of thousands of digits
         found = _Reader(text, name).document()
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: a configuration is an object, not a {type(found).__name__}")
@@ -220,7 +222,10 @@ class _Reader:
             self.at += len(word)
             if token in _LITERALS:
                 return _LITERALS[token]
-            return float(token) if re.search(r"[.eE]", token) else int(token)
+            try:
+                return float(token) if re.search(r"[.eE]", token) else int(token)
+            except ValueError:
+                raise self._error(f"a number has {len(token)} digits") from None
         self.at += len(line)
         return line.strip()
 

@@ -64,7 +64,7 @@ class Config:
     def error(self, path: str, what: str) -> ConfigError:
         """Returns an error that names file, key and value."""
         value = self.settings.get(path)
-        shown = "" if value is None else f"={value.value!r}"
+        shown = "" if value is None else f"={kinds.shown(value.value)}"
         return ConfigError(f"{self.name}: {path}{shown}: {what}")
 
     @property
@@ -127,7 +127,9 @@ def _section(found: Config, path: str, value: Any) -> None:
     if value is None or value == AUTO:
         return
     if not isinstance(value, dict):
-        raise ConfigError(f"{found.name}: {path}={value!r}: it is an object, {_typed(value)}")
+        raise ConfigError(
+            f"{found.name}: {path}={kinds.shown(value)}: it is an object, {_typed(value)}"
+        )
     for key, item in value.items():
         _take(found, f"{path}.{key}", item, f"{path}.{key}")
 
@@ -143,7 +145,8 @@ def _put(found: Config, path: str, value: Any, written: str) -> None:
     old = found.settings.get(path)
     if old is not None and old.value is not None and value is not None and old.value != value:
         raise ConfigError(
-            f"{found.name}: {written}={value!r}, and {path} is given as {old.value!r} already: "
+            f"{found.name}: {written}={kinds.shown(value)}, and {path} is given as "
+            f"{kinds.shown(old.value)} already: "
             "they are one option; keep one"
         )
     if old is None or value is not None:
@@ -162,7 +165,7 @@ def converted(name: str, path: str, kind: kinds.Kind, value: Any) -> Any:
         return kind.read(value)
     except (ValueError, TypeError, OverflowError):
         raise ConfigError(
-            f"{name}: {path}={value!r}: it must be {kind.says}, {_typed(value)}"
+            f"{name}: {path}={kinds.shown(value)}: it must be {kind.says}, {_typed(value)}"
         ) from None
 
 

@@ -190,7 +190,7 @@ _HALVES = (
     Option("fp16.loss_scale", k.AMOUNT, 0, "loss scale", "0: dynamic", _HALF),
     Option(
         "fp16.initial_scale_power",
-        k.NUMBER,
+        k.POWER,
         16,
         "loss scale",
         "the first scale is 2 to this power",

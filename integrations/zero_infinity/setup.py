@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem import CapacityError, ConfigError, TieredOptimizer, TierManager, WrapError
+from tiermem import Budgets, CapacityError, ConfigError, TieredOptimizer, TierManager, WrapError
 
 from ..conversion import share_hooks, without_hooks
 from . import (
@@ -98,11 +98,13 @@ def initialize(
     plan = _planned(_source(args, config, config_params), args, model, client, tiermem)
     made, groups = _optimizer_of(plan, model, optimizer, model_parameters)
     schedule = _schedule_of(plan, lr_scheduler, made, groups) if made is not None else None
-    sizing.size(plan, model, made, groups)
+    needed = sizing.size(plan, model, made, groups)
     if plan.refused:
         raise CapacityError(plan.refused)
     _join(args, alone=dist_init_required is False)
-    engine = _open(plan, model, collate_fn, lambda tier: _tiered(plan, tier, made, groups, client))
+    engine = _open(
+        plan, model, needed, collate_fn, lambda tier: _tiered(plan, tier, made, groups, client)
+    )
     _add_schedule(engine, schedule)
     engine.client_optimizer = client
     if made is not None:
@@ -270,6 +272,7 @@ def _schedule_of(
 def _open(
     plan: Plan,
     model: nn.Module,
+    needed: Budgets,
     collate_fn: Any,
     optimizer_in: Callable[[TierManager], TieredOptimizer | None],
 ) -> DeepSpeedEngine:
@@ -277,6 +280,9 @@ def _open(
     tier = TierManager(**plan.manager)
     wrapped = False
     try:
+        missing = sizing.missing(plan, needed, tier)
+        if missing:
+            raise CapacityError(missing)
         precision.cast(plan, model)
         tier.wrap(model)
         wrapped = True

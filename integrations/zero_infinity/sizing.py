@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.config import parse_size
 
 from .mapping import DTYPES, Plan
 from .reading import SHORT
@@ -24,7 +25,7 @@ _STATE = 12
 
 def size(
     plan: Plan, model: nn.Module, made: tuple[Any, dict[str, Any]] | None, groups: Sequence[Any]
-) -> None:
+) -> tiermem.Budgets:
     """Sets ``hbm``, ``dram`` and the home of gradients of a plan, where the file does not.
 
     Gradients of offloaded state stay in HBM where its budget is not set and it has room for
@@ -37,6 +38,9 @@ def size(
         model: Not wrapped; it may still be of another dtype.
         made: Class and settings of the optimizer; None for none.
         groups: What the optimizer gets.
+
+    Returns:
+        What is needed of each budget.
     """
     manager, policy = plan.manager, plan.manager["policy"]
     found = _budgets(plan, model, made, groups)
@@ -46,7 +50,7 @@ def size(
         found = _budgets(plan, model, made, groups)
     manager["hbm"] = found.hbm
     if "dram" in manager:
-        return
+        return found
     if found.dram > found.available:
         plan.refused = plan.refused or (
             f"{plan.config.name}: {found.dram:,} bytes of host memory are needed for what is "
@@ -54,6 +58,29 @@ def size(
             f"({PARAM}.device, {STATE}.device), or give tiermem: {{dram: ...}} to try"
         )
     manager["dram"] = max(found.dram, min(_wanted(plan, model, found), found.available * 9 // 10))
+    return found
+
+
+def missing(plan: Plan, needed: tiermem.Budgets, tier: tiermem.TierManager) -> str:
+    """Returns which budget does not do, known before a model is cast and moved; "" where all do.
+
+    Args:
+        plan: What the configuration became.
+        needed: What :func:`size` found.
+        tier: Has the budgets.
+    """
+    limits = tier.stats().budget
+    least = {"hbm": needed.least_hbm, "dram": needed.dram}
+    if "nvme_bytes" in plan.manager:
+        least["nvme_bytes"] = needed.nvme_bytes
+        limits = {**limits, "nvme_bytes": parse_size(plan.manager["nvme_bytes"], "nvme_bytes")}
+    for key, nbytes in least.items():
+        if nbytes > limits[key]:
+            return (
+                f"{plan.config.name}: tiermem.{key}: this run takes {nbytes:,} bytes of it at "
+                f"least, and the budget is {limits[key]:,}"
+            )
+    return ""
 
 
 def _budgets(

@@ -133,6 +133,24 @@ def test_host_memory_that_is_not_there_is_refused_before_anything_moves(
     assert "10,000 are available" in explained.refused
 
 
+@pytest.mark.parametrize("budget", ["hbm", "dram", "nvme_bytes"])
+def test_a_budget_that_does_not_do_is_refused_before_the_model_is_cast(
+    budget: str, tmp_path: Path
+) -> None:
+    below = {"device": "nvme", "nvme_path": str(tmp_path)}
+    files = {"stage": 3, "offload_param": below, "offload_optimizer": below}
+    more = {ZERO: files} if budget == "nvme_bytes" else {}
+    own = {"hbm": "2MiB", "dram": "16MiB", budget: 40_000}
+    model = decoder(2)
+    before = {name: (p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    with pytest.raises(tiermem.CapacityError, match=rf"tiermem\.{budget}: this run takes [\d,]+ "):
+        deepspeed.initialize(model=model, config=raw(own, bf16={"enabled": True}, **more))
+    for name, param in model.named_parameters():
+        address, value = before[name]
+        assert (param.data_ptr(), param.dtype) == (address, torch.float32)
+        assert torch.equal(param, value)
+
+
 def test_saved_tensors_may_have_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiermem.budgets.available_memory", lambda: 1 << 30)
     saved = {"activation_checkpointing": {"cpu_checkpointing": True}}

@@ -161,6 +161,16 @@ def test_numbers_and_truths_as_people_write_them(path: str, written: Any, value:
         ("train_batch_size", True, "and this is a truth value"),
         ("gradient_clipping", [1], "a finite number, 0 or more, and this is a list"),
         ("gradient_clipping", "inf", "a finite number"),
+        ("gradient_accumulation_steps", 10**400, "must be a whole number, 1 or more"),
+        ("gradient_accumulation_steps", 1e300, "must be a whole number, 1 or more"),
+        ("gradient_accumulation_steps", float("nan"), "must be a whole number, 1 or more"),
+        ("gradient_accumulation_steps", float("inf"), "must be a whole number, 1 or more"),
+        ("train_micro_batch_size_per_gpu", -(10**400), "must be a whole number, 1 or more"),
+        (f"{ZERO}.mics_shard_size", 10**400, "must be a whole number, and this is a int"),
+        ("gradient_clipping", float("nan"), "a finite number"),
+        ("steps_per_print", 10**400, "a whole number of steps, or 'inf' for never"),
+        ("fp16.initial_scale_power", 1024, "a number from -1022 to 1023"),
+        ("fp16.initial_scale_power", float("-inf"), "a number from -1022 to 1023"),
         ("steps_per_print", "often", "a whole number of steps, or 'inf' for never"),
         ("fp16.loss_scale", -1, "a finite number, 0 or more"),
         ("fp16.hysteresis", 1.5, "a whole number, 0 or more"),
@@ -179,7 +189,37 @@ def test_a_wrong_type_says_file_key_value_and_type(
         read(file)
     assert says in str(caught.value)
     assert str(file) in str(caught.value)
-    assert f"{path}={written!r}" in str(caught.value)
+    assert f"{path}={written!r}"[:200] in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("written", [10**5000, "1" * 5000], ids=["number", "text"])
+def test_a_value_that_would_fill_screens_is_shortened(written: Any) -> None:
+    says = (
+        r"gradient_accumulation_steps=(a number of 16610 bits|'?1[01]+\.\.\. \(\d+ characters\)):"
+    )
+    with pytest.raises(tiermem.ConfigError, match=says):
+        read({"gradient_accumulation_steps": written})
+
+
+def test_a_file_with_a_number_of_thousands_of_digits_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"gradient_accumulation_steps": ' + "1" * 5000 + "}")
+    with pytest.raises(tiermem.ConfigError, match=r"ds\.json, line 1: a number has 5000 digits"):
+        read(file)
+
+
+def test_a_file_with_too_many_objects_inside_one_another_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    with pytest.raises(tiermem.ConfigError, match=r"ds\.json: it has too many objects or lists"):
+        read(file)
+
+
+@pytest.mark.parametrize("written", ["auto", None])
+def test_an_optimizer_without_a_name_is_explained(written: Any) -> None:
+    found = deepspeed.explain({"optimizer": {"type": written, "params": {}}})
+    assert found["optimizer.type"].setting == "class of tier.optimizer"
 
 
 @pytest.mark.parametrize(

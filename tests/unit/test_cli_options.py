@@ -25,7 +25,9 @@ def test_counts(text, value) -> None:
     assert parse_count(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "k", "0", "-3", "nan", "inf", "7 bees", "1e400"])
+@pytest.mark.parametrize(
+    "text", ["", "k", "0", "-3", "nan", "inf", "7 bees", "1e400", "1e-300", "1e300"]
+)
 def test_bad_counts(text) -> None:
     with pytest.raises(ConfigError, match="--params"):
         parse_count(text, "--params")
@@ -36,6 +38,8 @@ def test_bytes() -> None:
     assert parse_bytes("2KiB", "--hbm") == 2048
     with pytest.raises(ConfigError, match="--hbm must not be negative"):
         parse_bytes("-1", "--hbm")
+    with pytest.raises(ConfigError, match=r"--hbm is more than any machine has: .*5000 characters"):
+        parse_bytes("9" * 5000, "--hbm")
 
 
 def test_policies() -> None:
@@ -56,6 +60,11 @@ def test_depths() -> None:
     for bad in ("-1", "1.5", "many"):
         with pytest.raises(ConfigError, match="prefetch-depth"):
             parse_depth(bad)
+
+
+def test_numbers_of_thousands_of_digits_are_no_depth() -> None:
+    with pytest.raises(ConfigError, match="--prefetch-depth must be"):
+        parse_depth("9" * 5000)
 
 
 def test_devices() -> None:

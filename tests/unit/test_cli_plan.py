@@ -104,3 +104,20 @@ def test_command(capsys) -> None:
 def test_command_needs_one_size(capsys) -> None:
     assert cli.main(["plan", "--hbm", "10GiB", "--dram", "64GiB"]) == 2
     assert "--params or --width" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--params", "1e-300"],
+        ["--params", "0.5"],
+        ["--params", "7B", "--tokens", "1e-300"],
+        ["--params", "7B", "--tflops", "1e-300"],
+        ["--params", "7B", "--link-gbps", "1e-300"],
+        ["--params", "7B", "--link-gbps", "1e300"],
+        ["--params", "7B", "--profile", "/dev/null"],
+    ],
+)
+def test_what_no_step_can_be_worked_out_from_is_refused(capsys, options) -> None:
+    assert cli.main(["plan", *options, "--hbm", "10GiB", "--dram", "64GiB"]) == 2
+    assert f"{options[-2]}" in capsys.readouterr().err

@@ -387,9 +387,11 @@ def test_copies_that_change(late: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @EACH
+@pytest.mark.parametrize("way", ["saved", "recomputed"])
 @pytest.mark.parametrize("others", [False, True])
-def test_a_model_that_leaves_before_backward(kind: str, others: bool) -> None:
+def test_a_model_that_leaves_before_backward(kind: str, way: str, others: bool) -> None:
     with twins(kind) as (model, plain, tier):
+        model.way = plain.way = WAYS[way]
         chosen = choose(3, 0)
         x, y = begin(model, chosen)
         tier.unwrap(model)

@@ -90,7 +90,7 @@ def test_default_device_is_the_machines(monkeypatch) -> None:
     assert load().profile is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "\x00", '{"format": 1'])
+@pytest.mark.parametrize("text", ["", "{", "\x00", '{"format": 1', "[" * 200_000])
 def test_not_json(tmp_path, text) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -102,6 +102,24 @@ def test_not_json(tmp_path, text) -> None:
 def test_cannot_be_read(tmp_path) -> None:
     found = load(tmp_path)
     assert found.profile is None and "cannot be read" in found.reason
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_neither_read_nor_replaced(tmp_path) -> None:
+    """A pipe stands for devices as well: the first waits for ever, `/dev/full` never ends."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    found = load(path)
+    assert found.profile is None and "cannot be read: it is not a regular file" in found.reason
+    with pytest.raises(OSError, match="not a regular file"):
+        save(FULL, path)
+    assert path.is_fifo()
+
+
+def test_a_file_larger_than_a_profile_is_not_read(tmp_path) -> None:
+    path = save(FULL, tmp_path / "profile.json")
+    os.truncate(path, 1 << 40)
+    assert "it has more than 1048576 bytes" in load(path).reason
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{}", '{"format": 99}', '{"format": "1"}'])
@@ -119,6 +137,9 @@ def test_another_format(tmp_path, text) -> None:
         ("h2d", -1.0),
         ("h2d", 0),
         ("h2d", "fast"),
+        ("h2d", 1e-300),
+        ("h2d", 10**400),
+        ("nvme_chunk", 10**400),
         ("h2d", True),
         ("d2h", float("inf")),
         ("duplex", float("nan")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -94,6 +96,50 @@ def test_frozen_weights_in_a_checkpoint(home: str, reentrant: bool) -> None:
         model.load_state_dict(plain.state_dict())
         tier.wrap(model)(x).backward()
         assert torch.equal(model.before.weight.grad.clone(), plain.before.weight.grad)
+
+
+@pytest.mark.parametrize("rounds", [0, 5])  # from the third on without hooks, where all fits
+@pytest.mark.parametrize("between", ["unwrap", "unwrap and wrap", "wrap"])
+@pytest.mark.parametrize("home", ["hbm", "dram"])
+def test_a_model_leaves_or_comes_between_a_checkpoint_and_its_backward(
+    home: str, between: str, rounds: int
+) -> None:
+    """Checkpoints compare what is saved with the tiers and without: both look the same to them."""
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+                for _ in range(3)
+            )
+            self.parts[1].requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = checkpoint(part, x, use_reentrant=False)
+            return x.square().sum()
+
+    torch.manual_seed(0)
+    plain = Recomputed()
+    model = copy.deepcopy(plain)
+    x = torch.rand(3, 8)
+    for _ in range(rounds + 1):
+        plain(x).backward()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB", policy={"params": home}) as tier:
+        if between != "wrap":
+            tier.wrap(model)
+        for _ in range(rounds):
+            model(x).backward()
+        loss = model(x)
+        if between != "wrap":
+            tier.unwrap(model)
+        if between != "unwrap":
+            tier.wrap(model)
+        loss.backward()
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (mine.grad is None) == (its.grad is None)
+            assert its.grad is None or torch.equal(mine.grad.clone(), its.grad)
 
 
 @pytest.mark.parametrize("last", ["weights alone", "a weight", "what a weight made"])

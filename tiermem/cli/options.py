@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 import tempfile
@@ -24,6 +25,9 @@ class Parser(argparse.ArgumentParser):
 
 MOST = 1 << 40
 """The largest number of layers, tokens, steps and their like that an option takes."""
+
+_LEAST, _LARGEST = 1e-6, 1e18
+"""Of what is counted or measured: models, speeds."""
 
 _SETTING = re.compile(r"\b(hbm|dram|nvme|nvme_bytes|policy|prefetch_depth)= ?")
 _MANAGER = re.compile(r"\bTierManager\(([^()]*)\)")
@@ -86,18 +90,20 @@ def check_whole(name: str, value: int, least: int = 1) -> None:
         )
 
 
-def parse_count(text: str | float, name: str = "count") -> float:
+def parse_count(text: str | float, name: str = "count", least: float = _LEAST) -> float:
     """Reads a positive number such as ``7e9``, ``7B``, ``350M`` or ``16k``.
 
     Args:
         text: What the user wrote.
         name: The option, for the message.
+        least: The least that it may be.
 
     Returns:
         The number.
 
     Raises:
-        ConfigError: If it is not one, or not above zero.
+        ConfigError: If it is not one, or so small or large that what is worked out from it
+            would be no number.
     """
     units = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
     body = str(text).strip().lower()
@@ -110,6 +116,8 @@ def parse_count(text: str | float, name: str = "count") -> float:
         value = math.nan
     if not (0 < value < math.inf):
         raise ConfigError(f"{name} must be a number above zero such as 7e9 or 350M, not {text!r}")
+    if not least <= value <= _LARGEST:
+        raise ConfigError(f"{name} must be a number from {least:g} to {_LARGEST:g}, not {text!r}")
     return value
 
 
@@ -119,8 +127,11 @@ def parse_bytes(text: str, name: str) -> int:
     Raises:
         ConfigError: If it is negative or not a size.
     """
-    number = text.strip().lstrip("+-").isdecimal()
-    return parse_size(int(text) if number else text, name)
+    read: int | str = text
+    if text.strip().lstrip("+-").isdecimal():
+        with contextlib.suppress(ValueError):  # Python reads no number of thousands of digits
+            read = int(text)
+    return parse_size(read, name)
 
 
 def read_budget(text: str | None, name: str) -> int | str | None:
@@ -191,13 +202,18 @@ def activation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.activation_min is not None:
         found["activation_min"] = parse_bytes(arguments.activation_min, "--activation-min")
     if arguments.activation_layers is not None:
-        if not arguments.activation_layers.isdecimal():
+        if not _is_whole(arguments.activation_layers):
             raise ConfigError(
                 f"--activation-layers must be a number of layers, not "
                 f"{arguments.activation_layers!r}"
             )
         found["activation_layers"] = int(arguments.activation_layers)
     return found
+
+
+def _is_whole(text: str) -> bool:
+    """Whether a text is a number of layers or blocks that a run can have."""
+    return text.isdecimal() and len(text) <= len(str(MOST))
 
 
 def parse_depth(text: str) -> int | str:
@@ -208,7 +224,7 @@ def parse_depth(text: str) -> int | str:
     """
     if text == "auto":
         return "auto"
-    if not text.isdecimal():
+    if not _is_whole(text):
         raise ConfigError(f"--prefetch-depth must be 'auto' or a number of blocks, not {text!r}")
     return int(text)
 

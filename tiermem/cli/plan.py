@@ -76,7 +76,7 @@ def read_workload(arguments: argparse.Namespace) -> Workload:
     if (arguments.params is None) == (arguments.width is None):
         raise ConfigError("give either --params or --width (with --layers)")
     if arguments.params is not None:
-        parameters = parse_count(arguments.params, "--params")
+        parameters = parse_count(arguments.params, "--params", least=1)
     else:
         check_whole("width", arguments.width)
         parameters = float(arguments.layers * 12 * arguments.width**2)
@@ -85,7 +85,7 @@ def read_workload(arguments: argparse.Namespace) -> Workload:
         layers=arguments.layers,
         itemsize=_ITEMSIZES[arguments.dtype],
         states=STATES[arguments.optimizer],
-        tokens=parse_count(arguments.tokens, "--tokens"),
+        tokens=parse_count(arguments.tokens, "--tokens", least=1),
         recompute=arguments.recompute,
         inference=arguments.inference,
     )

@@ -11,15 +11,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 
 Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-STAND_IN = torch.empty(0, device="cpu")
-"""What checkpoints are given for a weight: they count what is saved."""
+
+@lru_cache(maxsize=1024)
+def stand_in(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """Returns what checkpoints are given for a weight: they count what is saved.
+
+    They also compare what it looks like with what is saved as they compute again, which may be
+    after the model has left the tiers. It has the memory of one element.
+    """
+    return _element(dtype, device).expand(shape)
+
+
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has been given to a checkpoint for a weight."""
+    return tensor.data_ptr() == _element(tensor.dtype, tensor.device).data_ptr()
+
+
+@cache
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(1, dtype=dtype, device=device)
 
 
 class _Pairs(threading.local):

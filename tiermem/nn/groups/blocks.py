@@ -70,11 +70,13 @@ class Inventory:
         self.resident = checked_resident(resident)
         self.blocks: Any = blocks
         if not isinstance(blocks, str) and not callable(blocks):
-            if not isinstance(blocks, Iterable):
+            try:
+                self.blocks = list(blocks)
+                hash(tuple(self.blocks))
+            except TypeError as error:
                 raise ConfigError(
                     f"blocks={blocks!r}: give 'auto', a list of module names or a predicate"
-                )
-            self.blocks = list(blocks)
+                ) from error
         self.params, self.buffers = params, buffers
         self.rate = rate or rate_up(files=False)
         self._shapes = {id(f): shape_of(f.name, f.tensor) for f in [*params, *buffers]}

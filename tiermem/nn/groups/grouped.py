@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tiermem.nn.compat.hookpair import STAND_IN
+from tiermem.nn.compat.hookpair import stand_in
 
 _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
@@ -27,6 +27,21 @@ _AT_ONCE = 64 << 20
 
 class Matrices(Protocol):
     """The matrices of a layer's experts; see :class:`tiermem.nn.groups.rows.Rows`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of the parameter."""
+        ...
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of all of them."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are used."""
+        ...
 
     def matrices(self, experts: Sequence[int]) -> torch.Tensor | None:
         """Returns those of some experts; None where only all can be had."""
@@ -52,18 +67,21 @@ class Matrices(Protocol):
 class Groups:
     """A grouped product with the matrices of some experts.
 
+    Attributes:
+        matrices: Of all experts.
+
     Args:
         matrices: Of all experts.
         function: ``torch.nn.functional.grouped_mm`` or one like it.
         counts: The rows of each expert's group, by expert, of those that have any, ascending.
     """
 
-    __slots__ = ("_counts", "_function", "_matrices")
+    __slots__ = ("_counts", "_function", "matrices")
 
     def __init__(
         self, matrices: Matrices, function: Callable[..., Any], counts: Mapping[int, int]
     ) -> None:
-        self._matrices = matrices
+        self.matrices = matrices
         self._function = function
         self._counts = counts
 
@@ -75,7 +93,7 @@ class Groups:
             offsets: Of ``[experts]``: the end of each group.
         """
         if torch.is_grad_enabled() and rows.requires_grad:
-            self._matrices.save([*self._counts])
+            self.matrices.save([*self._counts])
             return _Product.apply(rows, offsets, self)  # type: ignore[no-any-return, no-untyped-call]
         return self.product(rows, offsets)
 
@@ -83,17 +101,17 @@ class Groups:
         """Returns the products, which autograd does not see."""
         found = self._by_parts(rows, offsets)
         if found is None:
-            found = self._function(rows, self._matrices.whole(), offs=offsets)
+            found = self._function(rows, self.matrices.whole(), offs=offsets)
         return found
 
     def turned_again(self) -> Groups:
         """Returns the product that the gradient of the rows is."""
-        return Groups(self._matrices.turned_again(), self._function, self._counts)
+        return Groups(self.matrices.turned_again(), self._function, self._counts)
 
     def _by_parts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
         counts = self._counts
         experts = [*counts]
-        seats, nbytes = self._matrices.at_hand()
+        seats, nbytes = self.matrices.at_hand()
         at_once = min(seats // 4, _AT_ONCE // max(nbytes, 1))
         if rows.shape[0] <= _FEW * len(experts):
             at_once = seats // 2
@@ -101,7 +119,7 @@ class Groups:
         parts, start = [], 0
         for first in range(0, len(experts), at_once):
             some = experts[first : first + at_once]
-            matrices = self._matrices.matrices(some)
+            matrices = self.matrices.matrices(some)
             if matrices is None:
                 return None
             sizes = [counts[expert] for expert in some]
@@ -145,7 +163,9 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, groups: Groups
     ) -> torch.Tensor:
-        ctx.save_for_backward(STAND_IN, offsets)
+        matrices = groups.matrices
+        shown = stand_in(matrices.dtype, matrices.shape, matrices.device)
+        ctx.save_for_backward(shown, offsets)
         ctx.groups = groups
         return groups.product(rows, offsets)
 

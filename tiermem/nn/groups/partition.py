@@ -136,7 +136,7 @@ def territories(
         raise ConfigError(f"blocks={blocks!r}: give 'auto', a list of module names or a predicate")
     else:
         chosen = set(blocks)
-        unknown = sorted(chosen - set(modules))
+        unknown = sorted(chosen - set(modules), key=str)
         if unknown:
             raise ConfigError(f"blocks: the model has no modules named {unknown[:5]}")
     whole = {name for name, module in modules.items() if uses_inside(module)}

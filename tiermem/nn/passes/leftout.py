@@ -33,9 +33,11 @@ class LeftOut(threading.local):
 
     Attributes:
         of: The model; None where hooks are to see what is saved.
+        again: The part of a checkpoint that is computed again, if one is that began in the tiers.
     """
 
     of: LeavesOut | None = None
+    again: Again | None = None
 
 
 left_out = LeftOut()
@@ -49,19 +51,25 @@ class Again:
     Attributes:
         of: The model whose graph it is, where that was left to torch.
         covered: Whether hooks of tiermem's have seen what was saved.
+        counted: The blocks of which a weight was counted and not kept: hooks and id of each.
     """
 
-    __slots__ = ("_unpack", "covered", "of")
+    __slots__ = ("_unpack", "counted", "covered", "of")
 
     def __init__(self, of: LeavesOut | None, unpack: Callable[[Any], torch.Tensor]) -> None:
         self.of, self.covered, self._unpack = of, False, unpack
+        self.counted: set[tuple[Any, int]] = set()
 
     def __call__(self, packed: Any) -> torch.Tensor:
         """Unpacks; the first time that computes the whole part."""
         if self.of is None:
             for model in list(taken_out) if self.covered else ():
                 model.put_back()
-            found: torch.Tensor = unpacked(self._unpack, packed)
+            outer, left_out.again = left_out.again, self
+            try:
+                found: torch.Tensor = unpacked(self._unpack, packed)
+            finally:
+                left_out.again = outer
             return found
         before, left_out.of = left_out.of, self.of
         try:

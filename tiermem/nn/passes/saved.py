@@ -30,12 +30,13 @@ from tiermem.core.block import Block, Role
 from tiermem.errors import REFUSALS, ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import (
-    STAND_IN,
     Pair,
     change_pushed,
     is_of_checkpoint,
     is_recomputation,
+    is_stand_in,
     passed_over,
+    stand_in,
     top_pair,
 )
 from tiermem.nn.compat.outside import OUTSIDE
@@ -97,6 +98,7 @@ class SavedHooks:
         self._owners = runtime.groups.owners
         self._group_of = runtime.groups.by_block.get
         self.manager = manager = runtime.manager
+        self.device = manager.parts.device
         self._gate = manager.gate
         self._at_hand = manager.acquirer.at_hand
         self._deferred = manager.parts.deferred
@@ -335,7 +337,9 @@ class SavedHooks:
             return around
         if kind is _Counted:
             weight, inner, unpack = packed
-            unpacked(unpack, inner)  # it computes again what it has to
+            again: torch.Tensor = unpacked(unpack, inner)  # it computes again what it has to
+            if not is_stand_in(again):  # the model has left the tiers since, or has come anew
+                return _bytes_of(again)
             view: torch.Tensor = weight.hooks.view(weight)
             return view
         if kind is _Handed:
@@ -619,14 +623,30 @@ class _Covering:
             if type(found) is SavedCopies:
                 return self._given(tensor, None)  # it counts them where the whole block is used
             found.version, found.times = -1, ALWAYS
+            if not self._counts(found):
+                return self._given(hooks.view(found), None)  # a copy: gradients are taken here
             # it counts what it sees, and computes again up to the last of it, whatever has side
             # effects there; the weight itself it would hold in HBM
             pack, unpack = self.outer
+            with _Plain():  # it may be away
+                shown = stand_in(tensor.dtype, tensor.shape, hooks.device)
             del tensor  # its stop would keep it by this frame, as if the program had a view
-            return _Counted((found, pack(STAND_IN), unpack))
+            return _Counted((found, pack(shown), unpack))
         if self.only_keeps:
             return found
         return self._given(tensor, found)
+
+    def _counts(self, weight: SavedView) -> bool:
+        """Whether a checkpoint is only to count a weight that is saved.
+
+        What is computed again is unpacked as it was saved: by a reference only where there was one.
+        """
+        part, block = self.outer[1], (self.hooks, weight.block.id)
+        if self.recomputing:
+            return left_out.again is not None and block in left_out.again.counted
+        if isinstance(part, Again):
+            part.counted.add(block)
+        return True
 
     def _given(self, tensor: torch.Tensor, found: SavedView | None) -> _Handed:
         """Gives a tensor to the other pair."""

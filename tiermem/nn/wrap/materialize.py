@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.errors import REFUSALS, ParameterError, StorageError
+from tiermem.errors import REFUSALS, ConfigError, ParameterError, StorageError
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.replaced import laid_alike
@@ -34,7 +34,12 @@ def entries_for(runtime: ModuleRuntime, target: Target) -> list[Entry]:
     elif isinstance(target, torch.Tensor):
         wanted = [target]  # type: ignore[list-item]
     else:
-        wanted = list(target)
+        try:
+            wanted = list(target)
+        except TypeError as error:
+            raise ConfigError(
+                f"materialize takes a module, a parameter or several, not {target!r}"
+            ) from error
     ids = {id(tensor) for param in wanted for _, tensor in insides(param)}
     found = [e for g in runtime.groups for e in g.entries if id(e.param) in ids]
     if wanted and not found:

@@ -7,9 +7,11 @@ it. A file that is missing, damaged or of another format is left alone, with the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
+import stat
 import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,6 +35,10 @@ _RATES = (
     "nvme_write",
     "nvme_mixed",
 )
+_LARGEST = 1 << 20
+"""Bytes of a profile at most; one that is measured has about two thousand."""
+_MOST = 1 << 60
+"""Bytes, or bytes a second, that a profile may have: what is worked out with them is a number."""
 _TEXTS = ("device", "date", "tiermem", "torch")
 _COUNTS = ("nvme_chunk", "nvme_depth")
 
@@ -145,9 +151,11 @@ def save(profile: MachineProfile, path: str | os.PathLike[str] | None = None) ->
         The file.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written, or is a device or the like, which a file would replace.
     """
     target = profile_path(profile.device) if path is None else Path(path)
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, **asdict(profile)}, indent=1) + "\n"
     handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
@@ -182,12 +190,12 @@ def load(path: str | os.PathLike[str] | None = None, device: str | None = None) 
         except RuntimeError as error:
             return Loaded(None, f"there is no place for a profile: {error}")
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(_text(path))
     except FileNotFoundError:
         return Loaded(None, f"there is no {path}; `tiermem bench` makes it")
     except OSError as error:
         return Loaded(None, f"{path} cannot be read: {error.strerror}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return Loaded(None, f"{path} is not JSON; `tiermem bench` makes it anew")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None
@@ -199,6 +207,27 @@ def load(path: str | os.PathLike[str] | None = None, device: str | None = None) 
     if device is not None and profile.device != device:
         return Loaded(None, f"{path} is of {profile.device}, not of {device}")
     return Loaded(profile, f"measured {profile.date}, {path}")
+
+
+def _text(path: str | os.PathLike[str]) -> str:
+    """Returns what is in a file; never waits for one, nor reads more than a profile has.
+
+    Raises:
+        OSError: If it cannot be read, or is no regular file, or larger than a profile can be.
+        ValueError: If it is not UTF-8.
+    """
+    with open(path, "rb", opener=_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise OSError(errno.EFBIG, f"it has more than {_LARGEST} bytes, which no profile has")
+    return content.decode("utf-8")
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file, and a pipe whether or not somebody writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parse(data: dict[str, Any]) -> MachineProfile:
@@ -229,6 +258,6 @@ def _checked(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
 
 
 def _positive(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
-    if value is not None and not 0 < _checked(name, value, kind) < float("inf"):
+    if value is not None and not 1 <= _checked(name, value, kind) < _MOST:
         raise ValueError(f"{name} is {value!r}")
     return value
