@@ -132,6 +132,45 @@ class Nested(Quantized):
         return Nested
 
 
+class Scaled(Quantized):
+    """Has a factor that is no tensor, and may have a zero point."""
+
+    factor = 1.0
+    zero: torch.Tensor | None = None
+
+    @staticmethod
+    def __new__(cls, *inside: torch.Tensor) -> Any:
+        return Quantized.__new__(cls, *inside[:2])
+
+    def __init__(self, *inside: torch.Tensor) -> None:
+        super().__init__(*inside[:2])
+        self.zero = inside[2] if inside[2:] else None
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [*self._names] if self.zero is None else [*self._names, "zero"]
+        return names, self.factor
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        made = cls(*inner.values())
+        made.factor = context
+        return made
+
+    def value(self) -> torch.Tensor:
+        found = super().value() * self.factor
+        return found if self.zero is None else found + self.zero
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        names, factor = self.__tensor_flatten__()
+        made = type(self)(*(function(getattr(self, name)) for name in names))
+        made.factor = factor
+        return made
+
+    @classmethod
+    def _own(cls) -> type:
+        return Scaled
+
+
 class Remade(Quantized):
     """Makes the tensors inside anew whenever they are asked for."""
 

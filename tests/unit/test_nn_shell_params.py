@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support_nn import same_bits
-from support_shells import LAYER, WIDTH, Assigning, Nested, Quantized, Remade, quantized
+from support_shells import LAYER, WIDTH, Assigning, Nested, Quantized, Remade, Scaled, quantized
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -63,12 +63,6 @@ def test_they_come_up_and_are_not_written_home(kind: type[Quantized]) -> None:
         links = tier.stats().links
         assert links["dram->hbm"].nbytes > 3 * LAYER
         assert "hbm->dram" not in links
-        names = (
-            {block.name for block in tier.stats().blocks}
-            if hasattr(tier.stats(), "blocks")
-            else set()
-        )
-        assert names is not None
     assert same_bits(model(x), expected)
     for before, after in zip(plain.parameters(), model.parameters(), strict=True):
         assert same(before, after)
@@ -387,3 +381,149 @@ def test_what_cannot_be_moved_is_refused(change: Callable[[Any], None]) -> None:
     change(model)
     with manager() as tier, pytest.raises(tiermem.WrapError, match=r"0\.wide\.weight.*inside"):
         tier.wrap(model)
+
+
+def _factor(weight: Any) -> None:
+    weight.factor = 3.0
+
+
+def _zero_point(weight: Any) -> None:
+    weight.zero = torch.full((1,), 2.0, dtype=torch.bfloat16)
+
+
+def _no_zero_point(weight: Any) -> None:
+    weight.zero = None
+
+
+CHANGES = [_factor, _zero_point, _no_zero_point]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_copies_are_of_what_a_weight_is_by_now(change: Callable[[Any], None]) -> None:
+    """A program may change what is said beside the tensors inside, and which there are."""
+    plain, model, x = quantized(Scaled), quantized(Scaled), inputs()
+    for each in (plain, model):
+        _zero_point(each[4].wide.weight)
+    with manager() as tier:
+        tier.wrap(model)
+        model(x)
+        for each in (plain, model):
+            change(each[4].wide.weight)
+        expected = plain(x)
+        copied = quantized(Scaled, seed=5)
+        _zero_point(copied[4].wide.weight)
+        change(copied[4].wide.weight)
+        copied.load_state_dict(model.state_dict())
+        for each in (model, copy.deepcopy(model), copied):
+            assert same_bits(each(x), expected)
+        mine, theirs = (each.state_dict()["4.wide.weight"] for each in (model, plain))
+        assert same(mine, theirs)
+        assert mine.factor == theirs.factor
+    assert same_bits(model(x), expected)
+
+
+def test_a_weight_of_another_factor_is_not_taken_for_one_of_this() -> None:
+    plain, model, x = quantized(Scaled), quantized(Scaled), inputs()
+    other = quantized(Scaled, seed=5)[1].wide.weight.detach()
+    other.factor = 2.0
+    with manager() as tier:
+        tier.wrap(model)
+        with pytest.raises(tiermem.ParameterError, match="cannot be replaced"):
+            model[1].wide.weight = nn.Parameter(other, requires_grad=False)
+        assert same_bits(model(x), plain(x))
+
+
+def test_what_is_assigned_says_whether_it_is_trained() -> None:
+    model, other = quantized(), quantized(seed=5)
+    with manager() as tier:
+        tier.wrap(model)
+        for trained in (True, False):
+            value = other[1].wide.weight.detach()
+            model[1].wide.weight = nn.Parameter(value, requires_grad=trained)
+            assert model[1].wide.weight.requires_grad is trained
+
+
+def test_copies_have_what_programs_have_put_on_them(kind: type[Quantized]) -> None:
+    plain, model = quantized(kind), quantized(kind)
+    for each in (plain, model):
+        each[1].wide.weight.tag = ["of a program"]
+        each[1].wide.weight.requires_grad_()
+        each[1].wide.weight.grad = torch.ones(4 * WIDTH, WIDTH, dtype=torch.bfloat16)
+    with manager() as tier:
+        tier.wrap(model)
+        for copies in (
+            lambda each: copy.deepcopy(each[1].wide.weight),
+            lambda each: copy.deepcopy(each)[1].wide.weight,
+            lambda each: copy.copy(each[1].wide.weight),
+        ):
+            mine, theirs = copies(model), copies(plain)
+            assert same(mine, theirs)
+            assert vars(mine).keys() == vars(theirs).keys()
+            assert mine.tag == theirs.tag
+            assert mine.requires_grad and theirs.requires_grad
+            assert (mine.grad is None) == (theirs.grad is None)
+
+
+def test_parameters_of_another_class_without_tensors_inside_are_copied() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    weight: Any = nn.Parameter(torch.eye(WIDTH).as_subclass(Named))
+    weight.tag = ["of a program"]
+    model[0].weight = weight
+    with manager() as tier:
+        tier.wrap(model)
+        copied: Any = copy.deepcopy(model)[0].weight
+        assert type(copied) is Named and isinstance(copied, nn.Parameter) and copied.requires_grad
+        assert copied.tag == weight.tag and same_bits(copied, weight)
+
+
+def _shared(kind: type[Quantized], *, alike: bool = False) -> Any:
+    """Returns layers of which the third and the last have the codes of one weight."""
+    model = quantized(kind)
+    first, last = model[2].back.weight, model[5].back.weight
+    last.codes = first.codes.detach() if alike else first.codes
+    return model
+
+
+def test_tensors_inside_that_two_weights_of_several_blocks_have() -> None:
+    """Operations on one of them find all that is inside, also below torch's functions."""
+    plain, model, x = _shared(Quantized), _shared(Quantized), inputs()
+    with manager(hbm=2 * LAYER + 4 * 4096) as tier:
+        tier.wrap(model)
+        assert same_bits(model(x), plain(x))
+        for layer in (2, 5):
+            for other in (0, 1, 3):
+                model[other](x)
+            mine, theirs = (each[layer].back.weight for each in (model, plain))
+            assert same(mine.clone(), theirs.clone())
+
+
+def test_memory_inside_that_two_weights_of_several_blocks_have_is_refused() -> None:
+    plain, model, x = _shared(Quantized), _shared(Quantized, alike=True), inputs()
+    with (
+        manager(hbm=2 * LAYER + 4 * 4096) as tier,
+        pytest.raises(tiermem.WrapError, match=r"5\.back\.weight.*another block"),
+    ):
+        tier.wrap(model)
+    assert same_bits(model(x), plain(x))
+
+
+def test_a_tensor_inside_that_is_a_parameter_elsewhere() -> None:
+    models = []
+    for first, second in ((1, 4), (4, 1)):
+        for _ in range(2):
+            model = quantized()
+            scale = model[first].back.weight.scale
+            model[first].back.weight.scale = nn.Parameter(scale, requires_grad=False)
+            model[second].scale = model[first].back.weight.scale
+            models.append(model)
+    x = inputs()
+    for plain, model in (models[:2], models[2:]):
+        with manager(hbm=2 * LAYER + 4 * 4096) as tier:
+            tier.wrap(model)
+            for layer in (1, 4):
+                assert same_bits(model(x), plain(x))
+                mine, theirs = (each[layer].back.weight for each in (model, plain))
+                assert same(mine.clone(), theirs.clone())

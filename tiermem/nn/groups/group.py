@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch import nn
 
 from tiermem.core.block import Block
 from tiermem.nn.groups.above import Calls, Lender
@@ -540,10 +542,14 @@ class Group(Holder):
             own = copies[member.index] = value.clone()
             if isinstance(member, Entry) and member.kind is torch.Tensor:
                 own.requires_grad_(member.param.requires_grad)  # no program's own parameter
-            elif isinstance(member, Entry):
+            elif isinstance(member, Entry) and issubclass(member.kind, nn.Parameter):
                 own = member.kind(own, requires_grad=member.param.requires_grad)
+            elif isinstance(member, Entry):  # nn.Parameter() of a tensor of another class
+                trained = member.param.requires_grad
+                own = torch.Tensor._make_subclass(member.kind, own, trained)
+                own.__dict__.update(deepcopy(member.tensor.__dict__, memo))
             memo[id(member.tensor)] = own
         for member in (m for m in self.carried if not m.materialized):
             memo[id(member.tensor)] = copies[member.index].detach()
         for shell in self.shells:
-            memo[id(shell.param)] = shell.copy(shell.values(memo))
+            shell.copy_into(memo)
