@@ -171,6 +171,45 @@ class Scaled(Quantized):
         return Scaled
 
 
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.value().t()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.value(), gradient.t() @ x
+
+
+class Trained(Quantized):
+    """Takes gradients, and is quantized anew once something is added to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.linear:
+            x, weight, *bias = args
+            result: Any = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+            return result + bias[0] if bias and bias[0] is not None else result
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.add_.Tensor:
+            args[0]._copy_from(cls.of(args[0].value().add(*args[1:], **(kwargs or {}))))
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def _own(cls) -> type:
+        return Trained
+
+
 class Remade(Quantized):
     """Makes the tensors inside anew whenever they are asked for."""
 

@@ -14,7 +14,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support_nn import same_bits
-from support_shells import LAYER, WIDTH, Assigning, Nested, Quantized, Remade, Scaled, quantized
+from support_shells import (
+    LAYER,
+    WIDTH,
+    Assigning,
+    Nested,
+    Quantized,
+    Remade,
+    Scaled,
+    Trained,
+    quantized,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -527,3 +537,98 @@ def test_a_tensor_inside_that_is_a_parameter_elsewhere() -> None:
                 assert same_bits(model(x), plain(x))
                 mine, theirs = (each[layer].back.weight for each in (model, plain))
                 assert same(mine.clone(), theirs.clone())
+
+
+def test_they_are_trained_by_optimizers() -> None:
+    """Each is stepped by itself: what is kept of one, should its step fail, holds its block."""
+    results = []
+    for tiered in (False, True):
+        model = quantized(Trained)
+        for layer in model:
+            layer.requires_grad_()
+        sgd = torch.optim.SGD
+        with manager(hbm=5 * LAYER) as tier:
+            optimizer: Any
+            if tiered:
+                tier.wrap(model)
+                optimizer = tier.optimizer(model, sgd, lr=0.1, foreach=False)
+            else:
+                optimizer = sgd(model.parameters(), lr=0.1, foreach=False)
+            for step in range(3):
+                model(inputs(step)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([param.detach().clone() for param in model.parameters()])
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+class _TakenApart(nn.Linear):
+    """Enters what is inside its weight into state dicts, by names of its own."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for path, tensor in [*insides(self.weight), (".bias", self.bias)]:
+            destination[f"{prefix}weight{path}"] = tensor if keep_vars else tensor.detach()
+        destination[f"{prefix}bias"] = self.bias.detach()
+
+
+def test_modules_that_take_their_weights_apart_leave_no_view_behind() -> None:
+    """Else their blocks would be written home, as they may have been written by such a view."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [_TakenApart(WIDTH, 4 * WIDTH, dtype=torch.bfloat16) for _ in range(6)]
+        model = nn.Sequential(*layers)
+        for each in model:
+            weight = Quantized.of(each.weight.detach())
+            each.weight = nn.Parameter(weight, requires_grad=False)
+        models.append(model.requires_grad_(False))
+    plain, model = models
+    with manager() as tier:
+        tier.wrap(model)
+        mine, theirs = model.state_dict(), plain.state_dict()
+        assert mine.keys() == theirs.keys()
+        for _ in range(2):
+            for each in model:
+                each(inputs())
+        assert all(same_bits(mine[key], theirs[key]) for key in theirs)
+        assert "hbm->dram" not in tier.stats().links
+
+
+def test_materialized_in_part(kind: type[Quantized]) -> None:
+    """Operations on the whole find the part that is ordinary where it is."""
+    plain, model, x = quantized(kind), quantized(kind), inputs()
+    mine, theirs = model[0].wide.weight, plain[0].wide.weight
+    with manager() as tier:
+        tier.wrap(model)
+        with tier.materialize([insides(mine)[0][1]]):
+            for weight in (mine, theirs):
+                insides(weight)[0][1].neg_()
+            assert same(mine.clone(), theirs.clone())
+            assert same_bits(model(x), plain(x))
+        assert same_bits(model(x), plain(x))
+
+
+def test_tensors_put_in_the_place_of_those_inside(tmp_path: Path) -> None:
+    """They count, and are copied to those that were there when the model is saved, and at the end.
+
+    On another device the parameter would be on two else.
+    """
+    plain, model, other, x = quantized(), quantized(), quantized(seed=5), inputs()
+    with manager() as tier:
+        tier.wrap(model)
+        inside = [insides(model[layer].wide.weight)[1][1] for layer in (0, 3)]
+        for layer in (0, 3):
+            for each in (model, plain):
+                weight = each[layer].wide.weight
+                weight.scale = weight.scale * 2
+            assert same_bits(model(x), plain(x))
+            if layer == 0:
+                tier.save(tmp_path / "saved")
+                tier.load(tmp_path / "saved")
+                assert same_bits(model(x), plain(x))
+        with manager() as tier_of_other:
+            tier_of_other.wrap(other)
+            tier_of_other.load(tmp_path / "saved")
+            assert same_bits(other[0](x), plain[0](x))
+    assert all(a is model[layer].wide.weight.scale for a, layer in zip(inside, (0, 3), strict=True))
+    assert same_bits(model(x), plain(x))

@@ -531,6 +531,21 @@ class Group(Holder):
                 shell.follow()
         (self.pointing.show if self.holds else self.pointing.hide)()
 
+    def take_in(self) -> None:
+        """Copies into the block what programs have put in the place of tensors inside parameters.
+
+        Raises:
+            ParameterError: If that is of another form.
+        """
+        changed = [shell for shell in self.shells if shell.is_changed()]
+        if changed:
+            self.hold()
+            try:
+                for shell in changed:
+                    shell.take_in()
+            finally:
+                self.let_go(dirty=True)
+
     def shell_of(self, tensor: torch.Tensor) -> ShellParam | None:
         """Returns what is known of a parameter that wraps tensors of the block, if it is one."""
         return next((shell for shell in self.shells if shell.param is tensor), None)

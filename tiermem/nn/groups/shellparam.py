@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -142,9 +143,11 @@ class _HeldShell(Held):
         super().__init__(away)
         shell = self.group.shell_of(away)
         if shell is not None and type(away) is not shell.kind:
-            # another thread holds the block as well: the operation is made on one beside it
+            # another thread holds the block as well, or what is inside is ordinary in part: the
+            # operation is made on one beside it
             views = self.group.manager.parts.slots.current[self.group.block.id].views
-            known = {id(member.tensor): views[member.index] for member in shell.members}
+            managed = [member for member in shell.members if not member.materialized]
+            known = {id(member.tensor): views[member.index] for member in managed}
             self.tensor = shell.around([known.get(id(t), t) for *_, t in parts(away)])
 
     def close(self, func: Callable[..., Any]) -> None:
@@ -238,6 +241,11 @@ class ShellParam:
         self.param.requires_grad_(value.requires_grad)
         return True
 
+    def is_changed(self) -> bool:
+        """Whether other code has put other tensors in the place of those inside."""
+        own = [id(member.tensor) for member in self.members]
+        return [id(tensor) for *_, tensor in parts(self.param)] != own
+
     def take_in(self) -> None:
         """Copies to the tensors inside what other code has put in their place.
 
@@ -271,8 +279,7 @@ class ShellParam:
         tensors = [member.tensor for member in self.members]
         with torch._C.DisableTorchFunctionSubclass():
             there = self.param.device
-        own = [id(tensor) for _, _, tensor in parts(self.param)]
-        if there == tensors[0].device or own != [*map(id, tensors)]:
+        if there == tensors[0].device or self.is_changed():
             return
         made: Any = self.copy(tensors)
         if made.device == there:
@@ -292,7 +299,12 @@ class ShellParam:
             self.param.__dict__.setdefault(name, value)
 
     def give_back(self) -> None:
-        """Does what :meth:`follow` does; where it cannot, modules get another parameter."""
+        """Does what :meth:`follow` does; where it cannot, modules get another parameter.
+
+        What programs have put in the place of a tensor inside may be on another device.
+        """
+        with suppress(ParameterError):
+            self.take_in()
         try:
             self.follow()
         except WrapError:

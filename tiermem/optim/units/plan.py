@@ -16,6 +16,7 @@ from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.need import Kept, check_calls, check_gradients
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.tensors.shells import Shell
 from tiermem.optim.rules.probe import Make, StateProbe, settings_of
 from tiermem.optim.units.cutting import in_parts, lay_out_gradients, loose_nbytes
 from tiermem.optim.units.master import Masters, master_dtype_of
@@ -101,8 +102,11 @@ def _divide(runtime: ModuleRuntime, members: Sequence[Member], make: Make) -> li
         mine = [member for entry in entries for member in places[id(entry.param)]]
         units.append(StepUnit(f"step[{entries[0].name}]", mine, entries, make))
     rest = [(param, number) for param, number in members if id(param) not in seen]
-    if rest:
-        units.append(StepUnit("step[ordinary parameters]", rest, [], make))
+    # what is kept of a parameter around others while it is stepped holds their block
+    around = [member for member in rest if Shell.of(member[0]) is not None]
+    plain = [member for member in rest if Shell.of(member[0]) is None]
+    for mine in (*([member] for member in around), *([plain] if plain else [])):
+        units.append(StepUnit("step[ordinary parameters]", mine, [], make))
     return units
 
 
