@@ -148,12 +148,12 @@ class Scaled(Quantized):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = [*self._names] if self.zero is None else [*self._names, "zero"]
-        return names, self.factor
+        return names, (self.factor, str(self.stride()))
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
         made = cls(*inner.values())
-        made.factor = context
+        made.factor = context[0]
         return made
 
     def value(self) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Scaled(Quantized):
         return found if self.zero is None else found + self.zero
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        names, factor = self.__tensor_flatten__()
+        names, (factor, _) = self.__tensor_flatten__()
         made = type(self)(*(function(getattr(self, name)) for name in names))
         made.factor = factor
         return made

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import tiermem
 from tiermem.nn.tensors.shells import insides
 
-KINDS = [Quantized, Assigning, Nested]
+KINDS = [Quantized, Assigning, Nested, Scaled]
 HBM = 3 * LAYER // 4096 * 4096
 
 
@@ -562,6 +562,21 @@ def test_they_are_trained_by_optimizers() -> None:
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("hbm", [5 * LAYER, 20 * LAYER], ids=["leaves", "stays"])
+def test_one_that_is_written_before_backward_needs_it_is_refused(hbm: int) -> None:
+    """As by torch, which counts on the parameter what its class writes inside."""
+    plain, model, x = quantized(Trained), quantized(Trained), inputs()
+    with manager(hbm=hbm) as tier:
+        tier.wrap(model)
+        for each in (plain, model):
+            each.requires_grad_()
+            loss = each(x).float().square().mean()
+            with torch.no_grad():
+                each[1].wide.weight.add_(1.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 class _TakenApart(nn.Linear):
     """Enters what is inside its weight into state dicts, by names of its own."""
 
@@ -592,6 +607,17 @@ def test_modules_that_take_their_weights_apart_leave_no_view_behind() -> None:
                 each(inputs())
         assert all(same_bits(mine[key], theirs[key]) for key in theirs)
         assert "hbm->dram" not in tier.stats().links
+
+
+def test_to_be_taken_apart_no_block_is_brought() -> None:
+    """Classes ask for strides then, as quanto's do."""
+    model = quantized(Scaled)
+    weights = [layer.wide.weight for layer in model]  # to look one up brings its block
+    with manager() as tier:
+        tier.wrap(model)
+        for weight in weights:
+            assert weight.__tensor_flatten__()[1] == (1.0, str((WIDTH, 1)))
+        assert "dram->hbm" not in tier.stats().links
 
 
 def test_materialized_in_part(kind: type[Quantized]) -> None:

@@ -68,6 +68,8 @@ class AwayShell(Away):
             raise self._refused("`data = ...`")
         if func is torch.Tensor.share_memory_:
             raise self._refused("share_memory_()")
+        if func is torch.Tensor.stride:  # its own: classes ask for it as they are taken apart
+            return True, func(*args, **kwargs)
         if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
             return True, func(*args, **kwargs)  # its gradients are no business of the tiers
         # the callers: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
@@ -303,6 +305,7 @@ class ShellParam:
 
         What programs have put in the place of a tensor inside may be on another device.
         """
+        self.param.__class__ = self.kind
         with suppress(ParameterError):
             self.take_in()
         try:

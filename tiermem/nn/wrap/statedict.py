@@ -293,7 +293,8 @@ class SaveInterceptor(Interceptor):
         # torch's own only enters them: nothing is brought to the device to be detached there
         torchs = getattr(self.inner, "__func__", None) is nn.Module._save_to_state_dict
         dicts = self.scope.wrapped.dicts
-        if keep_vars:  # the parameters themselves: programs ask them for `requires_grad`
+        if keep_vars:
+            # the parameters themselves: programs ask them for `requires_grad`
             outside(self.inner, destination, prefix, True)
             return
         with nullcontext() if torchs else dicts.copying(self.module, destination):
