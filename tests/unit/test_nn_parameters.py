@@ -496,7 +496,7 @@ def test_a_refused_pruning_leaves_no_second_name(
 
 
 @pytest.mark.parametrize("use", [torch.sum, torch.Tensor.detach, lambda weight: weight.data])
-@pytest.mark.parametrize("where", ["_Held", "writes"])
+@pytest.mark.parametrize("where", ["Held", "writes"])
 def test_ctrl_c_between_the_lines_of_an_operation_leaves_no_block_held(
     tier: tiermem.TierManager,
     model: nn.Sequential,

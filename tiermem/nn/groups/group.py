@@ -546,7 +546,7 @@ class Group(Holder):
             finally:
                 self.let_go(dirty=True)
 
-    def shell_of(self, tensor: torch.Tensor) -> ShellParam | None:
+    def shell_of(self, tensor: torch.Tensor | None) -> ShellParam | None:
         """Returns what is known of a parameter that wraps tensors of the block, if it is one."""
         return next((shell for shell in self.shells if shell.param is tensor), None)
 

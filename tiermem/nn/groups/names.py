@@ -79,7 +79,7 @@ class HeldDict(dict[str, Any]):
         Libraries load their quantized weights so.
         """
         group = self.groups[name]
-        shell = group.shell_of(_item(self, name))
+        shell = group.shell_of(self.get(name))
         if shell is None or _is_swap(sys._getframe(2)):
             return False
         group.hold()
