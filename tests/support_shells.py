@@ -158,6 +158,84 @@ class Noting(Quantized):
         return Noting
 
 
+class Scaled(Quantized):
+    """Has a factor that is no tensor, and may have a zero point."""
+
+    factor = 1.0
+    zero: torch.Tensor | None = None
+
+    @staticmethod
+    def __new__(cls, *inside: torch.Tensor) -> Any:
+        return Quantized.__new__(cls, *inside[:2])
+
+    def __init__(self, *inside: torch.Tensor) -> None:
+        super().__init__(*inside[:2])
+        self.zero = inside[2] if inside[2:] else None
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = [*self._names] if self.zero is None else [*self._names, "zero"]
+        return names, (self.factor, str(self.stride()))
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        made = cls(*inner.values())
+        made.factor = context[0]
+        return made
+
+    def value(self) -> torch.Tensor:
+        found = super().value() * self.factor
+        return found if self.zero is None else found + self.zero
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        names, (factor, _) = self.__tensor_flatten__()
+        made = type(self)(*(function(getattr(self, name)) for name in names))
+        made.factor = factor
+        return made
+
+    @classmethod
+    def _own(cls) -> type:
+        return Scaled
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.value().t()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.value(), gradient.t() @ x
+
+
+class Trained(Quantized):
+    """Takes gradients, and is quantized anew once something is added to it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.linear:
+            x, weight, *bias = args
+            result: Any = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+            return result + bias[0] if bias and bias[0] is not None else result
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is _aten.add_.Tensor:
+            args[0]._copy_from(cls.of(args[0].value().add(*args[1:], **(kwargs or {}))))
+            return args[0]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def _own(cls) -> type:
+        return Trained
+
+
 class Remade(Quantized):
     """Makes the tensors inside anew whenever they are asked for."""
 

@@ -14,7 +14,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support_nn import same_bits
-from support_shells import LAYER, WIDTH, Assigning, Nested, Noting, Quantized, Remade, quantized
+from support_shells import (
+    LAYER,
+    WIDTH,
+    Assigning,
+    Nested,
+    Noting,
+    Quantized,
+    Remade,
+    Scaled,
+    Trained,
+    quantized,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import tiermem
 from tiermem.nn.tensors.shells import Shell, insides
 
-KINDS = [Quantized, Assigning, Nested, Noting]
+KINDS = [Quantized, Assigning, Nested, Noting, Scaled]
 HBM = 3 * LAYER // 4096 * 4096
 
 
@@ -63,12 +74,6 @@ def test_they_come_up_and_are_not_written_home(kind: type[Quantized]) -> None:
         links = tier.stats().links
         assert links["dram->hbm"].nbytes > 3 * LAYER
         assert "hbm->dram" not in links
-        names = (
-            {block.name for block in tier.stats().blocks}
-            if hasattr(tier.stats(), "blocks")
-            else set()
-        )
-        assert names is not None
     assert same_bits(model(x), expected)
     for before, after in zip(plain.parameters(), model.parameters(), strict=True):
         assert same(before, after)
@@ -401,3 +406,247 @@ def test_what_cannot_be_moved_is_refused(change: Callable[[Any], None]) -> None:
     change(model)
     with manager() as tier, pytest.raises(tiermem.WrapError, match=r"0\.wide\.weight.*inside"):
         tier.wrap(model)
+
+
+def _factor(weight: Any) -> None:
+    weight.factor = 3.0
+
+
+def _zero_point(weight: Any) -> None:
+    weight.zero = torch.full((1,), 2.0, dtype=torch.bfloat16)
+
+
+def _no_zero_point(weight: Any) -> None:
+    weight.zero = None
+
+
+CHANGES = [_factor, _zero_point, _no_zero_point]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_copies_are_of_what_a_weight_is_by_now(change: Callable[[Any], None]) -> None:
+    """A program may change what is said beside the tensors inside, and which there are."""
+    plain, model, x = quantized(Scaled), quantized(Scaled), inputs()
+    for each in (plain, model):
+        _zero_point(each[4].wide.weight)
+    with manager() as tier:
+        tier.wrap(model)
+        model(x)
+        for each in (plain, model):
+            change(each[4].wide.weight)
+        expected = plain(x)
+        copied = quantized(Scaled, seed=5)
+        _zero_point(copied[4].wide.weight)
+        change(copied[4].wide.weight)
+        copied.load_state_dict(model.state_dict())
+        for each in (model, copy.deepcopy(model), copied):
+            assert same_bits(each(x), expected)
+        mine, theirs = (each.state_dict()["4.wide.weight"] for each in (model, plain))
+        assert same(mine, theirs)
+        assert mine.factor == theirs.factor
+    assert same_bits(model(x), expected)
+
+
+def test_a_weight_of_another_factor_is_not_taken_for_one_of_this() -> None:
+    plain, model, x = quantized(Scaled), quantized(Scaled), inputs()
+    other = quantized(Scaled, seed=5)[1].wide.weight.detach()
+    other.factor = 2.0
+    with manager() as tier:
+        tier.wrap(model)
+        with pytest.raises(tiermem.ParameterError, match="cannot be replaced"):
+            model[1].wide.weight = nn.Parameter(other, requires_grad=False)
+        assert same_bits(model(x), plain(x))
+
+
+def test_what_is_assigned_says_whether_it_is_trained() -> None:
+    model, other = quantized(), quantized(seed=5)
+    with manager() as tier:
+        tier.wrap(model)
+        for trained in (True, False):
+            value = other[1].wide.weight.detach()
+            model[1].wide.weight = nn.Parameter(value, requires_grad=trained)
+            assert model[1].wide.weight.requires_grad is trained
+
+
+def test_copies_have_what_programs_have_put_on_them(kind: type[Quantized]) -> None:
+    plain, model = quantized(kind), quantized(kind)
+    for each in (plain, model):
+        each[1].wide.weight.tag = ["of a program"]
+        each[1].wide.weight.requires_grad_()
+        each[1].wide.weight.grad = torch.ones(4 * WIDTH, WIDTH, dtype=torch.bfloat16)
+    with manager() as tier:
+        tier.wrap(model)
+        for copies in (
+            lambda each: copy.deepcopy(each[1].wide.weight),
+            lambda each: copy.deepcopy(each)[1].wide.weight,
+            lambda each: copy.copy(each[1].wide.weight),
+        ):
+            mine, theirs = copies(model), copies(plain)
+            assert same(mine, theirs)
+            assert vars(mine).keys() == vars(theirs).keys()
+            assert mine.tag == theirs.tag
+            assert mine.requires_grad and theirs.requires_grad
+            assert (mine.grad is None) == (theirs.grad is None)
+
+
+def test_parameters_of_another_class_without_tensors_inside_are_copied() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    weight: Any = nn.Parameter(torch.eye(WIDTH).as_subclass(Named))
+    weight.tag = ["of a program"]
+    model[0].weight = weight
+    with manager() as tier:
+        tier.wrap(model)
+        copied: Any = copy.deepcopy(model)[0].weight
+        assert type(copied) is Named and isinstance(copied, nn.Parameter) and copied.requires_grad
+        assert copied.tag == weight.tag and same_bits(copied, weight)
+
+
+def _shared(kind: type[Quantized], *, alike: bool = False) -> Any:
+    """Returns layers of which the third and the last have the codes of one weight."""
+    model = quantized(kind)
+    first, last = model[2].back.weight, model[5].back.weight
+    last.codes = first.codes.detach() if alike else first.codes
+    return model
+
+
+def test_tensors_inside_that_two_weights_of_several_blocks_have() -> None:
+    """Operations on one of them find all that is inside, also below torch's functions."""
+    plain, model, x = _shared(Quantized), _shared(Quantized), inputs()
+    with manager(hbm=2 * LAYER + 4 * 4096) as tier:
+        tier.wrap(model)
+        assert same_bits(model(x), plain(x))
+        for layer in (2, 5):
+            for other in (0, 1, 3):
+                model[other](x)
+            mine, theirs = (each[layer].back.weight for each in (model, plain))
+            assert same(mine.clone(), theirs.clone())
+
+
+def test_memory_inside_that_two_weights_of_several_blocks_have_is_refused() -> None:
+    plain, model, x = _shared(Quantized), _shared(Quantized, alike=True), inputs()
+    with (
+        manager(hbm=2 * LAYER + 4 * 4096) as tier,
+        pytest.raises(tiermem.WrapError, match=r"5\.back\.weight.*another block"),
+    ):
+        tier.wrap(model)
+    assert same_bits(model(x), plain(x))
+
+
+def test_a_tensor_inside_that_is_a_parameter_elsewhere() -> None:
+    models = []
+    for first, second in ((1, 4), (4, 1)):
+        for _ in range(2):
+            model = quantized()
+            scale = model[first].back.weight.scale
+            model[first].back.weight.scale = nn.Parameter(scale, requires_grad=False)
+            model[second].scale = model[first].back.weight.scale
+            models.append(model)
+    x = inputs()
+    for plain, model in (models[:2], models[2:]):
+        with manager(hbm=2 * LAYER + 4 * 4096) as tier:
+            tier.wrap(model)
+            for layer in (1, 4):
+                assert same_bits(model(x), plain(x))
+                mine, theirs = (each[layer].back.weight for each in (model, plain))
+                assert same(mine.clone(), theirs.clone())
+
+
+@pytest.mark.parametrize("hbm", [5 * LAYER, 20 * LAYER], ids=["leaves", "stays"])
+def test_one_that_is_written_before_backward_needs_it_is_refused(hbm: int) -> None:
+    """As by torch, which counts on the parameter what its class writes inside."""
+    plain, model, x = quantized(Trained), quantized(Trained), inputs()
+    with manager(hbm=hbm) as tier:
+        tier.wrap(model)
+        for each in (plain, model):
+            each.requires_grad_()
+            loss = each(x).float().square().mean()
+            with torch.no_grad():
+                each[1].wide.weight.add_(1.0)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
+class _TakenApart(nn.Linear):
+    """Enters what is inside its weight into state dicts, by names of its own."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        for path, tensor in [*insides(self.weight), (".bias", self.bias)]:
+            destination[f"{prefix}weight{path}"] = tensor if keep_vars else tensor.detach()
+        destination[f"{prefix}bias"] = self.bias.detach()
+
+
+def test_modules_that_take_their_weights_apart_leave_no_view_behind() -> None:
+    """Else their blocks would be written home, as they may have been written by such a view."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [_TakenApart(WIDTH, 4 * WIDTH, dtype=torch.bfloat16) for _ in range(6)]
+        model = nn.Sequential(*layers)
+        for each in model:
+            weight = Quantized.of(each.weight.detach())
+            each.weight = nn.Parameter(weight, requires_grad=False)
+        models.append(model.requires_grad_(False))
+    plain, model = models
+    with manager() as tier:
+        tier.wrap(model)
+        mine, theirs = model.state_dict(), plain.state_dict()
+        assert mine.keys() == theirs.keys()
+        for _ in range(2):
+            for each in model:
+                each(inputs())
+        assert all(same_bits(mine[key], theirs[key]) for key in theirs)
+        assert "hbm->dram" not in tier.stats().links
+
+
+def test_to_be_taken_apart_no_block_is_brought() -> None:
+    """Classes ask for strides then, as quanto's do."""
+    model = quantized(Scaled)
+    weights = [layer.wide.weight for layer in model]  # to look one up brings its block
+    with manager() as tier:
+        tier.wrap(model)
+        for weight in weights:
+            assert weight.__tensor_flatten__()[1] == (1.0, str((WIDTH, 1)))
+        assert "dram->hbm" not in tier.stats().links
+
+
+def test_materialized_in_part(kind: type[Quantized]) -> None:
+    """Operations on the whole find the part that is ordinary where it is."""
+    plain, model, x = quantized(kind), quantized(kind), inputs()
+    mine, theirs = model[0].wide.weight, plain[0].wide.weight
+    with manager() as tier:
+        tier.wrap(model)
+        with tier.materialize([insides(mine)[0][1]]):
+            for weight in (mine, theirs):
+                insides(weight)[0][1].neg_()
+            assert same(mine.clone(), theirs.clone())
+            assert same_bits(model(x), plain(x))
+        assert same_bits(model(x), plain(x))
+
+
+def test_tensors_put_in_the_place_of_those_inside(tmp_path: Path) -> None:
+    """They count, and are copied to those that were there when the model is saved, and at the end.
+
+    On another device the parameter would be on two else.
+    """
+    plain, model, other, x = quantized(), quantized(), quantized(seed=5), inputs()
+    with manager() as tier:
+        tier.wrap(model)
+        inside = [insides(model[layer].wide.weight)[1][1] for layer in (0, 3)]
+        for layer in (0, 3):
+            for each in (model, plain):
+                weight = each[layer].wide.weight
+                weight.scale = weight.scale * 2
+            assert same_bits(model(x), plain(x))
+            if layer == 0:
+                tier.save(tmp_path / "saved")
+                tier.load(tmp_path / "saved")
+                assert same_bits(model(x), plain(x))
+        with manager() as tier_of_other:
+            tier_of_other.wrap(other)
+            tier_of_other.load(tmp_path / "saved")
+            assert same_bits(other[0](x), plain[0](x))
+    assert all(a is model[layer].wide.weight.scale for a, layer in zip(inside, (0, 3), strict=True))
+    assert same_bits(model(x), plain(x))

@@ -74,6 +74,8 @@ class ModelNames:
     @classmethod
     def of(cls, wrapped: WrappedModel, folder: str) -> ModelNames:
         """Looks at a model."""
+        for group in wrapped.groups:
+            group.take_in()
         tensors, aliases = names_of(wrapped.model)
         entries = {id(entry.param): entry for entry in wrapped.entries}
         first: dict[tuple[int, int], str] = {}

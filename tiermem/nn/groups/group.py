@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch import nn
 
 from tiermem.core.block import Block
 from tiermem.nn.groups.above import Calls, Lender
@@ -531,6 +533,21 @@ class Group(Holder):
                 shell.follow()
         (self.pointing.show if self.holds else self.pointing.hide)()
 
+    def take_in(self) -> None:
+        """Copies into the block what programs have put in the place of tensors inside parameters.
+
+        Raises:
+            ParameterError: If that is of another form.
+        """
+        changed = [shell for shell in self.shells if shell.is_changed()]
+        if changed:
+            self.hold()
+            try:
+                for shell in changed:
+                    shell.take_in()
+            finally:
+                self.let_go(dirty=True)
+
     def shell_of(self, tensor: torch.Tensor | None) -> ShellParam | None:
         """Returns what is known of a parameter that wraps tensors of the block, if it is one."""
         return next((shell for shell in self.shells if shell.param is tensor), None)
@@ -542,10 +559,14 @@ class Group(Holder):
             own = copies[member.index] = value.clone()
             if isinstance(member, Entry) and member.kind is torch.Tensor:
                 own.requires_grad_(member.param.requires_grad)  # no program's own parameter
-            elif isinstance(member, Entry):
+            elif isinstance(member, Entry) and issubclass(member.kind, nn.Parameter):
                 own = member.kind(own, requires_grad=member.param.requires_grad)
+            elif isinstance(member, Entry):  # nn.Parameter() of a tensor of another class
+                trained = member.param.requires_grad
+                own = torch.Tensor._make_subclass(member.kind, own, trained)
+                own.__dict__.update(deepcopy(member.tensor.__dict__, memo))
             memo[id(member.tensor)] = own
         for member in (m for m in self.carried if not m.materialized):
             memo[id(member.tensor)] = copies[member.index].detach()
         for shell in self.shells:
-            memo[id(shell.param)] = shell.copy(shell.values(memo))
+            shell.copy_into(memo)

@@ -35,7 +35,8 @@ class Found:
         places: Every (module name, attribute) that holds it.
         same_as: Another that looks at exactly the same memory, if there is one.
         sparse: Whether a module takes sparse gradients of it.
-        shell: The parameter that wraps it, if it is a tensor inside another.
+        shell: The parameter that wraps it, if it is a tensor inside another; where parameters have
+            one together, the first of them for all that is inside them.
     """
 
     tensor: torch.Tensor
@@ -71,14 +72,18 @@ def opened(found: Iterable[Found]) -> list[Found]:
     """
     inside: dict[int, Found] = {}
     for one in found:
-        for path, tensor in insides(one.tensor):
-            if tensor is one.tensor:
-                inside[id(tensor)] = one
-            elif id(tensor) in inside:
+        own = insides(one.tensor)
+        # what has a tensor together with another parameter is in that one's block
+        lead = next((inside[id(tensor)] for _, tensor in own if id(tensor) in inside), one)
+        for path, tensor in own:
+            if id(tensor) in inside:
                 inside[id(tensor)].places += one.places
+            elif tensor is one.tensor:
+                inside[id(tensor)] = one
             else:
-                places = [*one.places]
-                inside[id(tensor)] = Found(tensor, one.name + path, places, shell=one)
+                places = [*one.places] if lead is one else [lead.places[0], *one.places]
+                whole = lead.shell or lead
+                inside[id(tensor)] = Found(tensor, one.name + path, places, shell=whole)
     return list(inside.values())
 
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,6 +68,8 @@ class AwayShell(Away):
             raise self._refused("`data = ...`")
         if func is torch.Tensor.share_memory_:
             raise self._refused("share_memory_()")
+        if func is torch.Tensor.stride:  # its own: classes ask for it as they are taken apart
+            return True, func(*args, **kwargs)
         if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
             return True, func(*args, **kwargs)  # its gradients are no business of the tiers
         # the callers: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
@@ -102,7 +107,10 @@ class AwayShell(Away):
     def __copy__(self) -> Any:
         """Returns another parameter over the same memory, as torch does."""
         made = self._opened(lambda tensor: tensor.detach())
-        made.__dict__["_is_param"] = True
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = self.requires_grad  # type: ignore[attr-defined]
+        made.requires_grad_(trained)
+        made.__dict__.update({k: v for k, v in vars(self).items() if k not in vars(made)})
         return made
 
 
@@ -137,9 +145,12 @@ class _HeldShell(Held):
         super().__init__(away)
         shell = self.group.shell_of(away)
         if shell is not None and type(away) is not shell.kind:
-            # another thread holds the block as well: the operation is made on one beside it
+            # another thread holds the block as well, or what is inside is ordinary in part: the
+            # operation is made on one beside it
             views = self.group.manager.parts.slots.current[self.group.block.id].views
-            self.tensor = shell.around([views[member.index] for member in shell.members])
+            managed = [member for member in shell.members if not member.materialized]
+            known = {id(member.tensor): views[member.index] for member in managed}
+            self.tensor = shell.around([known.get(id(t), t) for *_, t in parts(away)])
 
     def close(self, func: Callable[..., Any]) -> None:
         """Releases the block; what took the place of a tensor inside is copied to it."""
@@ -160,16 +171,12 @@ class ShellParam:
         places: The modules that have it, and by which names.
     """
 
-    __slots__ = ("_shell", "away", "kind", "members", "param", "places")
+    __slots__ = ("away", "kind", "members", "param", "places")
 
     def __init__(
         self, param: torch.Tensor, members: Sequence[Member], places: Sequence[Place]
     ) -> None:
         """Describes ``param``; changes nothing."""
-        shell = Shell.of(param)
-        if shell is None:
-            raise TypeError(f"{type(param).__name__} wraps no tensors")
-        self._shell = shell
         self.param = param
         self.kind: Any = type(param)
         own = {name: getattr(self.kind, name) for name in _METADATA}
@@ -178,17 +185,33 @@ class ShellParam:
         self.places = places
 
     def around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns a tensor of its class around others, in the order of ``members``."""
+        """Returns such a tensor around others, one for each that is inside by now."""
         with torch.inference_mode(False), torch.no_grad():
-            return self._shell.around(tensors)
+            return self._shell().around(tensors)
+
+    def _shell(self) -> Shell:
+        """Returns what the parameter says of itself by now, as one of its own class."""
+        shell = Shell.of(self.param)
+        if shell is None:
+            raise TypeError(f"{self.kind.__name__} wraps no tensors")
+        return replace(shell, kind=self.kind)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns another such parameter around other tensors."""
+        """Returns another such parameter around other tensors, without attributes of programs."""
         made: Any = self.around(tensors)
         made.requires_grad_(self.param.requires_grad)
         made._is_param = True
         copied: torch.Tensor = made
         return copied
+
+    def copy_into(self, memo: dict[int, Any]) -> None:
+        """Enters a copy into a deepcopy's memo, which has those of the tensors inside."""
+        made: Any = self.copy(self.values(memo))
+        memo[id(self.param)] = made
+        given = {name: v for name, v in vars(self.param).items() if name not in vars(made)}
+        vars(made).update(deepcopy(given, memo))
+        if self.param.grad is not None:
+            made.grad = deepcopy(self.param.grad, memo).to(made.device)
 
     def values(self, known: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """Returns the values of the tensors inside, on the host.
@@ -209,15 +232,21 @@ class ShellParam:
         Returns:
             Whether it is of the same class and form; else nothing was copied.
         """
-        if type(value) is not self.kind or len(list(parts(value))) != len(self.members):
+        if type(value) is not self.kind or Shell.of(value) != self._shell():
             return False
-        pairs = [(m.tensor, t) for m, (_, _, t) in zip(self.members, parts(value), strict=True)]
+        pairs = [(a, b) for (*_, a), (*_, b) in zip(parts(self.param), parts(value), strict=True)]
         if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
             return False
         with torch.no_grad():
             for mine, given in pairs:
                 mine.copy_(given)
+        self.param.requires_grad_(value.requires_grad)
         return True
+
+    def is_changed(self) -> bool:
+        """Whether other code has put other tensors in the place of those inside."""
+        own = [id(member.tensor) for member in self.members]
+        return [id(tensor) for *_, tensor in parts(self.param)] != own
 
     def take_in(self) -> None:
         """Copies to the tensors inside what other code has put in their place.
@@ -252,8 +281,7 @@ class ShellParam:
         tensors = [member.tensor for member in self.members]
         with torch._C.DisableTorchFunctionSubclass():
             there = self.param.device
-        own = [id(tensor) for _, _, tensor in parts(self.param)]
-        if there == tensors[0].device or own != [*map(id, tensors)]:
+        if there == tensors[0].device or self.is_changed():
             return
         made: Any = self.copy(tensors)
         if made.device == there:
@@ -273,11 +301,17 @@ class ShellParam:
             self.param.__dict__.setdefault(name, value)
 
     def give_back(self) -> None:
-        """Does what :meth:`follow` does; where it cannot, modules get another parameter."""
+        """Does what :meth:`follow` does; where it cannot, modules get another parameter.
+
+        What programs have put in the place of a tensor inside may be on another device.
+        """
+        self.param.__class__ = self.kind
+        with suppress(ParameterError):
+            self.take_in()
         try:
             self.follow()
         except WrapError:
-            made = self.copy([member.tensor for member in self.members])
+            made = self.copy([tensor for *_, tensor in parts(self.param)])
             for module, name in self.places:
                 dict.__setitem__(module.__dict__["_parameters"], name, made)
 

@@ -83,8 +83,11 @@ class _Counted(tuple[SavedView, Any, Callable[[Any], torch.Tensor]]):
     __slots__ = ()
 
 
-class _Around(tuple[Shell, Sequence[Any]]):
-    """A tensor that wraps others, and what stands for these."""
+class _Around(tuple[Shell, Sequence[Any], torch.Tensor | None, int]):
+    """A tensor that wraps others, and what stands for these.
+
+    A parameter is kept as well, with its version: what its class writes inside, torch counts there.
+    """
 
     __slots__ = ()
 
@@ -300,7 +303,8 @@ class SavedHooks:
             return tensor
         packed = [self._pack_plain(inner) for _, _, inner in parts(tensor)]
         weights = any(isinstance(inner, SavedView | _Beside) for inner in packed)
-        return _Around((shell, packed)) if weights else tensor
+        own = tensor if id(tensor) in group_of else None
+        return _Around((shell, packed, own, tensor._version)) if weights else tensor
 
     def beside(self, saved: SavedView, tensor: torch.Tensor) -> _Beside | None:
         """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
@@ -331,7 +335,10 @@ class SavedHooks:
         if isinstance(packed, SavedView):
             return packed.hooks.view(packed)
         if kind is _Around:
-            shell, inside = packed
+            shell, inside, own, version = packed
+            group = None if own is None else group_of.get(id(own))
+            if own is not None and group is not None and not group.freed:
+                refuse_changed(own, version, group.block.name)
             with torch.no_grad():
                 around: torch.Tensor = shell.around([self._unpack(inner) for inner in inside])
             return around

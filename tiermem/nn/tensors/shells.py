@@ -8,7 +8,7 @@ names the way in and out of such a class for its compiler: ``__tensor_flatten__`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class Shell:
     size: torch.Size
     stride: tuple[int, ...]
     inner: tuple[Shell | None, ...]
-    device: torch.device
+    device: torch.device = field(compare=False)
 
     @classmethod
     def of(cls, value: torch.Tensor) -> Shell | None:

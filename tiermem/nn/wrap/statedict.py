@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -148,6 +148,18 @@ class _Copies:
         return known
 
 
+def _copy_if_inside(value: Any, addresses: set[int]) -> Any:
+    """Returns a copy of a tensor that is at one of some addresses; anything else as it is.
+
+    No view of a block is left behind: where there is one as it is let go, it may be written.
+    """
+    inside = insides(value) if isinstance(value, torch.Tensor) else []
+    if not any(tensor.data_ptr() in addresses for _, tensor in inside):
+        return value
+    with unrecorded():
+        return value.detach().to("cpu", copy=True)
+
+
 class StateDicts:
     """Makes the state dicts of one wrapped model, and holds its blocks while one is loaded.
 
@@ -232,25 +244,17 @@ class StateDicts:
     @contextmanager
     def copying(self, module: nn.Module, destination: Any) -> Iterator[None]:
         """Replaces by copies what a module enters of parameters that it takes apart by itself."""
-        shells = [
-            shell
-            for tensor in module.__dict__["_parameters"].values()
-            if (group := self.group_of.get(id(tensor))) is not None
-            and (shell := group.shell_of(tensor)) is not None
-        ]
-        if not shells:
+        found = (self.group_of.get(id(t)) for t in module.__dict__["_parameters"].values())
+        groups = {id(group): group for group in found if group is not None}.values()
+        if not any(group.shells for group in groups):
             yield
             return
         before = set(destination)
         with self.holding(module):
             yield
-            own = {m.tensor.data_ptr() for shell in shells for m in shell.members}
+            own = {tensor.data_ptr() for group in groups for tensor in group.tensors()}
             for key in [key for key in destination if key not in before]:
-                value = destination[key]
-                inside = insides(value) if isinstance(value, torch.Tensor) else []
-                if any(tensor.data_ptr() in own for _, tensor in inside):
-                    with unrecorded():
-                        destination[key] = value.detach().to("cpu", copy=True)
+                destination[key] = _copy_if_inside(destination[key], own)
 
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
@@ -288,15 +292,15 @@ class SaveInterceptor(Interceptor):
         """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
         # torch's own only enters them: nothing is brought to the device to be detached there
         torchs = getattr(self.inner, "__func__", None) is nn.Module._save_to_state_dict
-        if torchs or keep_vars:
-            outside(self.inner, destination, prefix, True)
-        else:
-            with self.scope.wrapped.dicts.copying(self.module, destination):
-                outside(self.inner, destination, prefix, False)
+        dicts = self.scope.wrapped.dicts
         if keep_vars:
-            return  # the parameters themselves: programs ask them for `requires_grad`
-        with unrecorded():  # copies made in inference mode could not be written outside of it
-            self.scope.wrapped.dicts.export(self.module, destination, prefix, detach=torchs)
+            # the parameters themselves: programs ask them for `requires_grad`
+            outside(self.inner, destination, prefix, True)
+            return
+        with nullcontext() if torchs else dicts.copying(self.module, destination):
+            outside(self.inner, destination, prefix, torchs)
+            with unrecorded():  # copies made in inference mode could not be written outside of it
+                dicts.export(self.module, destination, prefix, detach=torchs)
 
 
 class LoadInterceptor(Interceptor):

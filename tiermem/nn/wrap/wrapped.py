@@ -11,7 +11,7 @@ from torch import nn
 
 from tiermem.config import Home, format_size
 from tiermem.core.block import Role
-from tiermem.errors import REFUSALS, CapacityError
+from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.nn.compat.compiler import hide_from_compiler
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
@@ -236,11 +236,21 @@ class WrappedModel:
         self.entries.extend(group.entries)
 
     def _add_shells(self, whole: Iterable[Found]) -> None:
-        """Enters the parameters that wrap others, in the groups that have those."""
+        """Enters the parameters that wrap others, in the groups that have those.
+
+        Raises:
+            WrapError: If one has tensors in several blocks.
+        """
         modules = dict(self.model.named_modules())
         entries: dict[int, Member] = {id(entry.param): entry for entry in self.entries}
         for found in whole:
             inside = [entries[id(tensor)] for _, _, tensor in parts(found.tensor)]
+            if len({member.group for member in inside}) > 1:
+                raise WrapError(
+                    f"parameter {found.name!r} is a {type(found.tensor).__name__}, and shares "
+                    "some of the tensors inside with a parameter of another block; make them one "
+                    "parameter, or clone one of them before tier.wrap"
+                )
             if inside:
                 places = [(modules[module], name) for module, name in found.places]
                 inside[0].group.shells.append(ShellParam(found.tensor, inside, places))
