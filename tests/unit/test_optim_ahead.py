@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -101,13 +102,37 @@ def test_accumulation_is_learned() -> None:
 def test_a_loop_that_drops_twice_in_a_row_pauses_ever_longer() -> None:
     habit = Habit()
     tried = []
-    for _ in range(20):
+    for _ in range(200):
         habit.backwards = 1
         last = habit.is_last(1)
         tried.append(last)
         habit.ends_round(dropped=last, confirms=False)
-    gaps = "".join("x" if last else "." for last in tried)
-    assert gaps == ".xx.x..x....x......."
+    assert [number for number, last in enumerate(tried) if last] == [1, 2, 11, 28, 61, 126, 191]
+
+
+def test_a_loop_that_logs_gradients_moves_no_more_than_one_whose_steps_wait() -> None:
+    """Two rounds are in vain; those after them move what they do where no step is made ahead."""
+
+    def moved(overlap: Any) -> list[int]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(40)))
+        weights = sum(p.numel() * 4 for p in model.parameters())
+        found = []
+        with tiermem.TierManager("cpu", hbm=weights // 3, dram="16MiB") as tier:
+            optimizer = tier.optimizer(tier.wrap(model), torch.optim.AdamW, overlap=overlap)
+            for _ in range(10):
+                tier.reset_stats()
+                model(torch.ones(2, 64)).square().mean().backward()
+                assert sum(float(p.grad.norm()) for p in model.parameters()) > 0
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(sum(link.nbytes for link in tier.stats().links.values()))
+        return [100 * nbytes // weights for nbytes in found]
+
+    found, waiting = moved("auto"), moved("forward")
+    assert max(found[1:3]) > 1600  # percent of the weights' bytes: a step twice, and what undoes it
+    assert max(found[3:]) < 1200  # 11 times the weights: the norms take one of them
+    assert max(abs(a - b) for a, b in zip(found[4:], waiting[4:], strict=True)) < 50
 
 
 def test_a_backward_that_raises_leaves_what_is_final() -> None:

@@ -32,7 +32,7 @@ from tiermem.optim.units.finality import accumulates, is_nested
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 
-_MOST_PAUSE = 64
+_FIRST_PAUSE, _MOST_PAUSE = 8, 64  # rounds: one more in vain moves half as much again
 _IN_VAIN = 2
 _FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then after 8, 16, ...
 
@@ -73,7 +73,7 @@ class Habit:
         if dropped:
             self._in_vain += 1
             if self._in_vain >= _IN_VAIN:
-                self._last_pause = min(_MOST_PAUSE, 2 * self._last_pause or 1)
+                self._last_pause = min(_MOST_PAUSE, 2 * self._last_pause or _FIRST_PAUSE)
                 self._pause = self._last_pause
         elif confirms:
             self._in_vain = self._last_pause = 0
