@@ -92,6 +92,16 @@ def assert_same(first: Any, second: Any, what: str) -> None:
             assert a == b or (a != a and b != b), f"{what}{path}: {a!r} and {b!r}"
 
 
+def step_alike(losses: Sequence[torch.Tensor], optimizers: Sequence[Any]) -> None:
+    """Makes a step of each of several runs, whose losses have to agree in every bit."""
+    assert all(same_bits(losses[0], loss) for loss in losses[1:])
+    for loss in losses:
+        loss.backward()  # type: ignore[no-untyped-call]
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def asked(error: tiermem.CapacityError) -> tuple[str, int]:
     """Returns the tier and the least budget that a CapacityError names.
 

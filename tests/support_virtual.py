@@ -296,20 +296,11 @@ class HostBus(Copies):
         super().__init__(world)
         self.seconds, self.nbytes = seconds, 0
 
-    def up(
-        self,
-        target: Any,
-        source: Any,
-        extent: Extent,
-        after: Any,
-        again: Any = None,
-        *,
-        copied: bool = False,
-    ) -> Event:
+    def up(self, target: Any, source: Any, extent: Extent, *rest: Any, **options: Any) -> Event:
         self.world.advance(self.world.now + self.seconds)
         self.nbytes += extent.nbytes
         self.world.rising = max(self.world.rising, self.world.now)
-        return super().up(target, source, extent, after)
+        return super().up(target, source, extent, *rest, **options)
 
     def claim(self, extent: Extent) -> None:
         pass

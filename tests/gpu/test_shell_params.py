@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import same_bits
+from support_nn import same_bits, step_alike
 from support_shells import LAYER, WIDTH, Assigning, Nested, Noting, Quantized, quantized
 from torch import nn
 from torch.nn import functional
@@ -80,12 +80,7 @@ def test_gradients_through_them() -> None:
             torch.manual_seed(step)
             x = torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)
             losses = [each(x).float().square().mean() for each in (model, plain)]
-            assert same_bits(*losses)
-            for loss in losses:
-                loss.backward()
-            for each in (optimizer, other):
-                each.step()
-                each.zero_grad()
+            step_alike(losses, (optimizer, other))
 
 
 def test_one_that_is_referred_to_weakly() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import same_bits
+from support_nn import same_bits, step_alike
 from torch import nn
 
 import tiermem
@@ -113,9 +113,4 @@ def test_adapters_on_them(recomputed: bool | None) -> None:
             optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-2)
             for _ in range(3):
                 losses = [each(ids, labels=ids).loss for each in models]
-                assert same_bits(*losses)
-                for loss in losses:
-                    loss.backward()
-                for each in (optimizer, other):
-                    each.step()
-                    each.zero_grad()
+                step_alike(losses, (optimizer, other))

@@ -73,18 +73,11 @@ def engine_of(watch: Watch) -> type[HostCopyEngine]:
             return Done()
 
         def up(
-            self,
-            target: Any,
-            source: Any,
-            extent: Extent,
-            after: Any,
-            again: Any = None,
-            *,
-            copied: bool = False,
+            self, target: Any, source: Any, extent: Extent, *rest: Any, copied: bool = False
         ) -> Any:
             if copied:
                 watch.check(extent)
-            return super().up(target, source, extent, after)
+            return super().up(target, source, extent, *rest, copied=copied)
 
         def claim(self, extent: Extent) -> None:
             watch.mark(watch.used, extent)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
 NEW_PARAMETER = nn.Parameter.__new__.__code__
 _BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
@@ -46,7 +46,7 @@ group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
 there is copied and pickled with them."""
 
 
-class _IsParameter:
+class IsParameter:
     """``tensor._is_param``: the last thing that ``nn.Parameter(tensor)`` sets on what it made.
 
     From then on that tensor is not a managed one in any way.
@@ -89,7 +89,7 @@ class Away(StandIn):
     __slots__ = ()
 
     _kind: type
-    _is_param = _IsParameter()
+    _is_param = IsParameter()
     dtype, device, shape = _known("dtype"), _known("device"), _known("shape")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class Away(StandIn):
             return True, None
         if func == _GET_DATA and id(self) in group_of:
             return True, self._given(func)
-        if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
+        if func is torch.Tensor.requires_grad_ or func == SET_REQUIRES_GRAD:
             result = func(*args, **kwargs)
             group = group_of.get(id(self))
             if group is not None:

@@ -20,7 +20,16 @@ import torch
 from torch import nn
 
 from tiermem.errors import ParameterError, WrapError
-from tiermem.nn.groups.away import NEW_PARAMETER, SET_DATA, Away, Held, away_class, group_of
+from tiermem.nn.groups.away import (
+    NEW_PARAMETER,
+    SET_DATA,
+    SET_REQUIRES_GRAD,
+    Away,
+    Held,
+    IsParameter,
+    away_class,
+    group_of,
+)
 from tiermem.nn.groups.replaced import named
 from tiermem.nn.tensors.shells import Shell, parts
 from tiermem.nn.tensors.standin import Opened, writes
@@ -33,13 +42,8 @@ Place = tuple[nn.Module, str]
 """A module and the name that it has a parameter by."""
 
 
-class _IsParameter:
+class _IsParameter(IsParameter):
     """``tensor._is_param`` of a class below: what torch makes of it is of its own class then."""
-
-    def __get__(self, tensor: Any, owner: type) -> Any:
-        if tensor is None or "_is_param" not in tensor.__dict__:
-            raise AttributeError("_is_param")
-        return tensor.__dict__["_is_param"]
 
     def __set__(self, tensor: Any, value: Any) -> None:
         if id(tensor) not in group_of:
@@ -70,7 +74,7 @@ class AwayShell(Away):
             raise self._refused("share_memory_()")
         if func is torch.Tensor.stride:  # its own: classes ask for it as they are taken apart
             return True, func(*args, **kwargs)
-        if func is torch.Tensor.requires_grad_ or func == torch.Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+        if func is torch.Tensor.requires_grad_ or func == SET_REQUIRES_GRAD:
             return True, func(*args, **kwargs)  # its gradients are no business of the tiers
         # the callers: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
         if func is torch.Tensor.detach and sys._getframe(3).f_code is NEW_PARAMETER:

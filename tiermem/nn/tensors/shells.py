@@ -18,6 +18,11 @@ _is_shell: Any = is_traceable_wrapper_subclass  # which says more of the type th
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
+def _wraps(value: torch.Tensor) -> bool:
+    """Whether a tensor is of a subclass that wraps others, and can be unwrapped."""
+    return type(value) not in _PLAIN and bool(_is_shell(value))
+
+
 def _taken_apart(value: Any) -> tuple[list[str], Any]:
     names, context = value.__tensor_flatten__()
     return names, context
@@ -29,14 +34,9 @@ def insides(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     Args:
         value: Plain, or of a subclass that can be unwrapped.
     """
-    if type(value) in _PLAIN or not _is_shell(value):
+    if not _wraps(value):
         return [("", value)]
-    names, _ = _taken_apart(value)
-    return [
-        (f".{name}{path}", tensor)
-        for name in names
-        for path, tensor in insides(getattr(value, name))
-    ]
+    return [(path, tensor) for path, _, _, tensor in _walk(value)]
 
 
 def parts(value: torch.Tensor) -> Iterator[tuple[Any, str, torch.Tensor]]:
@@ -44,14 +44,19 @@ def parts(value: torch.Tensor) -> Iterator[tuple[Any, str, torch.Tensor]]:
 
     In the order of :func:`insides`; of a plain tensor there are none.
     """
-    if type(value) in _PLAIN or not _is_shell(value):
-        return
+    if _wraps(value):
+        for _, owner, name, tensor in _walk(value):
+            yield owner, name, tensor
+
+
+def _walk(value: Any, above: str = "") -> Iterator[tuple[str, Any, str, torch.Tensor]]:
+    """Yields the path of each plain tensor inside, what has it, by which name, and it."""
     for name in _taken_apart(value)[0]:
         inner = getattr(value, name)
-        if type(inner) in _PLAIN or not _is_shell(inner):
-            yield value, name, inner
+        if _wraps(inner):
+            yield from _walk(inner, f"{above}.{name}")
         else:
-            yield from parts(inner)
+            yield f"{above}.{name}", value, name, inner
 
 
 def nbytes_of(value: torch.Tensor) -> int:
@@ -91,7 +96,7 @@ class Shell:
     @classmethod
     def of(cls, value: torch.Tensor) -> Shell | None:
         """Returns the shell of a tensor, or None of a plain one."""
-        if type(value) in _PLAIN or not _is_shell(value):
+        if not _wraps(value):
             return None
         names, context = _taken_apart(value)
         inner = tuple(cls.of(getattr(value, name)) for name in names)

@@ -15,6 +15,7 @@ from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.tensors.shells import insides
 from tiermem.nn.wrap.scope import Interceptor
 from tiermem.runtime.manager import BlockManager
@@ -209,8 +210,11 @@ class StateDicts:
                 group = self.group_of.get(id(tensor))
                 if group is not None:
                     shell = group.shell_of(tensor)
-                    copied = self._copy_of if shell is None else self._copy_around
-                    destination[key] = copied(tensor, group, cache)
+                    destination[key] = (
+                        self._copy_of(tensor, group, cache)
+                        if shell is None
+                        else self._copy_around(shell, cache)
+                    )
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
                 elif detach and destination[key] is tensor:
@@ -233,13 +237,10 @@ class StateDicts:
                 cache.add(member.tensor, value)
         return cache.by_id[id(tensor)]
 
-    def _copy_around(self, tensor: torch.Tensor, group: Group, cache: _Copies) -> torch.Tensor:
+    def _copy_around(self, shell: ShellParam, cache: _Copies) -> torch.Tensor:
         """Returns a copy of a parameter that wraps others, around copies of these."""
-        shell = group.shell_of(tensor)
-        if shell is None:
-            return self._copy_of(tensor, group, cache)
         known = {id(m.tensor): self._copy_of(m.tensor, m.group, cache) for m in shell.members}
-        return cache.around(tensor, shell.around(shell.values(known)))
+        return cache.around(shell.param, shell.around(shell.values(known)))
 
     @contextmanager
     def copying(self, module: nn.Module, destination: Any) -> Iterator[None]:
@@ -273,8 +274,7 @@ class StateDicts:
                 held.append(group)
             yield
             for group in groups.values():
-                for shell in group.shells:
-                    shell.take_in()
+                group.take_in()
         finally:
             for group in reversed(held):
                 group.let_go()
