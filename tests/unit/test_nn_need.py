@@ -330,6 +330,37 @@ def test_all_weights_at_once_as_an_average_wants_them(
     assert len([param.detach() for param in model.parameters()]) == 8
 
 
+class Around(nn.Module):
+    """Calls a module while it holds a weight of its own."""
+
+    def __init__(self, inner: nn.Module, rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, 64))
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.weight.mean(0)
+
+
+def test_shared_module_is_counted_at_its_other_place(
+    tiers: Callable[..., tiermem.TierManager],
+) -> None:
+    """The second of two modules that share one holds more meanwhile; the first shares its block."""
+    seed(4)
+    shared = nn.Linear(64, 64, bias=False)
+    model = nn.Sequential(Around(shared, 16), Around(shared, 128))
+    x = data()
+    want = model(x).detach()
+    with pytest.raises(tiermem.CapacityError) as caught:
+        tiers(hbm="16KiB").wrap(model)
+    least = re.search(r"forward alone would do with hbm=(\d+)", str(caught.value))
+    assert least is not None and int(least[1]) == 4 * 64 * (16 + 64 + 128)
+    tier = tiers(hbm=int(least[1]))
+    tier.wrap(model)
+    with torch.no_grad():
+        assert torch.equal(model(x), want)
+
+
 # -- the arithmetic ----------------------------------------------------------
 
 

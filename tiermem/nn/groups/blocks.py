@@ -21,6 +21,7 @@ from tiermem.nn.groups.partition import (
     Predicate,
     home_of,
     largest_block,
+    other_places,
     runs,
     steps_bind,
     territories,
@@ -93,6 +94,11 @@ class Inventory:
     def packed(self, members: Iterable[Found]) -> int:
         """Returns the bytes of a block of these tensors."""
         return packed_nbytes(self._shapes[id(f)] for f in members)
+
+    @cached_property
+    def other_places(self) -> list[list[str]]:
+        """Where modules are besides their first places (:func:`.partition.other_places`)."""
+        return other_places(self.model)
 
     @cached_property
     def host(self) -> float:
@@ -325,4 +331,8 @@ class BlockPlan:
         for root in sorted(self.roots, key=len):
             above = held[self.territory[root.rpartition(".")[0]]] if root else set()
             held[root] = above | needed[root]
-        return max(sum(nbytes[block] for block in blocks) for blocks in held.values())
+        again = (
+            set[tuple[str, str]]().union(*(needed[self.territory[name]] for name in place))
+            for place in self.inventory.other_places
+        )
+        return max(sum(nbytes[b] for b in blocks) for blocks in [*held.values(), *again])

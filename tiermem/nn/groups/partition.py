@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 
 from torch import nn
 
@@ -24,6 +25,8 @@ from tiermem.nn.tensors.shells import nbytes_of
 Predicate = Callable[[str, nn.Module], bool]
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called themselves."""
+MOST_PLACES = 4
+"""Of a module, on average, that are gone through."""
 _SMALL = 1 << 16
 _FINEST = 16 << 20
 _COARSEST = 96 << 20
@@ -219,6 +222,34 @@ def names_above(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def places(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[nn.Module, ...]]:
+    """Yields the places of a module and of those below it: what is around each, and itself."""
+    place = (*above, module)
+    yield place
+    for child in module._modules.values():
+        if child is not None and not any(child is outer for outer in place):
+            yield from places(child, place)
+
+
+def other_places(model: nn.Module) -> list[list[str]]:
+    """Returns where modules of several places are besides the first, and what is below them.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Of each such place the modules around it, outermost first, and the one that is there; by
+        the qualified names of their first places.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found, seen = list[list[str]](), set[int]()
+    for place in islice(places(model), MOST_PLACES * len(names)):
+        if id(place[-1]) in seen:
+            found.append([names[id(module)] for module in place])
+        seen.add(id(place[-1]))
+    return found
 
 
 def _lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from operator import contains
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
-from tiermem.nn.groups.partition import CONTAINERS, names_above
+from tiermem.nn.groups.partition import CONTAINERS, MOST_PLACES, names_above, other_places, places
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
@@ -57,9 +57,6 @@ _OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileIntercept
 """What stands in modules that have no tensors themselves, and blocks inside."""
 _HOOKS_OF_ALL = (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
 _TENSORS = ("_parameters", "_buffers")
-_MOST_PLACES = 4
-"""Of a module, on average, that are gone through."""
-
 _REPLACED = (
     *_TENSORS,
     "_compiled_call_impl",
@@ -250,14 +247,20 @@ class InterceptedModules:
         """Returns the most bytes that nested calls hold at once, and by which groups."""
         record = self._wrapped.runtime.manager.record
         best: tuple[int, list[Group]] = (0, [])
-        for name in self.scopes:
-            names = [outer for outer in (name, *names_above(name)) if outer in self.scopes]
-            held = {id(g): g for outer in reversed(names) for g in self.scopes[outer].groups}
-            chain = [group for group in held.values() if not record(group.block).fixed]
-            total = sum(group.block.nbytes for group in chain)
+        for scopes in self._nested():
+            held = {id(group): group for scope in scopes for group in scope.groups}
+            moves = [group for group in held.values() if not record(group.block).fixed]
+            total = sum(group.block.nbytes for group in moves)
             if total > best[0]:
-                best = (total, chain)
+                best = (total, moves)
         return best
+
+    def _nested(self) -> Iterator[list[Scope]]:
+        """Yields the scopes of calls that are inside each other, the outermost first."""
+        first = ([name, *names_above(name)][::-1] for name in self.scopes)
+        for names in chain(first, other_places(self._modules[""])):
+            if names[-1] in self.scopes:
+                yield [self.scopes[name] for name in names if name in self.scopes]
 
     def uses_below(self, name: str) -> list[tuple[int, int]]:
         """Returns the blocks at and below a module, in the order of the modules.
@@ -273,8 +276,8 @@ class InterceptedModules:
         """
         scopes = {id(self._modules[place]): scope for place, scope in self.scopes.items()}
         found, seen = list[tuple[int, int]](), set[int]()
-        most = _MOST_PLACES * len(self._modules)
-        for module in islice(_places(self._modules[name]), most):
+        most = MOST_PLACES * len(self._modules)
+        for *_, module in islice(places(self._modules[name]), most):
             scope = scopes.get(id(module))
             for group in scope.groups if scope is not None else ():
                 block = group.block.id
@@ -286,11 +289,10 @@ class InterceptedModules:
     def held(self) -> set[int]:
         """Returns the ids of blocks that calls hold while calls inside use others."""
         found = set[int]()
-        for name, scope in self.scopes.items():
+        for *outer, scope in self._nested():
             inner = {group.block.id for group in scope.groups} if scope.begins else set[int]()
-            for outer in names_above(name) if inner else ():
-                if outer in self.scopes:
-                    found |= {group.block.id for group in self.scopes[outer].groups} - inner
+            if inner:
+                found |= {group.block.id for around in outer for group in around.groups} - inner
         return found
 
     # -- interceptors ----------------------------------------------------
@@ -421,12 +423,3 @@ def _plain_names(module: nn.Module) -> None:
     for which in _TENSORS:
         if isinstance(module.__dict__[which], HeldDict):
             module.__dict__[which] = dict(module.__dict__[which].items())
-
-
-def _places(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[nn.Module]:
-    """Yields a module and those below it, each as often as it has places."""
-    yield module
-    above = (*above, module)
-    for child in module._modules.values():
-        if child is not None and not any(child is outer for outer in above):
-            yield from _places(child, above)
