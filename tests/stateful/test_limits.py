@@ -225,6 +225,26 @@ def test_a_loop_takes_what_is_left_and_no_more(others: int) -> None:
     made.manager.close()
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_quarter_is_left_alone_where_nobody_tells_that_torch_ran_out(watched: bool) -> None:
+    device = FakeDevice(1 << 33)
+    device.watched = watched
+    device.others = device.total - 160 * PAGE
+    made = rig_on(device, 160 * PAGE, 80 * PAGE)
+    for _ in range(40):
+        made.add(8, "dram")
+    for step in range(3):
+        made.manager.begin_pass("forward", [block.id for block in made.blocks])
+        if step == 0:
+            device.others = device.total - (1 << 30)
+        for block in made.blocks:
+            made.use(block)
+    capacity = made.manager.parts.table.hbm.capacity
+    assert capacity == (160 if watched else 80) * PAGE
+    made.check()
+    made.manager.close()
+
+
 def test_refused_memory_is_done_without() -> None:
     """A budget that the device has not got: the first pass makes do, the next one fits."""
     device = FakeDevice(64 * PAGE)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import tiermem
 from tiermem.config import Settings, parse_budget
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.memory import device_room
 from tiermem.runtime.memory.hostmemory import total_memory
 from tiermem.runtime.memory.opening import OpenHbm
 from tiermem.storage.devicepieces import Access, Properties
@@ -70,6 +71,31 @@ def test_the_total_is_that_of_the_smallest_cgroup(tmp_path: Any) -> None:
         (folder / "memory.max").write_text(most)
         (folder / "memory.current").write_text(used)
     assert total_memory(tmp_path) == 90_000
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_allocator_without_observers_is_no_error(
+    tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's cudaMallocAsync backend is one."""
+    observers: list[Any] = []
+
+    def attach(observer: Any) -> None:
+        if not tells:
+            raise RuntimeError("does not yet support attachOutOfMemoryObserver")
+        observers.append(observer)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3, 4))
+    attribute = "_cuda_attach_out_of_memory_observer"
+    monkeypatch.setattr(torch._C, attribute, attach, raising=False)
+    monkeypatch.setattr(device_room, "_attached", False)
+    rooms = [device_room.CudaRoom(torch.device("cuda", 1)) for _ in range(2)]
+    assert [room.watched for room in rooms] == [tells, tells]
+    assert len(observers) == tells
+    for observer in observers:
+        observer(1, 2, 3, 4)
+    assert [room.ran_out() for room in rooms] == [tells, tells]
+    assert (rooms[0].total, rooms[0].free()) == (4, 3)
 
 
 def test_structures_are_as_long_as_the_drivers() -> None:

@@ -22,6 +22,7 @@ class FakeDevice:
         total: Bytes.
         others: Bytes allocated by other processes.
         short: Whether torch has run out of memory since it was asked.
+        watched: Whether that is seen.
         arenas: The calls of each arena.
     """
 
@@ -30,6 +31,7 @@ class FakeDevice:
         self.total = total
         self.others = 0
         self.short = False
+        self.watched = True
         self.arenas: list[FakePieceCalls] = []
 
     def free(self) -> int:

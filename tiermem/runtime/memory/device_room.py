@@ -13,9 +13,11 @@ class DeviceRoom(Protocol):
 
     Attributes:
         total: Bytes that the device has.
+        watched: Whether it is seen when torch runs out of memory.
     """
 
     total: int
+    watched: bool
 
     def free(self) -> int:
         """Returns the bytes not allocated; what torch's allocator caches counts as allocated."""
@@ -36,6 +38,7 @@ class CudaRoom:
         total: Bytes that the device has.
         index: Number of the device.
         short: Whether torch ran out since it was asked.
+        watched: Whether torch tells; not with ``PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +51,7 @@ class CudaRoom:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.total: int = torch.cuda.mem_get_info(device)[1]
         self.short = False
-        _watch(self)
+        self.watched = _watch(self)
 
     def free(self) -> int:
         """Returns the bytes that are not allocated."""
@@ -64,14 +67,22 @@ _watching: WeakSet[CudaRoom] = WeakSet()
 _attached = False
 
 
-def _watch(room: CudaRoom) -> None:
-    """Notifies ``room`` when torch runs out of memory; torch never removes an observer."""
+def _watch(room: CudaRoom) -> bool:
+    """Notifies ``room`` when torch runs out of memory, if it can; torch never removes an observer.
+
+    Returns:
+        Whether it can.
+    """
     global _attached
     _watching.add(room)
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
     if attach is not None and not _attached:
+        try:
+            attach(_ran_out)
+        except RuntimeError:  # not every allocator of torch's has observers
+            return False
         _attached = True
-        attach(_ran_out)
+    return _attached
 
 
 def _ran_out(device: int, asked: int, allocated: int, free: int) -> None:

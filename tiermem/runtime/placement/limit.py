@@ -6,7 +6,8 @@ it begins at half of what is free. Once a loop has come round, torch keeps whate
 activations take at their peak, so all that is still free then, but for a margin, is added. Where
 torch runs out of memory, HBM goes back to the least with which the program runs: the error has
 been raised, the step can be made again, and it has the rest of the device. From then on it is
-found out anew, with twice the margin.
+found out anew, with twice the margin. Where torch's allocator does not tell, a quarter of the
+device is left alone from the start.
 
 The limit changes as a pass begins, when hardly anything is in use; it may grow at any time.
 """
@@ -62,6 +63,8 @@ class HbmLimit:
         self._room = room
         total = room.total if room is not None else 0
         self._margin = max(min(_LEAST_MARGIN, total // _MOST_MARGIN), total // _MARGIN)
+        if room is not None and not room.watched:
+            self._margin = total // _MOST_MARGIN
         self._seen: set[Hashable] = set()
         self._rounds = 0
         self._begun = False
