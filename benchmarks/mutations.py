@@ -1208,8 +1208,15 @@ _ELSEWHERE = (
     Mutation(
         "layers of experts come up whole for a few tokens",
         "tiermem/runtime/services/expert_way.py",
-        "if self.all_chosen or (many and kind.chosen is None):",
+        "if self.all_chosen or (many and (kind.chosen is None or self._host_binds(kind))):",
         "if True:",
+        ("tests/unit/test_expert_way.py",),
+    ),
+    Mutation(
+        "tensors of experts come up whole for many tokens, whatever the host takes for pieces",
+        "tiermem/runtime/services/expert_way.py",
+        "return 0.0 < nbytes < pieces * _PIECE * rate",
+        "return True",
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(

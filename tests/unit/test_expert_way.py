@@ -12,6 +12,7 @@ from support_ctrl_c import cut_short
 from support_experts import VOCABULARY, build, check, gpt_oss, mixtral, twins
 
 from tiermem.core.experts import Way, moved_whole
+from tiermem.runtime.services import expert_way
 from tiermem.runtime.transfers.packed_copies import PackedCopies
 
 MOST, MANY, FEW = 64, 40, 1
@@ -110,14 +111,20 @@ def test_tensors_come_up_packed_only_where_a_pass_waits_for_their_copies(
         assert found[-1]
 
 
-def test_many_tokens_that_choose_few_experts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("piece", [1e-12, 1.0])
+def test_many_tokens_that_choose_few_experts_are_found_out(
+    monkeypatch: pytest.MonkeyPatch, piece: float
+) -> None:
+    """They go expert by expert then, unless that is more work for the host than for the link."""
+    monkeypatch.setattr(expert_way, "_PIECE", piece)
     with twins(deep(), "grouped_mm", 0.13) as (model, plain, tier):
         scripted(tier, monkeypatch, 1.0, 2.0)
         with tier.materialize(model), torch.no_grad():
             for one in (model, plain):
                 for layer in one.model.layers:
                     layer.mlp.gate.weight.zero_()  # the first two experts, all the same
-        assert [goes(model, plain, tier, MOST) for _ in range(4)] == [True] + [False] * 3
+        assert [goes(model, plain, tier, MOST) for _ in range(4)] == [True] + [piece > 0.5] * 3
+        assert not goes(model, plain, tier, FEW)
 
 
 def test_tensors_that_share_seats_are_copied_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from tiermem.core.block import Tier, align_up
 from tiermem.core.experts import Trial, Way, is_worth_whole, moves_little_more
+from tiermem.core.packing import PACKED_TILE, TILE
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Stack
 from tiermem.runtime.metrics.pass_timer import LINK_UP
@@ -30,6 +31,9 @@ _COMPUTES = 1.5
 """Times the copies of whole tensors that a pass takes of which compute binds."""
 _MANY = 16
 """Tokens for each expert with which all experts are expected to be chosen, before it is known."""
+_PIECE = 50e-6
+"""Seconds of the host for one tensor of one expert that comes up by itself and is read: 50 to 80 us
+on H100 and H200 machines, what the model's own code takes included."""
 _UNPACKED = 0.93
 """Of the time of a pass by whole tensors that came up packed: what their copies take as they are,
 if compute binds that pass and kernels that unpack would only disturb it."""
@@ -137,7 +141,7 @@ class ExpertWay:
             kind.chosen = float(marks.float().mean())  # waits for that call, once
         many = tokens >= _MANY * max(stack.experts for stack in self._stacks.values())
         trial = None
-        if self.all_chosen or (many and kind.chosen is None):
+        if self.all_chosen or (many and (kind.chosen is None or self._host_binds(kind))):
             trial = self._trial_of(kind, many=many)
         # for one call among others it does not pay: what has settled would be brought up again
         if trial is not None and not again and not (many and trial.way is Way.TENSORS):
@@ -259,6 +263,14 @@ class ExpertWay:
             if kind.trial is not None and many and way is Way.TENSORS:
                 kind.trial.settled = True
         return kind.trial
+
+    def _host_binds(self, kind: _Kind) -> bool:
+        """Whether the host takes longer for each expert that is chosen than the link for all."""
+        stacks, packed = self._stacks.values(), len(self._parts.transfers.packed) > 0
+        pieces = (kind.chosen or 0.0) * sum(stack.experts * len(stack.rows) for stack in stacks)
+        nbytes = kind.moved * (PACKED_TILE / TILE if packed and kind.unpacks else 1.0)
+        rate = self._parts.pass_timer.estimates.fastest(LINK_UP[Tier.DRAM])
+        return 0.0 < nbytes < pieces * _PIECE * rate
 
     def _worth_a_trial(self, *, grouped: bool) -> tuple[Way, int]:
         """Returns the way that may be faster than one by one, and how many bytes of stacks move.
