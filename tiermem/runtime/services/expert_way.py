@@ -31,9 +31,11 @@ _COMPUTES = 1.5
 """Times the copies of whole tensors that a pass takes of which compute binds."""
 _MANY = 16
 """Tokens for each expert with which all experts are expected to be chosen, before it is known."""
-_PIECE = 50e-6
-"""Seconds of the host for one tensor of one expert that comes up by itself and is read: 50 to 80 us
-on H100 and H200 machines, what the model's own code takes included."""
+_PIECE = 80e-6
+"""Seconds of the host for one tensor of one expert that comes up by itself and is read, what the
+model's own code takes included: on the slower ones of H100 and H200 machines, 50 us on others."""
+_UNMEASURED = 55e9
+"""Bytes a second of a link that has not been measured yet: the way should not change for that."""
 _UNPACKED = 0.93
 """Of the time of a pass by whole tensors that came up packed: what their copies take as they are,
 if compute binds that pass and kernels that unpack would only disturb it."""
@@ -269,7 +271,7 @@ class ExpertWay:
         stacks, packed = self._stacks.values(), len(self._parts.transfers.packed) > 0
         pieces = (kind.chosen or 0.0) * sum(stack.experts * len(stack.rows) for stack in stacks)
         nbytes = kind.moved * (PACKED_TILE / TILE if packed and kind.unpacks else 1.0)
-        rate = self._parts.pass_timer.estimates.fastest(LINK_UP[Tier.DRAM])
+        rate = self._parts.pass_timer.estimates.best_rate(LINK_UP[Tier.DRAM]) or _UNMEASURED
         return 0.0 < nbytes < pieces * _PIECE * rate
 
     def _worth_a_trial(self, *, grouped: bool) -> tuple[Way, int]:
