@@ -398,7 +398,8 @@ def test_more_kinds_of_the_zoo_are_built_and_run(
             model = kind.build("tiny", device)
             found = first_of(model(**kind.given(model, 1, Draw(device, 1), False)))
         assert kind.apart and found.numel() and found.isfinite().all(), name
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, name
+        wide = [part for part, p in model.named_parameters() if p.dtype != torch.bfloat16]
+        assert all("gate" in part for part in wide), name  # transformers 5.24: some routers
         if kind.experts:
             assert any(kind.experts[2] in part for part, _ in model.named_parameters()), name
 
