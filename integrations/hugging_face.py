@@ -101,23 +101,28 @@ class TrainerTiers(TierManager):
             The optimizer, which the trainer has as ``trainer.optimizer`` from now on.
 
         Raises:
-            ConfigError: If the trainer has no model yet, a tiered optimizer already, or asks for
-                several processes or for another system's sharding.
+            ConfigError: If the trainer makes its model itself, has a tiered optimizer already, or
+                asks for several processes or for another system's sharding.
             WrapError: If the model cannot be wrapped.
-            StepError: If the class cannot be stepped block by block.
+            StepError: If the class cannot be stepped block by block, or has made a step already.
             CapacityError: If a budget cannot hold it.
         """
         _refuse_others(trainer.args)
         _watch_trainers()
-        if trainer.model is None:
-            raise ConfigError("the trainer has no model yet; give it one in place of model_init=")
-        if isinstance(trainer.optimizer, TieredOptimizer):
+        if trainer.model is None or trainer.model_init is not None:
+            raise ConfigError(
+                "model_init= has the trainer make another model, and its optimizer, each time that "
+                "it trains; give it model= instead"
+            )
+        # as it has trained, accelerate's own is around it
+        kept = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if isinstance(kept, TieredOptimizer):
             raise ConfigError(
                 "the trainer has a tiered optimizer already; attach makes the one that it would "
                 "make by itself: leave optimizers= out"
             )
         self._wrap_as_one(trainer.model)
-        plain = trainer.optimizer or _asked_of(trainer)
+        plain = kept or _asked_of(trainer)
         if cls is not None:
             made = self.optimizer(_groups_of(plain), cls, **settings)
         elif isinstance(plain, _Asked):

@@ -214,7 +214,22 @@ def test_what_cannot_be_attached_is_refused(tmp_path: Path) -> None:
         trainer.args.optim = "galore_adamw_layerwise"
         with pytest.raises(tiermem.ConfigError, match="without layerwise"):
             tier.attach(trainer)
-        trainer.model = None
         trainer.args.optim = "adamw_torch"
-        with pytest.raises(tiermem.ConfigError, match="no model yet"):
+        trainer.model_init = encoder  # as train() begins, that makes the model anew
+        with pytest.raises(tiermem.ConfigError, match="model_init= has the trainer make another"):
+            tier.attach(trainer)
+
+
+def test_a_trainer_that_has_trained_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(encoder(), arguments(tmp_path))
+    with TrainerTiers(**BUDGETS) as tier:
+        optimizer = tier.attach(trainer)
+        trainer.train()
+        with pytest.raises(tiermem.ConfigError, match="has a tiered optimizer already"):
+            tier.attach(trainer)
+        optimizer.close()
+    trainer = Trainer(encoder(), arguments(tmp_path))
+    trainer.train()
+    with TrainerTiers(**BUDGETS) as tier:
+        with pytest.raises(tiermem.StepError, match="has state already"):
             tier.attach(trainer)
