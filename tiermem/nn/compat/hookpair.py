@@ -122,10 +122,11 @@ def lift_while_disabled(
     disable: Callable[..., None] = autograd._saved_tensors_hooks_disable
     enable: Callable[[], None] = autograd._saved_tensors_hooks_enable
 
-    def lifting_disable(message: str, *others: Any) -> None:
-        pairs = [] if others else lift()  # dynamo traces with the pairs where they are
+    def lifting_disable(*args: Any, **others: Any) -> None:
+        # dynamo says that they may stay where they are while it traces
+        pairs = [] if others or len(args) > 1 else lift()
         try:
-            disable(message, *others)
+            disable(*args, **others)
         except BaseException:
             for pair in pairs:
                 push(*pair)
