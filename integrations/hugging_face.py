@@ -6,6 +6,7 @@
         trainer = Trainer(model, args, train_dataset=data, optimizers=tier.optimizers(model, args))
         trainer.train()
 
+or, for trainers that put adapters on the model or train more than it, ``tier.attach(trainer)``.
 Accumulation, clipping, evaluation, schedulers, bf16, recomputation, saving and resuming are the
 trainer's own, and give the bits of the resident run.
 """
@@ -21,12 +22,16 @@ from torch import nn
 
 from tiermem import ConfigError, TieredOptimizer, TierManager
 
+from .conversion import hand_over, tiered
 from .options import need
 
 _made_for: weakref.WeakKeyDictionary[TieredOptimizer, weakref.ref[nn.Module]] = (
     weakref.WeakKeyDictionary()
 )
-"""Optimizers of :meth:`TrainerTiers.optimizers`, and the models that they were made for."""
+"""Optimizers of :class:`TrainerTiers`, and the models that they were made for."""
+
+_from_arguments: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
+"""Those that were made without their trainer: from its arguments alone."""
 
 
 class TrainerTiers(TierManager):
@@ -58,22 +63,15 @@ class TrainerTiers(TierManager):
         """
         _refuse_others(args)
         trainer = need("transformers", "transformers", "hugging_face.TrainerTiers").Trainer
-        _leave_placing_to_tiers()
+        _watch_trainers()
         own: dict[str, Any] = {}
         if cls is None:
             cls, own = trainer.get_optimizer_cls_and_kwargs(args, model)
-        if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optim={args.optim!r} makes its optimizer from the whole model; give cls= a "
-                "torch.optim.Optimizer class instead"
-            )
-        if not self.wraps(model):
-            for part in [module for module in model.modules() if self.wraps(module)]:
-                self.unwrap(part)  # adapters were put around it: they belong to the model
-            self.wrap(model)
+        _check_class(cls, own, args)
+        self._wrap_as_one(model)
         decaying = set(trainer.get_decay_parameter_names(None, model))
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        groups = [
+        groups = own.pop("params", None) or [
             {
                 "params": [p for name, p in trained if (name in decaying) is decays],
                 "weight_decay": args.weight_decay if decays else 0.0,
@@ -82,11 +80,151 @@ class TrainerTiers(TierManager):
         ]
         made = self.optimizer(groups, cls, **{**own, **settings})  # type: ignore[arg-type, unused-ignore]
         _made_for[made] = weakref.ref(model)
+        _from_arguments.add(made)
         return made, None
+
+    def attach(
+        self, trainer: Any, cls: type[torch.optim.Optimizer] | None = None, **settings: Any
+    ) -> TieredOptimizer:
+        """Wraps a trainer's model, unless it is wrapped, and has its optimizer in the tiers.
+
+        It is the one that the trainer would make by itself, whatever its class does for that: with
+        the adapters that it has added, with parameters of its loss (which stay on the device), with
+        groups and learning rates of its own.
+
+        Args:
+            trainer: A ``Trainer``, or one that derives from it, which has not trained yet.
+            cls: Another class than the trainer would take.
+            **settings: Of :meth:`tiermem.TierManager.optimizer` and of the class.
+
+        Returns:
+            The optimizer, which the trainer has as ``trainer.optimizer`` from now on.
+
+        Raises:
+            ConfigError: If the trainer makes its model itself, has a tiered optimizer already, or
+                asks for several processes or for another system's sharding.
+            WrapError: If the model cannot be wrapped.
+            StepError: If the class cannot be stepped block by block, or has made a step already.
+            CapacityError: If a budget cannot hold it.
+        """
+        _refuse_others(trainer.args)
+        _watch_trainers()
+        if trainer.model is None or trainer.model_init is not None:
+            raise ConfigError(
+                "model_init= has the trainer make another model, and its optimizer, each time that "
+                "it trains; give it model= instead"
+            )
+        # as it has trained, accelerate's own is around it
+        kept = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        if isinstance(kept, TieredOptimizer):
+            raise ConfigError(
+                "the trainer has a tiered optimizer already; attach makes the one that it would "
+                "make by itself: leave optimizers= out"
+            )
+        self._wrap_as_one(trainer.model)
+        plain = kept or _asked_of(trainer)
+        if cls is not None:
+            made = self.optimizer(_groups_of(plain), cls, **settings)
+        elif isinstance(plain, _Asked):
+            made = self.optimizer(_groups_of(plain), plain.cls, **{**plain.settings, **settings})
+        else:
+            made = tiered(self, plain, **settings)
+            hand_over(plain, made)
+        _made_for[made] = weakref.ref(trainer.model)
+        trainer.optimizer = made
+        return made
 
     def wraps(self, model: nn.Module) -> bool:
         """Whether a model is wrapped by this manager already."""
         return id(model) in self._wrapped
+
+    def _wrap_as_one(self, model: nn.Module) -> None:
+        """Wraps a model, unless it is or is part of one; also where its parts were wrapped."""
+        if any(model is part for root in self._wrapped.values() for part in root.model.modules()):
+            return  # beside what shares its weights, say
+        for part in [module for module in model.modules() if self.wraps(module)]:
+            self.unwrap(part)  # adapters were put around it: they belong to the model
+        self.wrap(model)
+
+
+class _Asked(torch.optim.Optimizer):
+    """What a trainer would make an optimizer of; no state is made, whatever the class would do.
+
+    Attributes:
+        cls: The class, once it is known.
+        settings: Those of the class.
+    """
+
+    cls: Any = None
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, {})
+        self.settings = settings
+
+    def step(self, closure: Any = None) -> Any:
+        """Makes no step: the trainer never sees this one."""
+        raise NotImplementedError
+
+
+def _asked_of(trainer: Any) -> torch.optim.Optimizer:
+    """Asks a trainer for its optimizer, by the methods that its class may have of its own.
+
+    Returns:
+        What it would make; a plain optimizer where its class has a way that asks nobody.
+    """
+    given, kept = trainer.optimizer_cls_and_kwargs, trainer.optimizer
+    cls, settings = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    _check_class(cls, settings, trainer.args)
+    trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, (_Asked, dict(settings))
+    try:
+        trainer.create_optimizer()
+        made: torch.optim.Optimizer = trainer.optimizer
+    finally:
+        trainer.optimizer, trainer.optimizer_cls_and_kwargs = kept, given
+    if isinstance(made, _Asked):
+        made.cls = cls
+    return made
+
+
+def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Returns the groups of an optimizer, to make another of."""
+    return [dict(group) for group in optimizer.param_groups]
+
+
+def _check_class(cls: Any, settings: dict[str, Any], args: Any) -> None:
+    """Refuses what is no optimizer's class, or is made from a model.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
+    made_by_class = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    if not made_by_class or "model" in settings:
+        raise ConfigError(
+            f"optim={args.optim!r} makes its optimizer from the whole model; give cls= a "
+            "torch.optim.Optimizer class instead"
+        )
+
+
+def _watch_trainers() -> None:
+    """Looks at what trainers and accelerate do with tiered optimizers."""
+    _look_before_training()
+    _leave_placing_to_tiers()
+
+
+def _look_before_training() -> None:
+    """Has every trainer looked at as it begins to train."""
+    kind: Any = need("transformers", "transformers", "hugging_face.TrainerTiers").Trainer
+    train = kind.train
+    if hasattr(train, "_tiermem"):
+        return
+
+    @functools.wraps(train)
+    def looked_at(self: Any, *args: Any, **settings: Any) -> Any:
+        _check_its_groups(self, kind)
+        return train(self, *args, **settings)
+
+    looked_at._tiermem = True  # type: ignore[attr-defined]
+    kind.train = looked_at
 
 
 def _leave_placing_to_tiers() -> None:
@@ -132,9 +270,45 @@ def _check_what_it_trains(optimizer: TieredOptimizer) -> None:
         f"{what} the optimizer that tier.optimizers(model, args) made: adapters were added or "
         "parameters thawed after it. In place of a trainer's peft_config=, give the trainer and "
         "tier.optimizers the model that peft.get_peft_model(model, config) returns; or make the "
-        "trainer first, without optimizers=, then "
-        "trainer.optimizer, _ = tier.optimizers(trainer.model, args)"
+        "trainer first, without optimizers=, then tier.attach(trainer)"
     )
+
+
+_WAYS = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
+"""Methods by which a trainer's class may have an optimizer of its own."""
+
+
+def _check_its_groups(trainer: Any, base: Any) -> None:
+    """Refuses to train where the trainer's class would step other parameters, or in other groups.
+
+    One whose loss is trained, too, would not step that, and say nothing.
+
+    Args:
+        trainer: What is about to train.
+        base: ``transformers.Trainer``.
+
+    Raises:
+        ConfigError: Naming the class.
+    """
+    kind, optimizer = type(trainer), trainer.optimizer
+    if not isinstance(optimizer, TieredOptimizer) or optimizer not in _from_arguments:
+        return
+    if all(getattr(kind, way) is getattr(base, way) for way in _WAYS):
+        return
+    asked = _asked_of(trainer)
+    own_rates = isinstance(asked, _Asked) and any("lr" in group for group in asked.param_groups)
+    if own_rates or _partition(asked) != _partition(optimizer):
+        raise ConfigError(
+            f"{kind.__name__} makes its optimizer in a way of its own: parameters, groups or "
+            "learning rates are not those of tier.optimizers(model, args). Make the trainer "
+            "without optimizers=, then tier.attach(trainer)"
+        )
+
+
+def _partition(optimizer: torch.optim.Optimizer) -> set[frozenset[int]]:
+    """Returns which parameters are in a group together."""
+    groups = (frozenset(map(id, group["params"])) for group in optimizer.param_groups)
+    return {group for group in groups if group}
 
 
 def _refuse_others(args: Any) -> None:
@@ -150,6 +324,11 @@ def _refuse_others(args: Any) -> None:
                 f"TrainingArguments({name}={value!r}) hands the model to another system; leave it "
                 "out, or leave tiermem out"
             )
+    if "layerwise" in str(getattr(args, "optim", "")):
+        raise ConfigError(
+            f"optim={args.optim!r} steps each parameter inside backward by hooks of its own; take "
+            "the optimizer without layerwise: its state is in the tiers anyway"
+        )
     if getattr(args, "world_size", 1) > 1:
         raise ConfigError(
             f"TrainingArguments asks for {args.world_size} processes; tiermem trains on one GPU a "

@@ -132,3 +132,63 @@ def test_gradients_and_state_are_used_and_written_in_inference_mode(overlap: boo
         return [*found, *values(model, optimizer)]
 
     follow(use, overlap=overlap)
+
+
+class Force(nn.Module):
+    """Takes a derivative of a use of its weight in forward, then calls the layers inside."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(2048) / 2)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        force = torch.func.grad(lambda rows: torch.tanh(rows * self.scale).square().sum())(x)
+        return self.layers(x) + force * self.scale
+
+
+@pytest.mark.parametrize("hbm", ["100KiB", "1MiB"])
+def test_a_transform_inside_a_models_forward(hbm: str) -> None:
+    """Torch refuses it where a pair of hooks is on top: tiermem's is lifted meanwhile.
+
+    What the graph has of the weights then are they themselves: their blocks stay until backward.
+    """
+
+    def run(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 2048) * 0.1).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return [*found, *values(model, optimizer)]
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Force(*[Force() for _ in range(8)])
+
+    plain = make()
+    expected = run(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    with tiermem.TierManager(device="cpu", hbm=hbm, dram="4MiB") as tier:
+        model = tier.wrap(make())
+        found = run(model, tier.optimizer(model, torch.optim.Adam, lr=0.01))
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_transform_within_the_users_own_hooks_is_refused_by_torch_as_ever() -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return self.layer(torch.func.grad(lambda t: t.square().sum())(x))  # type: ignore[no-any-return]
+
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        model = tier.wrap(Kept())
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="saved tensor hooks"):
+                model(torch.ones(2, 8))
+        assert model.layer(torch.ones(2, 8)).requires_grad  # the hooks are where they were

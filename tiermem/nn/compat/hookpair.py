@@ -104,6 +104,45 @@ def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._auto
     autograd._push_saved_tensors_default_hooks = changed_push
 
 
+def lift_while_disabled(
+    lift: Callable[[], list[Pair]],
+    push: Callable[..., None],
+    autograd: Any = torch._C._autograd,
+) -> None:
+    """Has pairs taken off as hooks are disabled, and pushed again as they are enabled.
+
+    ``torch.func.grad`` and its like disable them, which torch refuses where a pair is on top.
+
+    Args:
+        lift: Takes pairs off and returns them, the last one pushed last.
+        push: Pushes a pair.
+        autograd: Has the two functions that disable and enable, which are replaced.
+    """
+    lifted = _Pairs()
+    disable: Callable[..., None] = autograd._saved_tensors_hooks_disable
+    enable: Callable[[], None] = autograd._saved_tensors_hooks_enable
+
+    def lifting_disable(*args: Any, **others: Any) -> None:
+        # dynamo says that they may stay where they are while it traces
+        pairs = [] if others or len(args) > 1 else lift()
+        try:
+            disable(*args, **others)
+        except BaseException:
+            for pair in pairs:
+                push(*pair)
+            raise
+        lifted.pushed += pairs
+
+    def pushing_enable() -> None:
+        enable()
+        pairs, lifted.pushed = lifted.pushed, []
+        for pair in pairs:
+            push(*pair)
+
+    autograd._saved_tensors_hooks_disable = lifting_disable
+    autograd._saved_tensors_hooks_enable = pushing_enable
+
+
 def is_of_checkpoint(pair: Pair) -> bool:
     """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
     return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"

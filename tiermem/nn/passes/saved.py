@@ -19,6 +19,7 @@ Where none is covered, what is no weight goes to :mod:`tiermem.nn.passes.activat
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ from tiermem.nn.compat.hookpair import (
     is_of_checkpoint,
     is_recomputation,
     is_stand_in,
+    lift_while_disabled,
     passed_over,
     stand_in,
     top_pair,
@@ -202,7 +204,8 @@ class SavedHooks:
         """Returns a pair of tiermem's over another one."""
         return _Covering(self, outer), self._unpack
 
-    def pop(self) -> None:
+    @staticmethod
+    def pop() -> None:
         """Takes the pair pushed last off again."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
@@ -220,9 +223,24 @@ class SavedHooks:
             outputs: Of the module that has just used the blocks.
             groups: The blocks; they are held now.
         """
+        self._put_beside(outputs, self._aliases(groups))
+
+    def hold_lifted(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Does so for the blocks that were held as hooks were lifted in the call that ends now."""
+        aliases, lifted.aliases = lifted.aliases, []
+        self._put_beside(outputs, aliases)
+
+    def held_now(self) -> list[torch.Tensor]:
+        """Returns aliases of the blocks that calls hold."""
+        return self._aliases([g for g in list(self._runtime.groups.by_block.values()) if g.holds])
+
+    def _aliases(self, groups: Iterable[Group]) -> list[torch.Tensor]:
         used = [group.block.id for group in groups if not group.pointing.is_replaced()]
         with untransformed() if transforming() else nullcontext():
-            aliases = [_alias(self.manager.parts.slots.current[block_id]) for block_id in used]
+            return [_alias(self._slots[block_id]) for block_id in used]
+
+    @staticmethod
+    def _put_beside(outputs: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> None:
         for tensor in outputs:
             if tensor.grad_fn is not None:
                 kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
@@ -516,6 +534,46 @@ def _covered(pair: Pair) -> Pair:
     return pack, WithBytes(unpack)
 
 
+class _Lifted(threading.local):
+    """What a thread holds for graphs of the call under way that no hook sees.
+
+    Attributes:
+        aliases: Of the blocks that were held as hooks were lifted.
+    """
+
+    def __init__(self) -> None:
+        self.aliases: list[torch.Tensor] = []
+
+
+lifted = _Lifted()
+
+
+def _lift() -> list[Pair]:
+    """Takes tiermem's pairs off where torch is to take no hooks, unless somebody else's are there.
+
+    What is computed meanwhile saves the parameters themselves.
+    """
+    found: list[Pair] = []
+    outer = top_pair()
+    while outer is not None and _is_own(outer):
+        SavedHooks.pop()
+        found.insert(0, outer)
+        outer = top_pair()
+    if outer is not None:  # torch refuses, as it does without tiermem
+        for pair in found:
+            _push(*pair)
+        return []
+    for hooks in {_hooks_of(pair) for pair in found} - {None}:
+        lifted.aliases += hooks.held_now()  # type: ignore[union-attr]
+    return found
+
+
+def _is_own(pair: Pair) -> bool:
+    """Whether a pair of hooks is tiermem's, and covers no other's."""
+    pack = pair[0]
+    return _hooks_of(pair) is not None and (type(pack) is not _Covering or _is_own(pack.outer))
+
+
 def _begin_of(tensor: torch.Tensor) -> int:
     """Returns where the storage of a tensor begins.
 
@@ -667,3 +725,4 @@ class _Covering:
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 change_pushed(_covered)
+lift_while_disabled(_lift, _push)

@@ -27,6 +27,7 @@ from tiermem.nn.compat.refusing import read_elsewhere, was_refused
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
+from tiermem.nn.passes.saved import lifted
 from tiermem.runtime.base.functorch import transforming
 
 if TYPE_CHECKING:
@@ -257,6 +258,8 @@ class CallInterceptor(Interceptor):
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
+                if pushed and lifted.aliases:
+                    self._saved.hold_lifted(outputs_with_grad(result))
                 if self._begins if pushed else is_grad_enabled():
                     self._watch(self.scope, self.runtime, result, pushed)
                 return result
