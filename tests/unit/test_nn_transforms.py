@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import tiermem
+from tiermem.nn.passes.saved import lifted
 
 Use = Callable[[nn.Module, Any], Sequence[torch.Tensor]]
 
@@ -174,6 +175,20 @@ def test_a_transform_inside_a_models_forward(hbm: str) -> None:
         model = tier.wrap(make())
         found = run(model, tier.optimizer(model, torch.optim.Adam, lr=0.01))
         assert all(map(torch.equal, found, expected))
+
+
+def test_a_call_that_fails_after_a_transform_holds_nothing() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("of the model")
+
+    model = Force(Fails())
+    with tiermem.TierManager(device="cpu", hbm="100KiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="of the model"):
+                model(torch.ones(4, 2048))
+            assert not lifted.aliases
 
 
 def test_a_transform_within_the_users_own_hooks_is_refused_by_torch_as_ever() -> None:

@@ -282,8 +282,10 @@ class CallInterceptor(Interceptor):
                             raise
                 ended = True
         except REFUSALS:
+            lifted.aliases = []
             raise
         except BaseException as error:
+            lifted.aliases = []  # there is no graph to keep them for
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
                 # it came at a line of tiermem's; no call: see entrance
                 self._gate.torn = self._gate.unsure = True
