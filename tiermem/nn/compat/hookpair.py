@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -102,6 +102,34 @@ def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._auto
         push(*change((pack, unpack)))
 
     autograd._push_saved_tensors_default_hooks = changed_push
+
+
+def change_disabling(
+    before: Callable[[], None], after: Callable[[], None], autograd: Any = torch._C._autograd
+) -> None:
+    """Has something done where torch begins to take no hooks, and where it takes them again.
+
+    Args:
+        before: Called first: torch refuses where a pair is there.
+        after: Called when hooks are taken again.
+        autograd: Has the two functions, which are replaced.
+    """
+    disable: Callable[..., None] = autograd._saved_tensors_hooks_disable
+    enable: Callable[[], None] = autograd._saved_tensors_hooks_enable
+
+    @wraps(disable)
+    def changed_disable(message: str, *more: Any, **named: Any) -> None:
+        if not more and not named:  # else torch traces, and takes pairs that are there for none
+            before()
+        disable(message, *more, **named)
+
+    @wraps(enable)
+    def changed_enable() -> None:
+        enable()
+        after()
+
+    autograd._saved_tensors_hooks_disable = changed_disable
+    autograd._saved_tensors_hooks_enable = changed_enable
 
 
 def is_of_checkpoint(pair: Pair) -> bool:

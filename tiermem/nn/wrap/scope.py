@@ -338,9 +338,12 @@ class CallInterceptor(Interceptor):
                 theirs = True
                 result = CallInterceptor.__call__(self, *args, **kwargs)
                 theirs = False
+                if here.unseen:
+                    self._saved.hold_unseen(outputs_with_grad(result))
                 return result
             finally:
                 here.inside = False
+                here.unseen.clear()
                 seen = left_out.of is self._bypass
                 left_out.of = outer
                 with manager.lock:
