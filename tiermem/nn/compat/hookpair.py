@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -104,43 +104,32 @@ def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._auto
     autograd._push_saved_tensors_default_hooks = changed_push
 
 
-def lift_while_disabled(
-    lift: Callable[[], list[Pair]],
-    push: Callable[..., None],
-    autograd: Any = torch._C._autograd,
+def change_disabling(
+    before: Callable[[], None], after: Callable[[], None], autograd: Any = torch._C._autograd
 ) -> None:
-    """Has pairs taken off as hooks are disabled, and pushed again as they are enabled.
-
-    ``torch.func.grad`` and its like disable them, which torch refuses where a pair is on top.
+    """Has something done where torch begins to take no hooks, and where it takes them again.
 
     Args:
-        lift: Takes pairs off and returns them, the last one pushed last.
-        push: Pushes a pair.
-        autograd: Has the two functions that disable and enable, which are replaced.
+        before: Called first: torch refuses where a pair is there.
+        after: Called when hooks are taken again.
+        autograd: Has the two functions, which are replaced.
     """
-    lifted = _Pairs()
     disable: Callable[..., None] = autograd._saved_tensors_hooks_disable
     enable: Callable[[], None] = autograd._saved_tensors_hooks_enable
 
-    def lifting_disable(*args: Any, **others: Any) -> None:
-        # dynamo says that they may stay where they are while it traces
-        pairs = [] if others or len(args) > 1 else lift()
-        try:
-            disable(*args, **others)
-        except BaseException:
-            for pair in pairs:
-                push(*pair)
-            raise
-        lifted.pushed += pairs
+    @wraps(disable)
+    def changed_disable(message: str, *more: Any, **named: Any) -> None:
+        if not more and not named:  # else torch traces, and takes pairs that are there for none
+            before()
+        disable(message, *more, **named)
 
-    def pushing_enable() -> None:
+    @wraps(enable)
+    def changed_enable() -> None:
         enable()
-        pairs, lifted.pushed = lifted.pushed, []
-        for pair in pairs:
-            push(*pair)
+        after()
 
-    autograd._saved_tensors_hooks_disable = lifting_disable
-    autograd._saved_tensors_hooks_enable = pushing_enable
+    autograd._saved_tensors_hooks_disable = changed_disable
+    autograd._saved_tensors_hooks_enable = changed_enable
 
 
 def is_of_checkpoint(pair: Pair) -> bool:

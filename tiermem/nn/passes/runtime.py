@@ -56,9 +56,14 @@ class Here(threading.local):
 
     Attributes:
         inside: Whether that is in a call of a wrapped module.
+        unseen: Aliases of blocks that this call used while torch took no hooks.
     """
 
     inside = False
+
+    def __init__(self) -> None:
+        """Is outside of every call."""
+        self.unseen: list[torch.Tensor] = []
 
 
 class ModuleRuntime:

@@ -15,6 +15,9 @@ sees every tensor, weights too, as it does without tiermem: what it returns may 
 another value. Those that only keep tensors elsewhere see those that are no weights.
 A checkpoint's sees a stand-in for each weight, as it counts them.
 Where none is covered, what is no weight goes to :mod:`tiermem.nn.passes.activations`.
+
+``torch.func.grad`` and its like refuse every pair: where one is called inside a module, tiermem's
+are taken off until it is over, and what was in use meanwhile stays in HBM as long as the graph.
 """
 
 from __future__ import annotations
@@ -32,11 +35,11 @@ from tiermem.errors import REFUSALS, ParameterError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.hookpair import (
     Pair,
+    change_disabling,
     change_pushed,
     is_of_checkpoint,
     is_recomputation,
     is_stand_in,
-    lift_while_disabled,
     passed_over,
     stand_in,
     top_pair,
@@ -92,6 +95,15 @@ class _Around(tuple[Shell, Sequence[Any], torch.Tensor | None, int]):
     """
 
     __slots__ = ()
+
+
+class _Off(threading.local):
+    """Pairs of tiermem's that are off in the calling thread, as torch takes none just now."""
+
+    pairs: Sequence[Pair] = ()
+
+
+_off = _Off()
 
 
 class SavedHooks:
@@ -204,10 +216,14 @@ class SavedHooks:
         """Returns a pair of tiermem's over another one."""
         return _Covering(self, outer), self._unpack
 
-    @staticmethod
-    def pop() -> None:
+    def pop(self) -> None:
         """Takes the pair pushed last off again."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        except RuntimeError:  # it is off: Ctrl-C came where it was to be put back
+            if not _off.pairs:
+                raise
+            _off.pairs = ()
 
     @staticmethod
     def refused() -> bool:
@@ -223,28 +239,29 @@ class SavedHooks:
             outputs: Of the module that has just used the blocks.
             groups: The blocks; they are held now.
         """
-        self._put_beside(outputs, self._aliases(groups))
+        aliases = self._aliases_of(groups)
+        if _off.pairs:  # the graph of the call around the transform has saved them as well
+            self._runtime.here.unseen += aliases
+        _put_into_graphs(outputs, aliases)
 
-    def hold_lifted(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Does so for the blocks that were held as hooks were lifted in the call that ends now."""
-        aliases, lifted.aliases = lifted.aliases, []
-        self._put_beside(outputs, aliases)
-
-    def held_now(self) -> list[torch.Tensor]:
-        """Returns aliases of the blocks that calls hold."""
-        return self._aliases([g for g in list(self._runtime.groups.by_block.values()) if g.holds])
-
-    def _aliases(self, groups: Iterable[Group]) -> list[torch.Tensor]:
+    def _aliases_of(self, groups: Iterable[Group]) -> list[torch.Tensor]:
         used = [group.block.id for group in groups if not group.pointing.is_replaced()]
         with untransformed() if transforming() else nullcontext():
-            return [_alias(self._slots[block_id]) for block_id in used]
+            return [_alias(self.manager.parts.slots.current[block_id]) for block_id in used]
 
-    @staticmethod
-    def _put_beside(outputs: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> None:
-        for tensor in outputs:
-            if tensor.grad_fn is not None:
-                kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
-                kept.setdefault("tiermem", []).extend(aliases)
+    def hold_unseen(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Keeps in HBM what was in use where hooks were off inside a call, as :meth:`hold_for`.
+
+        Args:
+            outputs: Of the outermost call.
+        """
+        aliases, self._runtime.here.unseen = self._runtime.here.unseen, []
+        _put_into_graphs(outputs, aliases)
+
+    def note_unseen(self) -> None:
+        """Notes what the calls under way hold as torch takes hooks again."""
+        held = [g for g in self._runtime.groups if g.holds and g.block.id in self._slots]
+        self._runtime.here.unseen += self._aliases_of(held)
 
     def reference(self, tensor: torch.Tensor) -> SavedView | None:
         """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
@@ -534,44 +551,44 @@ def _covered(pair: Pair) -> Pair:
     return pack, WithBytes(unpack)
 
 
-class _Lifted(threading.local):
-    """What a thread holds for graphs of the call under way that no hook sees.
-
-    Attributes:
-        aliases: Of the blocks that were held as hooks were lifted.
-    """
-
-    def __init__(self) -> None:
-        self.aliases: list[torch.Tensor] = []
-
-
-lifted = _Lifted()
-
-
-def _lift() -> list[Pair]:
-    """Takes tiermem's pairs off where torch is to take no hooks, unless somebody else's are there.
-
-    What is computed meanwhile saves the parameters themselves.
-    """
-    found: list[Pair] = []
-    outer = top_pair()
-    while outer is not None and _is_own(outer):
-        SavedHooks.pop()
-        found.insert(0, outer)
-        outer = top_pair()
-    if outer is not None:  # torch refuses, as it does without tiermem
-        for pair in found:
-            _push(*pair)
-        return []
-    for hooks in {_hooks_of(pair) for pair in found} - {None}:
-        lifted.aliases += hooks.held_now()  # type: ignore[union-attr]
-    return found
-
-
 def _is_own(pair: Pair) -> bool:
-    """Whether a pair of hooks is tiermem's, and covers no other's."""
-    pack = pair[0]
-    return _hooks_of(pair) is not None and (type(pack) is not _Covering or _is_own(pack.outer))
+    """Whether a pair is tiermem's, and covers none of anybody else's."""
+    pack: Any = pair[0]
+    while type(pack) is _Covering:
+        pack = pack.outer[0]
+    return isinstance(getattr(pack, "__self__", None), SavedHooks)
+
+
+def _take_off() -> None:
+    """Takes tiermem's pairs off where torch is about to refuse all; not where others' are."""
+    pairs: list[Pair] = []
+    while (pair := top_pair()) is not None and _is_own(pair):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pairs.insert(0, pair)
+    if pair is None and pairs:
+        _off.pairs = pairs
+    else:  # torch refuses, as it does without tiermem
+        for own in pairs:
+            _push(*own)
+
+
+def _put_back() -> None:
+    """Puts the pairs that are off back, as torch takes hooks again."""
+    for pair in _off.pairs:
+        _push(*pair)
+    pairs, _off.pairs = _off.pairs, ()
+    for pair in pairs:
+        hooks = _hooks_of(pair)
+        if hooks is not None:
+            hooks.note_unseen()
+
+
+def _put_into_graphs(outputs: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> None:
+    """Has aliases of blocks live as long as the graphs of some outputs."""
+    for tensor in outputs:
+        if tensor.grad_fn is not None:
+            kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
+            kept.setdefault("tiermem", []).extend(aliases)
 
 
 def _begin_of(tensor: torch.Tensor) -> int:
@@ -725,4 +742,4 @@ class _Covering:
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 change_pushed(_covered)
-lift_while_disabled(_lift, _push)
+change_disabling(_take_off, _put_back)

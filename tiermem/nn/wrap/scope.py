@@ -27,7 +27,6 @@ from tiermem.nn.compat.refusing import read_elsewhere, was_refused
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
-from tiermem.nn.passes.saved import lifted
 from tiermem.runtime.base.functorch import transforming
 
 if TYPE_CHECKING:
@@ -258,8 +257,6 @@ class CallInterceptor(Interceptor):
                 theirs = True
                 result = self.inner(*args, **kwargs)
                 theirs = False
-                if pushed and lifted.aliases:
-                    self._saved.hold_lifted(outputs_with_grad(result))
                 if self._begins if pushed else is_grad_enabled():
                     self._watch(self.scope, self.runtime, result, pushed)
                 return result
@@ -282,10 +279,8 @@ class CallInterceptor(Interceptor):
                             raise
                 ended = True
         except REFUSALS:
-            lifted.aliases = []
             raise
         except BaseException as error:
-            lifted.aliases = []  # there is no graph to keep them for
             if not (ended and (theirs or OUTSIDE in error.__dict__)):
                 # it came at a line of tiermem's; no call: see entrance
                 self._gate.torn = self._gate.unsure = True
@@ -343,9 +338,12 @@ class CallInterceptor(Interceptor):
                 theirs = True
                 result = CallInterceptor.__call__(self, *args, **kwargs)
                 theirs = False
+                if here.unseen:
+                    self._saved.hold_unseen(outputs_with_grad(result))
                 return result
             finally:
                 here.inside = False
+                here.unseen.clear()
                 seen = left_out.of is self._bypass
                 left_out.of = outer
                 with manager.lock:
