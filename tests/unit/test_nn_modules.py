@@ -639,3 +639,44 @@ def test_a_change_of_a_large_buffers_form_is_refused() -> None:
             model(x)
         model.turns = False
         assert torch.equal(model(x), expected)
+
+
+class Code(nn.Module):
+    """Is given its weights, and has tables and statistics of its own, as generated code has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16, affine=False)
+        self.register_buffer("table", torch.randn(16, 16))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        self.count += 1  # type: ignore[operator]
+        return torch.tanh(self.norm(x @ weight) @ self.table) + self.count  # type: ignore[operator]
+
+
+class Generated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+        self.code = torch.jit.script(Code())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.code(x, self.weight)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch is about to drop it
+def test_scripted_code_without_parameters_is_left_as_it_is() -> None:
+    before = torch._C._jit_set_profiling_executor(False)  # its first call rounds otherwise
+    try:
+        compare_training(lambda: nn.Sequential(*[Generated() for _ in range(4)]), vector(), DRAM)
+    finally:
+        torch._C._jit_set_profiling_executor(before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules_with_parameters_are_refused() -> None:
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        with pytest.raises(tiermem.WrapError, match=r"'0' is a ScriptModule, whose weights"):
+            tier.wrap(nn.Sequential(torch.jit.script(nn.Linear(4, 4))))

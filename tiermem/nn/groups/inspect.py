@@ -118,7 +118,7 @@ def check_module(model: object, manager_id: int) -> nn.Module:
             raise WrapError(
                 f"{what} is wrapped already; call tier.unwrap(module) first{inside}, {_OR_AS_ONE}"
             )
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise WrapError(
                 f"{what} is a ScriptModule, whose weights are out of reach; wrap the "
                 "Python module it was made from"
@@ -309,6 +309,12 @@ def _is_alias(value: Any, param: torch.Tensor) -> bool:
         and value.stride() == param.stride()
         and value.data_ptr() == param.data_ptr()
     )
+
+
+def of_scripts(model: nn.Module) -> set[int]:
+    """Returns the ids of buffers of scripted code: it uses them where no operation is seen."""
+    scripts = [part for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
+    return {id(buffer) for part in scripts for buffer in part._buffers.values()}
 
 
 def set_apart(params: list[Found], buffers: list[Found]) -> set[int]:

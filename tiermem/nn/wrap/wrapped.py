@@ -26,6 +26,7 @@ from tiermem.nn.groups.inspect import (
     is_empty,
     is_made_in,
     link_shared,
+    of_scripts,
     opened,
     owners,
     set_apart,
@@ -110,7 +111,7 @@ class WrappedModel:
         params = opened(whole)
         link_shared(params)
         every = find(model, "_buffers")
-        apart = set_apart(params, [f for f in every if can_move(f)])
+        apart = set_apart(params, [f for f in every if can_move(f)]) | of_scripts(model)
         buffers = [f for f in every if can_move(f) and id(f.tensor) not in apart]
         self._apart = [f.tensor for f in every if is_empty(f) or id(f.tensor) in apart]
         modules = dict(model.named_modules())
