@@ -1213,6 +1213,27 @@ _ELSEWHERE = (
         ("tests/unit/test_expert_way.py",),
     ),
     Mutation(
+        "transforms inside a forward: what calls held meanwhile may leave",
+        "tiermem/nn/wrap/scope.py",
+        "if here.unseen:",
+        "if False:",
+        ("tests/unit/test_nn_transforms.py",),
+    ),
+    Mutation(
+        "transforms inside a forward: what calls inside them used may leave",
+        "tiermem/nn/passes/saved.py",
+        "            self._runtime.here.unseen += aliases\n",
+        "            pass\n",
+        ("tests/unit/test_nn_transforms.py",),
+    ),
+    Mutation(
+        "transforms inside a forward: hooks stay off afterwards",
+        "tiermem/nn/passes/saved.py",
+        "    for pair in _off.pairs:\n        _push(*pair)\n",
+        "",
+        ("tests/unit/test_nn_transforms.py",),
+    ),
+    Mutation(
         "tensors of experts come up whole for many tokens, whatever the host takes for pieces",
         "tiermem/runtime/services/expert_way.py",
         "return 0.0 < nbytes < pieces * _PIECE * rate",
