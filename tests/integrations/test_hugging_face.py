@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_trainers import arguments
 from torch import Tensor
 
 import tiermem
@@ -50,24 +51,6 @@ def llama() -> Any:
         max_position_embeddings=64,
     )
     return transformers.LlamaForCausalLM(config)
-
-
-def arguments(folder: Path, **settings: Any) -> Any:
-    return transformers.TrainingArguments(
-        str(folder),
-        **{
-            "max_steps": STEPS,
-            "per_device_train_batch_size": 2,
-            "logging_steps": 1,
-            "learning_rate": 1e-3,
-            "weight_decay": 0.1,
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            **settings,
-        },
-    )
 
 
 def trainer_of(model: Any, args: Any, **more: Any) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support_trainers
 import torch
 from torch import Tensor, nn
 
@@ -91,22 +92,8 @@ def encoder() -> Encoder:
 
 
 def arguments(folder: Path, **settings: Any) -> Any:
-    return transformers.TrainingArguments(
-        str(folder),
-        **{
-            "max_steps": 4,
-            "per_device_train_batch_size": 4,
-            "logging_steps": 1,
-            "learning_rate": 1e-3,
-            "weight_decay": 0.1,
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "remove_unused_columns": False,
-            **settings,
-        },
-    )
+    more = {"per_device_train_batch_size": 4, "remove_unused_columns": False}
+    return support_trainers.arguments(folder, **{**more, **settings})
 
 
 def seen(trainer: Any) -> tuple[list[Any], dict[str, Tensor]]:

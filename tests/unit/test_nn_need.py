@@ -361,6 +361,21 @@ def test_shared_module_is_counted_at_its_other_place(
         assert torch.equal(model(x), want)
 
 
+def test_a_budget_is_named_though_modules_have_come_twice_since(
+    tiers: Callable[..., tiermem.TierManager],
+) -> None:
+    """Places are those that the model had as it was wrapped."""
+    model = build()
+    tier = tiers(hbm="36KiB")
+    tier.wrap(model)
+    extra = nn.Tanh()
+    model.add_module("one", nn.Sequential(extra))
+    model.add_module("other", nn.Sequential(extra))
+    with pytest.raises(tiermem.CapacityError) as caught:
+        tier.optimizer(model, torch.optim.AdamW)
+    assert named(caught.value)["hbm"] > 36 << 10
+
+
 # -- the arithmetic ----------------------------------------------------------
 
 

@@ -25,6 +25,9 @@ _PASSES_TO_TRUST = 2
 
 GUESSED_RATES = {"dram->hbm": 20e9, "hbm->dram": 20e9, "nvme->hbm": 2e9, "hbm->nvme": 2e9}
 """Bytes per second assumed of a link before anything is known of it."""
+FASTEST_UP = 55e9
+"""Bytes a second of a link from DRAM at the best: PCI Express 5 with 16 lanes. For choices that are
+not to be made for a slow link before it is known to be one."""
 
 
 class Recent:

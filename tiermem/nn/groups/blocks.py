@@ -53,6 +53,8 @@ class Inventory:
         rate: Bytes a second at which weights are expected to come to HBM, by default from DRAM.
         trained: Whether most of its weights will be trained.
         worst_chain: Most bytes of blocks that nested calls hold at once; 0 before they are made.
+        other_places: Where modules are besides their first places, as the model is wrapped
+            (:func:`.partition.other_places`).
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Inventory:
         most = sum(number for number, _ in elements) // 2
         self.trained = model.training and sum(n for n, grad in elements if grad) > most
         self.worst_chain = 0
+        self.other_places = other_places(model)
         self._first: tuple[list[str], BlockPlan] | None = None
 
     def shape(self, found: Found) -> TensorShape:
@@ -94,11 +97,6 @@ class Inventory:
     def packed(self, members: Iterable[Found]) -> int:
         """Returns the bytes of a block of these tensors."""
         return packed_nbytes(self._shapes[id(f)] for f in members)
-
-    @cached_property
-    def other_places(self) -> list[list[str]]:
-        """Where modules are besides their first places (:func:`.partition.other_places`)."""
-        return other_places(self.model)
 
     @cached_property
     def host(self) -> float:

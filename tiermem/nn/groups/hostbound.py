@@ -17,14 +17,14 @@ from typing import Any
 from torch import nn
 
 from tiermem.core.block import Tier
-from tiermem.core.pace import GUESSED_RATES
+from tiermem.core.pace import FASTEST_UP, GUESSED_RATES
 from tiermem.nn.groups.partition import CONTAINERS
 from tiermem.nn.tensors.shells import Shell
 from tiermem.runtime.metrics.pass_timer import LINK_UP
 
-_FASTEST = 55e9
-"""Bytes a second of a link from DRAM of which nothing is known: PCI Express 5 with 16 lanes. So
-copies are not thought to take longer than they do, where no machine profile says it."""
+_FASTEST = FASTEST_UP
+"""Of a link from DRAM of which nothing is known: copies are not thought to take longer than they
+do, where no machine profile says it."""
 _COPY = 64 << 20  # bytes of a copy whose speed is asked for
 SHARES = (12, 8)
 """Parts of HBM that coarser blocks are no larger than, the finer first."""

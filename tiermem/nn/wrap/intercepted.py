@@ -16,7 +16,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
-from tiermem.nn.groups.partition import CONTAINERS, MOST_PLACES, names_above, other_places, places
+from tiermem.nn.groups.partition import CONTAINERS, MOST_PLACES, names_above, places
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
@@ -78,6 +78,7 @@ class InterceptedModules:
         self,
         wrapped: WrappedModel,
         modules: Mapping[str, nn.Module],
+        again: Sequence[Sequence[str]],
         territory: Mapping[str, str],
         groups: Iterable[Group],
     ) -> None:
@@ -86,11 +87,13 @@ class InterceptedModules:
         Args:
             wrapped: The model.
             modules: Its modules, by qualified name.
+            again: Where they are besides: the names around each such place, its own last.
             territory: The root of the block that each module's tensors are in, by name.
             groups: Its groups, but for the resident one.
         """
         self._wrapped = wrapped
         self._modules = modules
+        self._again = again
         self._territory = territory
         self.scopes: dict[str, Scope] = {}
         self._around: dict[str, Scope] = {}
@@ -258,7 +261,7 @@ class InterceptedModules:
     def _nested(self) -> Iterator[list[Scope]]:
         """Yields the scopes of calls that are inside each other, the outermost first."""
         first = ([name, *names_above(name)][::-1] for name in self.scopes)
-        for names in chain(first, other_places(self._modules[""])):
+        for names in chain(first, self._again):
             if names[-1] in self.scopes:
                 yield [self.scopes[name] for name in names if name in self.scopes]
 

@@ -129,7 +129,8 @@ class WrappedModel:
             plan = inventory.plan(self.runtime.manager.parts.table.hbm.capacity)
             sources = self._plan(plan)
             self._add_shells(whole)
-            self.modules = InterceptedModules(self, modules, plan.territory, self.groups)
+            again = inventory.other_places
+            self.modules = InterceptedModules(self, modules, again, plan.territory, self.groups)
             self.scopes = self.modules.scopes
             self.bypass = Bypass(self)
             large = [found for members in plan.buffers.values() for found in members]

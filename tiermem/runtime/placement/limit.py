@@ -62,9 +62,8 @@ class HbmLimit:
         self._unit = arena.chunk
         self._room = room
         total = room.total if room is not None else 0
-        self._margin = max(min(_LEAST_MARGIN, total // _MOST_MARGIN), total // _MARGIN)
-        if room is not None and not room.watched:
-            self._margin = total // _MOST_MARGIN
+        share = _MARGIN if room is None or room.watched else _MOST_MARGIN
+        self._margin = max(min(_LEAST_MARGIN, total // _MOST_MARGIN), total // share)
         self._seen: set[Hashable] = set()
         self._rounds = 0
         self._begun = False

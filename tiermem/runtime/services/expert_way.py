@@ -14,6 +14,7 @@ import torch
 
 from tiermem.core.block import Tier, align_up
 from tiermem.core.experts import Trial, Way, is_worth_whole, moves_little_more
+from tiermem.core.pace import FASTEST_UP
 from tiermem.core.packing import PACKED_TILE, TILE
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Stack
@@ -34,8 +35,6 @@ _MANY = 16
 _PIECE = 80e-6
 """Seconds of the host for one tensor of one expert that comes up by itself and is read, what the
 model's own code takes included: on the slower ones of H100 and H200 machines, 50 us on others."""
-_UNMEASURED = 55e9
-"""Bytes a second of a link that has not been measured yet: the way should not change for that."""
 _UNPACKED = 0.93
 """Of the time of a pass by whole tensors that came up packed: what their copies take as they are,
 if compute binds that pass and kernels that unpack would only disturb it."""
@@ -271,7 +270,7 @@ class ExpertWay:
         stacks, packed = self._stacks.values(), len(self._parts.transfers.packed) > 0
         pieces = (kind.chosen or 0.0) * sum(stack.experts * len(stack.rows) for stack in stacks)
         nbytes = kind.moved * (PACKED_TILE / TILE if packed and kind.unpacks else 1.0)
-        rate = self._parts.pass_timer.estimates.best_rate(LINK_UP[Tier.DRAM]) or _UNMEASURED
+        rate = self._parts.pass_timer.estimates.best_rate(LINK_UP[Tier.DRAM]) or FASTEST_UP
         return 0.0 < nbytes < pieces * _PIECE * rate
 
     def _worth_a_trial(self, *, grouped: bool) -> tuple[Way, int]:
