@@ -198,8 +198,9 @@ class TierManager:
         self._runtime.models.owner = self  # a model keeps the tiers alive
         self._wraps += 1
         try:
-            self._runtime.pack_ahead(wrapped.number, wrapped.groups, written=model.training)
-            self._runtime.fill_ahead(wrapped.scopes[""], wrapped.modules.held())
+            written, held = model.training, wrapped.modules.held()
+            self._runtime.pack_ahead(wrapped.number, wrapped.groups, written=written)
+            self._runtime.fill_ahead(wrapped.scopes[""], held, written=written)
             if model.training and self._manager.parts.device.type == "cuda":
                 prepare_share(self._runtime)
         except BaseException:

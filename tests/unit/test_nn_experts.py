@@ -188,6 +188,24 @@ def test_only_chosen_experts_move(kind: type[nn.Module]) -> None:
         assert all(rows[f"Model.experts.{i}"]["hbm"] == "absent" for i in range(LAYERS))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_first_token_waits_for_what_it_chooses_alone(trained: bool) -> None:
+    """What all tokens use, and the room for experts, is there since the model was wrapped."""
+    model = Model().train(trained)
+    with tiermem.TierManager("cpu", hbm=LEAST + 2 * SEAT, dram=4 << 20) as tier:
+        tier._manager.prefetcher.fetcher.beside = True
+        tier.wrap(model)
+        assert tier._runtime.experts.open is not trained
+        if trained:
+            return
+        there = {row.block for row in tier.residency() if row.tiers["hbm"] != "absent"}
+        assert {f"Model.inner.{i}" for i in range(LAYERS)} <= there
+        with torch.no_grad():
+            nbytes = moved(tier, lambda: model(states(1), choose(1, 0)))
+        missing = tier.stats().experts_chosen + tier.stats().expert_guesses
+        assert 0 < nbytes <= missing * (2 * ROW + 256)
+
+
 def test_experts_chosen_time_and_again_stay() -> None:
     with twins() as (model, plain, tier):
         often, rare = choose(1, 0), choose(EXPERTS, 1)

@@ -348,7 +348,7 @@ def test_a_wrap_that_is_cut_short_while_it_fills_is_none(monkeypatch: pytest.Mon
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     before = [p.detach().clone() for p in model.parameters()]
 
-    def stopped(*_: object) -> None:
+    def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with tiermem.TierManager(device="cpu", hbm="1MiB") as tier:

@@ -144,3 +144,21 @@ def test_what_stays_moves_together_where_it_leaves_holes_too_small() -> None:
     assert ends == [3, 6] and manager.parts.counters.misses == fetched + 1
     manager.parts.table.check()
     manager.close()
+
+
+@pytest.mark.parametrize("slot", [PAGE, 0])
+def test_what_stays_is_left_where_it_lies_if_nothing_streams(slot: int) -> None:
+    """It would only be brought up again, for blocks that there are not."""
+    manager = opened([1, 2], 8, depth=0)
+    small, large = blocks_of(manager, [1, 2])
+    for block in (small, large):
+        manager.acquire(block)
+        manager.release(block)
+    evictor, loop = manager.parts.evictor, object()
+    evictor.keep(frozenset({small.id, large.id}), slot)
+    evictor.rearrange(loop)
+    evictor.rearrange(loop)
+    inside = [manager.record(block).extent is not None for block in (small, large)]
+    assert inside == [slot == 0] * 2
+    manager.parts.table.check()
+    manager.close()

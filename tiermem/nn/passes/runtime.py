@@ -187,16 +187,21 @@ class ModuleRuntime:
             del self._trainable[number]
             self.pack_ahead(number, found.groups, written=False)
 
-    def fill_ahead(self, scope: PassScope, held: Collection[int]) -> None:
+    def fill_ahead(self, scope: PassScope, held: Collection[int], *, written: bool) -> None:
         """Begins to bring up what the first pass of a model begins with, as it is wrapped.
+
+        Of experts that come up one by one, which depends on what tokens choose, the room is made.
 
         Args:
             scope: Of the model itself.
             held: Ids of its blocks that are held while others are used.
+            written: Whether its parameters are taken to be trained that require gradients.
         """
+        with self.manager.lock:
+            if self.manager.parts.planner.key is None:  # no pass has begun
+                self.experts.prepare(self._trained()[0] if written else ())
         order = scope.order(self._looked_up(1))
-        if not self.experts.stacks:  # which experts tokens choose is not known
-            self.manager.fill_ahead(order, held)
+        self.manager.fill_ahead(order, held)
         self.manager.prepare_stamps(len(order))
 
     def _looked_up(self, tokens: int) -> int:
@@ -255,6 +260,7 @@ class ModuleRuntime:
                 )
             like = self.names.like
             self.manager.begin_pass(key, guess, like=like, load=load, again=not training)
+            self.experts.begin_pass()
             if self.activations.store is not None and training:
                 self.groups.home_gradients(self.grads)
             self.activations.begin_forward()

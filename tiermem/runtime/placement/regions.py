@@ -18,6 +18,7 @@ class Regions:
         residents: Blocks that shall stay while the present loop goes on.
         border: Offset where the part of what stays begins.
         parts: Bounds of the runs of HBM that other blocks stream through.
+        slot: Bytes of the largest block that streams past what stays; 0 where none does.
         changes: How often what is in HBM for good has changed.
     """
 
@@ -28,13 +29,13 @@ class Regions:
         self.changes = 0
         self._table = table
         self._capacity = self.border
-        self._slot = 0
+        self.slot = 0
         self.parts = [(0, self.border)]
 
     def reset(self) -> None:
         """Gives all of HBM to streaming, until :meth:`keep` is called again."""
         self.border = self._capacity = self._table.hbm.capacity
-        self._slot = 0
+        self.slot = 0
         self.parts = [(0, self.border)]
         self.residents = frozenset()
 
@@ -53,11 +54,11 @@ class Regions:
             Whether that is another division than before.
         """
         capacity = self._table.hbm.capacity
-        if (residents, slot, capacity) == (self.residents, self._slot, self._capacity):
+        if (residents, slot, capacity) == (self.residents, self.slot, self._capacity):
             return False
         self._capacity = capacity
         self.residents = residents
-        self._slot = slot
+        self.slot = slot
         self.border = capacity - sum(self._sizes(residents))
         runs = self.runs()
         parts = [part for run in runs for part in slots_in(*run, align_up(slot))]

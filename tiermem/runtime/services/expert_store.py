@@ -148,11 +148,14 @@ class ExpertStore:
                 way = Way.EACH
         if not self.open:
             self.room.make(stacks, self._worth)
-        self.tensors.begin()
         experts = max(s.experts for s in stacks) if self.way.all_chosen else 0
         for bank in self.room.banks.values():
             bank.who.expect(experts)
         return way
+
+    def begin_pass(self) -> None:
+        """Begins the copies of whole tensors; those of other blocks, used sooner, have begun."""
+        self.tensors.begin()
 
     def close(self) -> None:
         """Gives the expert room back, with all that is seated."""
