@@ -107,11 +107,14 @@ class Evictor:
     def rearrange(self, loop: object) -> None:
         """Evicts what lies in the wrong region, once a loop has come round.
 
-        It comes back to the right one when it is used.
+        It comes back to the right one when it is used. Where nothing streams, what stays is in
+        nobody's way, wherever it lies.
 
         Args:
             loop: What is going on; nothing moves until it goes on for a second round.
         """
+        if not (self.regions.slot or self.ring.uses):
+            return
         misplaced, loose = self._settling.misplaced(loop)
         for record in misplaced:  # dirty ones are written first, and go at a later round
             if record.in_hbm is State.VALID and self.rules.let_loose(record):

@@ -50,11 +50,10 @@ class Settling:
                 del self._loops[next(iter(self._loops))]
             self._attempts = 0
             return [], False
-        regions = self._regions
-        if not regions.residents or not regions.slot or self._attempts >= _ATTEMPTS:
-            return [], False  # where nothing streams, what stays is in nobody's way
+        if not self._regions.residents or self._attempts >= _ATTEMPTS:
+            return [], False
         misplaced, placed = self._look()
-        loose = not regions.rest_fits(placed)
+        loose = not self._regions.rest_fits(placed)
         self._attempts = self._attempts + 1 if misplaced or loose else _ATTEMPTS
         return misplaced, loose
 
