@@ -66,6 +66,7 @@ _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _FOLDER, _LATER = "tiermem/saving/folder.py", "tiermem/saving/later.py"
 _RULES, _REPLAY = _RUNTIME + "placement/leaving.py", _RUNTIME + "lookahead/replay.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
+_SAVED_WEIGHTS, _UNSEEN = "tiermem/nn/passes/savedweights.py", "tiermem/nn/passes/unseen.py"
 _TRANSFERS, _EVICTOR = _RUNTIME + "transfers/transfers.py", _RUNTIME + "placement/evictor.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
@@ -668,7 +669,7 @@ _ELSEWHERE = (
     Mutation(
         "weights are saved as they are",
         _SAVED,
-        "return (found.hooks.beside(found, tensor) if fixed else None) or found\n",
+        "return (found.weights.beside(found, tensor) if fixed else None) or found\n",
         "return tensor\n",
         NN,
     ),
@@ -681,7 +682,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a weight that changed is not looked at as it is unpacked",
-        _SAVED,
+        _SAVED_WEIGHTS,
         "            if now != version:\n",
         "            if now < 0:\n",
         ("tests/unit/test_runtime_saved.py",),
@@ -704,7 +705,7 @@ _ELSEWHERE = (
         "a checkpoint whose graph has weights alone computes nothing again",
         _SAVED,
         "again: torch.Tensor = unpacked(unpack, inner)  # it computes again what it has to\n",
-        "again: torch.Tensor = weight.hooks.view(weight)\n",
+        "again: torch.Tensor = saved.weights.view(saved)\n",
         ("tests/unit/test_runtime_saved.py",),
     ),
     *(
@@ -1221,15 +1222,15 @@ _ELSEWHERE = (
     ),
     Mutation(
         "transforms inside a forward: what calls inside them used may leave",
-        "tiermem/nn/passes/saved.py",
+        _UNSEEN,
         "            self._runtime.here.unseen += aliases\n",
         "            pass\n",
         ("tests/unit/test_nn_transforms.py",),
     ),
     Mutation(
         "transforms inside a forward: hooks stay off afterwards",
-        "tiermem/nn/passes/saved.py",
-        "    for pair in _off.pairs:\n        _push(*pair)\n",
+        _UNSEEN,
+        "    for pair in _off.pairs:\n        push_pair(*pair)\n",
         "",
         ("tests/unit/test_nn_transforms.py",),
     ),
@@ -2117,7 +2118,7 @@ _EXPERTS = (
     ),
     Mutation(
         "what autograd saves of rows keeps them in their seats",
-        _SAVED,
+        _SAVED_WEIGHTS,
         "        if self.rows.copies or self._room.seats:",
         "        if not self.rows:",
         FROZEN,
@@ -3698,7 +3699,7 @@ MUTATIONS = (
             (
                 "a weight at home in HBM has the data that it was given in the call",
                 "nn/passes/saved.py",
-                "            _refuse_replaced(saved)\n            kind",
+                "            refuse_replaced_since(saved)\n            kind",
                 "            kind",
                 "test_nn_saved_weights",
             ),
