@@ -490,9 +490,9 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a block under way is removed without waiting",
-        _RUNTIME + "manager.py",
-        "self.parts.transfers.settle(block.id)\n                if self.parts.table[",
-        "if self.parts.table[",
+        _RUNTIME + "inventory.py",
+        "self._parts.transfers.settle(block.id)\n            if self._parts.table[",
+        "if self._parts.table[",
         FAULTS,
     ),
     Mutation(
@@ -2028,9 +2028,9 @@ _LOOKS = (
     ),
     (
         "a home goes to another block while a copy up from it is under way",
-        "tiermem/runtime/manager.py",
-        "                self.parts.copy.wait(self.parts.copy.risen())",
-        "                pass",
+        "tiermem/runtime/inventory.py",
+        "            self._parts.copy.wait(self._parts.copy.risen())",
+        "            pass",
     ),
     (
         "a weight written unseen may be looked at in DRAM",
