@@ -66,6 +66,7 @@ _RUNTIME, _CORE = "tiermem/runtime/", "tiermem/core/"
 _FOLDER, _LATER = "tiermem/saving/folder.py", "tiermem/saving/later.py"
 _RULES, _REPLAY = _RUNTIME + "placement/leaving.py", _RUNTIME + "lookahead/replay.py"
 _PIECES, _SAVED = "tiermem/transfer/file/pieces.py", "tiermem/nn/passes/saved.py"
+_SAVED_WEIGHTS, _UNSEEN = "tiermem/nn/passes/savedweights.py", "tiermem/nn/passes/unseen.py"
 _TRANSFERS, _EVICTOR = _RUNTIME + "transfers/transfers.py", _RUNTIME + "placement/evictor.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
@@ -489,9 +490,9 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a block under way is removed without waiting",
-        _RUNTIME + "manager.py",
-        "self.parts.transfers.settle(block.id)\n                if self.parts.table[",
-        "if self.parts.table[",
+        _RUNTIME + "inventory.py",
+        "self._parts.transfers.settle(block.id)\n            if self._parts.table[",
+        "if self._parts.table[",
         FAULTS,
     ),
     Mutation(
@@ -668,7 +669,7 @@ _ELSEWHERE = (
     Mutation(
         "weights are saved as they are",
         _SAVED,
-        "return (found.hooks.beside(found, tensor) if fixed else None) or found\n",
+        "return (found.weights.beside(found, tensor) if fixed else None) or found\n",
         "return tensor\n",
         NN,
     ),
@@ -681,7 +682,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a weight that changed is not looked at as it is unpacked",
-        _SAVED,
+        _SAVED_WEIGHTS,
         "            if now != version:\n",
         "            if now < 0:\n",
         ("tests/unit/test_runtime_saved.py",),
@@ -704,7 +705,7 @@ _ELSEWHERE = (
         "a checkpoint whose graph has weights alone computes nothing again",
         _SAVED,
         "again: torch.Tensor = unpacked(unpack, inner)  # it computes again what it has to\n",
-        "again: torch.Tensor = weight.hooks.view(weight)\n",
+        "again: torch.Tensor = saved.weights.view(saved)\n",
         ("tests/unit/test_runtime_saved.py",),
     ),
     *(
@@ -1221,15 +1222,15 @@ _ELSEWHERE = (
     ),
     Mutation(
         "transforms inside a forward: what calls inside them used may leave",
-        "tiermem/nn/passes/saved.py",
+        _UNSEEN,
         "            self._runtime.here.unseen += aliases\n",
         "            pass\n",
         ("tests/unit/test_nn_transforms.py",),
     ),
     Mutation(
         "transforms inside a forward: hooks stay off afterwards",
-        "tiermem/nn/passes/saved.py",
-        "    for pair in _off.pairs:\n        _push(*pair)\n",
+        _UNSEEN,
+        "    for pair in _off.pairs:\n        push_pair(*pair)\n",
         "",
         ("tests/unit/test_nn_transforms.py",),
     ),
@@ -2027,9 +2028,9 @@ _LOOKS = (
     ),
     (
         "a home goes to another block while a copy up from it is under way",
-        "tiermem/runtime/manager.py",
-        "                self.parts.copy.wait(self.parts.copy.risen())",
-        "                pass",
+        "tiermem/runtime/inventory.py",
+        "            self._parts.copy.wait(self._parts.copy.risen())",
+        "            pass",
     ),
     (
         "a weight written unseen may be looked at in DRAM",
@@ -2117,7 +2118,7 @@ _EXPERTS = (
     ),
     Mutation(
         "what autograd saves of rows keeps them in their seats",
-        _SAVED,
+        _SAVED_WEIGHTS,
         "        if self.rows.copies or self._room.seats:",
         "        if not self.rows:",
         FROZEN,
@@ -3606,7 +3607,7 @@ MUTATIONS = (
             ),
             (
                 "functions of modules are not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "            yield from _of_module(value, names, places)\n",
                 "            pass\n",
                 "test_nn_writes",
@@ -3627,8 +3628,8 @@ MUTATIONS = (
             ),
             (
                 "what code calls of objects without a name is not looked at",
-                "nn/compat/writes.py",
-                "(name in _OPERATORS or (",
+                "nn/compat/callees.py",
+                "(name in OPERATORS or (",
                 "((",
                 "test_nn_new_code",
             ),
@@ -3641,21 +3642,21 @@ MUTATIONS = (
             ),
             (
                 "objects that are called are not looked at",
-                "nn/compat/writes.py",
-                "isinstance(call, types.FunctionType) and not _trusted(call)",
+                "nn/compat/callees.py",
+                "isinstance(call, types.FunctionType) and not is_trusted(call)",
                 "False",
                 "test_nn_writes",
             ),
             (
                 "methods of a hook's own class are not looked at",
                 "nn/compat/writes.py",
-                "owner = _owner(thing) or kind",
+                "owner = owner_of(thing) or kind",
                 "owner = kind",
                 "test_nn_writes",
             ),
             (
                 "what decorators put around functions is not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 'thing = function.__dict__.get("__wrapped__")',
                 "thing = None",
                 "test_nn_writes",
@@ -3663,7 +3664,7 @@ MUTATIONS = (
             (
                 "attributes of modules that are called are not looked at",
                 "nn/compat/writes.py",
-                "called = [name for name, value in vars(module).items() if _is_called(value)]",
+                "called = [name for name, value in vars(module).items() if is_called(value)]",
                 "called = list[str]()",
                 "test_nn_writes",
             ),
@@ -3698,7 +3699,7 @@ MUTATIONS = (
             (
                 "a weight at home in HBM has the data that it was given in the call",
                 "nn/passes/saved.py",
-                "            _refuse_replaced(saved)\n            kind",
+                "            refuse_replaced_since(saved)\n            kind",
                 "            kind",
                 "test_nn_saved_weights",
             ),
@@ -3711,84 +3712,84 @@ MUTATIONS = (
             ),
             (
                 "a method of an object that is no module is not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "    yield from _of_class(kind, value, names)\n",
                 "",
                 "test_nn_new_code",
             ),
             (
                 "a method of a class that is no module is not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "        yield from _of_class(value, value, names)\n",
                 "",
                 "test_nn_new_code",
             ),
             (
                 "what is called of an object that is made is not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "(name in _MADE and own is kind)",
                 "False",
                 "test_nn_new_code",
             ),
             (
                 "the forward of a function of autograd is not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 'applied = name == "forward" and',
                 "applied = False and",
                 "test_nn_new_code",
             ),
             (
                 "methods that super() finds are not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 'if "super" in names:',
                 "if False:",
                 "test_nn_new_code",
             ),
             (
                 "what sets a property is not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "(method.fget, method.fset)",
                 "(method.fget,)",
                 "test_nn_new_code",
             ),
             (
                 "functions in a dictionary are not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "        inside = dict.values(value) if isinstance(value, dict) else value\n",
                 "        inside = () if isinstance(value, dict) else value\n",
                 "test_nn_new_code",
             ),
             (
                 "functions in a list are not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "        inside = dict.values(value) if isinstance(value, dict) else value\n",
                 "        inside = dict.values(value) if isinstance(value, dict) else ()\n",
                 "test_nn_new_code",
             ),
             (
                 "functions that are defaults are not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "held = [*(function.__defaults__ or ()), ",
                 "held = [",
                 "test_nn_new_code",
             ),
             (
                 "a name that stood for nothing is not looked at again",
-                "nn/compat/writes.py",
-                "            elif value is not None or (callable(now) and _is_called(now)):",
+                "nn/compat/callees.py",
+                "            elif value is not None or (callable(now) and is_called(now)):",
                 "            elif value is not None:",
                 "test_nn_new_code",
             ),
             (
                 "a name that has a tensor now is taken for code",
-                "nn/compat/writes.py",
-                "(callable(now) and _is_called(now)):",
+                "nn/compat/callees.py",
+                "(callable(now) and is_called(now)):",
                 "True:",
                 "test_nn_new_code",
             ),
             (
                 "other code of a function is not seen",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "                if code is not None and getattr",
                 "                if False and getattr",
                 "test_nn_new_code",
@@ -3844,14 +3845,14 @@ MUTATIONS = (
             ),
             (
                 "functions that are put into a list are not looked at",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "            places.note_list(value)\n",
                 "            pass\n",
                 "test_nn_new_code",
             ),
             (
                 "what is put into a list is taken for code",
-                "nn/compat/writes.py",
+                "nn/compat/callees.py",
                 "len(values) != size and any(",
                 "len(values) != size or any(",
                 "test_nn_new_code",

@@ -20,6 +20,7 @@ FILES = [
     "nn/wrap/giveback.py",
     "nn/groups/group.py",
     "nn/groups/pointing.py",
+    "nn/groups/gradhomes.py",
     "nn/groups/grads.py",
     "nn/tensors/lazy.py",
     "nn/wrap/wrapped.py",

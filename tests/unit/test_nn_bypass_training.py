@@ -177,7 +177,7 @@ def test_steps_of_a_model_that_fits_are_as_without_tiers() -> None:
         entered(pair)
         packed: list[object] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(pair.tier._runtime.saved), "reference", packed.append)
+            patch.setattr(pair.tier._runtime.saved, "_reference", packed.append)
             pair.train(3)
         assert not packed
         assert not any(group.holds for group in pair.tier._runtime.groups)

@@ -30,9 +30,9 @@ from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.optim.host import exact, loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import ExactCalls, kind_of_step
+from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.probe import settings_of
-from tiermem.optim.rules.separable import bits
 
 pytestmark = pytest.mark.skipif(
     isinstance(loop.library(), str), reason=f"no loop here: {loop.library()}"

@@ -110,7 +110,7 @@ class Intake:
             blocks = [b for unit in planned for b in unit.kept_blocks()]
             self._runtime.manager.remove_blocks(blocks)
             fresh = {id(g): g for u in planned for g in u.grad_units() if id(g) not in homed}
-            self._runtime.grads.unreserve(list(fresh.values()))
+            self._runtime.grads.homes.unreserve(list(fresh.values()))
             let_apart(e for unit in planned for e in unit.entries)
             if isinstance(error, StepError):
                 raise

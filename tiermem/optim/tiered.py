@@ -540,7 +540,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _keep_gradients(self, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
         """Sets the dtype in which gradients are kept, of frozen parameters too; returns an undo."""
         params = [param for group in groups for param in group["params"]]
-        return self._runtime.grads.keep_in(self._grad_dtype, params)
+        return self._runtime.grads.homes.keep_in(self._grad_dtype, params)
 
     def _before_forward(self, training: bool) -> None:
         self._timing.before_forward()

@@ -67,7 +67,7 @@ class UsedGradients:
 
     def _stand_in(self, entry: Entry) -> LazyTensor:
         shape, formal = entry.param.shape, entry.param.dtype
-        dtype, where = self._runtime.grads.dtype_of(entry), self._runtime.manager.parts.device
+        dtype, where = self._runtime.grads.homes.dtype_of(entry), self._runtime.manager.parts.device
         return gone(shape, dtype, where, partial(_gone, entry.name), formal)
 
     def zero(self) -> None:

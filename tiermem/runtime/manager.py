@@ -18,32 +18,30 @@ import torch
 from tiermem.config import Settings
 from tiermem.core.block import Block, Role, Tier
 from tiermem.core.forecast import timed
-from tiermem.core.layout import TensorShape, pack
+from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record
-from tiermem.errors import REFUSALS, InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.assembly import OpenTiers
 from tiermem.runtime.base.forks import tell_of_forks
 from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.base.threads import UserThreads
+from tiermem.runtime.inventory import Inventory
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.first_fill import FirstFill
 from tiermem.runtime.lookahead.prefetcher import Prefetcher
 from tiermem.runtime.lookahead.replay import Replay
-from tiermem.runtime.memory.homes import HomeRequest, StoredBlock, ranges_of
+from tiermem.runtime.memory.homes import StoredBlock
 from tiermem.runtime.memory.hostheap import HostHeap
 from tiermem.runtime.memory.opening import OpenHbm, open_hbm
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.metrics.counters import ResidencyRow, Stats, row_of, stats_of
-from tiermem.runtime.placement.no_room import too_much_for_good
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.file_fills import FileFills
 from tiermem.storage.checkpointstore import SourceRange
 
-_IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 _STAMPS = 4
 """For a use: its begin and end, and those of the copy for it."""
 
@@ -75,7 +73,6 @@ class BlockManager:
         self._opened = OpenTiers(settings, engine)
         self._given_back = False
         self._forking = False
-        self._next_id = 0
         try:
             self.parts = self._opened.make_parts(hbm)
             self.block_io = BlockIo(self.parts.transfers)
@@ -85,6 +82,9 @@ class BlockManager:
             self.prefetcher = Prefetcher(self.parts, self.host_loans, self.try_fill)
             self.replay = Replay(self.parts, self.prefetcher)
             self.acquirer = Acquirer(self.parts, self.gate, self.prefetcher, self.replay)
+            self._inventory = Inventory(
+                self.parts, self.acquirer, self.zero_copy, self.repair_blocks
+            )
             self._heap = None if self.parts.device.type == "cuda" else HostHeap()
         except BaseException:
             self._give_back()
@@ -118,32 +118,7 @@ class BlockManager:
         self.gate.guard()
         with self.lock:
             self.gate.guard()
-            blocks, requests = [], []
-            homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
-            files = stored or [None] * len(wanted)
-            for (name, role, shapes), own, in_files in zip(wanted, homes, files, strict=True):
-                specs, nbytes = pack(shapes)
-                blocks.append(Block(self._next_id, name, role, nbytes, specs))
-                self._next_id += 1
-                where = own or self.parts.settings.policy.home(role)
-                ranges = None if in_files is None else ranges_of(specs, in_files)
-                requests.append(HomeRequest(name, nbytes, where, ranges))  # type: ignore[arg-type]
-            places = self.parts.homes.reserve(requests)
-            try:
-                for block, request, (tier, extent) in zip(blocks, requests, places, strict=True):
-                    self.parts.table.add(block, tier, extent, defined=request.stored is not None)
-                self._fix([b for b in blocks if self.parts.table[b.id].home is Tier.HBM])
-                later = (block.nbytes for block in blocks if block.role in _IN_BACKWARD)
-                self.parts.evictor.expect(max(later, default=0))
-            except BaseException as error:
-                if not isinstance(error, REFUSALS):
-                    self.repair_blocks()  # it may have come anywhere
-                self.remove_blocks(blocks)
-                for tier, extent in places:
-                    if extent is not None and self.parts.homes.holds(tier, extent):
-                        self.parts.homes.release(tier, extent)  # no block of the table has it yet
-                raise
-            return blocks
+            return self._inventory.add(wanted, home, stored)
 
     def attach_files(
         self, paths: Sequence[Path], check: Callable[[int, int], None] | None = None
@@ -187,28 +162,7 @@ class BlockManager:
         self.gate.guard()
         with self.lock:
             self.gate.guard()
-            records = [self.parts.table[block.id] for block in blocks]
-            records = [r for r in records if self.parts.homes.read_only(r.home_extent)]
-            requests = [self._writable(record) for record in records]
-            places = self.parts.homes.reserve(requests)
-            try:
-                for record, (tier, extent) in zip(records, places, strict=True):
-                    self.acquirer.acquire(record.block)
-                    try:
-                        self.parts.transfers.rehome(record, tier, extent)
-                    finally:
-                        self.parts.table.release(record.block.id)
-            except REFUSALS:  # any other may be raised anywhere: a repair frees unowned space
-                for record, (tier, extent) in zip(records, places, strict=True):
-                    if extent is not None and record.home_extent != extent:
-                        self.parts.homes.release(tier, extent)
-                raise
-
-    def _writable(self, record: Record) -> HomeRequest:
-        home = self.parts.settings.policy.home(record.block.role)
-        if home == "nvme" and self.parts.homes.swap is None:
-            home = "auto"
-        return HomeRequest(record.block.name, record.block.nbytes, home)
+            self._inventory.make_writable(blocks)
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
         """Takes blocks out and gives their space back; what they hold is lost.
@@ -221,31 +175,7 @@ class BlockManager:
         if self.gate.closed:
             return
         with self.lock:
-            present = [block for block in blocks if self.parts.table.get(block.id) is not None]
-            for block in present:
-                self.parts.transfers.settle(block.id)
-                if self.parts.table[block.id].leases:
-                    raise InvariantError(f"block {block.name!r} is in use and cannot be removed")
-            if any(self.parts.table[block.id].home is Tier.DRAM for block in present):
-                # the host may be the next to write at home
-                self.parts.copy.wait(self.parts.copy.risen())
-            for block in present:
-                record = self.parts.table[block.id]
-                if self.parts.homes.keeper is not None:
-                    self.parts.homes.keeper.before_write(record)
-                self.parts.transfers.ahead.drop(block.id)
-                self.parts.transfers.packed.drop(block)
-                self.parts.copy.wait(self.parts.transfers.home_ready.pop(block.id, None))
-                self.parts.evictor.forget(record, gone=True)
-                if record.home_extent is not None:
-                    self.parts.homes.release(record.home, record.home_extent)
-                self.parts.slots.forget(block.id)
-                self.zero_copy.forget(block.id)
-                self.parts.transfers.failing.discard(block.id)
-            self.parts.planner.forget({block.id for block in present})
-            gone = [block.id for block in present]
-            self.parts.transfers.waste.forget(gone)
-            self.parts.transfers.departures.forget(gone)
+            self._inventory.remove(blocks)
 
     def can_hold(self, nbytes: int) -> bool:
         """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""
@@ -625,21 +555,3 @@ class BlockManager:
             if self.gate.torn:
                 self.repair_blocks()
                 self.gate.torn = False
-
-    def _fix(self, blocks: Sequence[Block]) -> None:
-        """Allocates the permanent places of blocks whose home is HBM.
-
-        Raises:
-            CapacityError: If it has no room for all of them.
-        """
-        if not blocks:
-            return
-        table, limit = self.parts.table, self.parts.limit
-        there, nbytes = table.fixed_nbytes(), sum(block.nbytes for block in blocks)
-        if not limit.require(there + nbytes):
-            raise too_much_for_good(blocks, there, table.hbm.capacity)
-        if table.fixed_nbytes(now=True) + nbytes > table.hbm.capacity:
-            limit.make_way()
-        for block in blocks:
-            self.acquirer.place_for_good(self.parts.table[block.id])
-        self.parts.evictor.regions.divide_anew()

@@ -88,6 +88,9 @@ def _teller(autograd: Any) -> Callable[[], Pair | None]:
 top_pair: Callable[[], Pair | None] = _teller(torch._C._autograd)
 """Returns the pair of saved-tensor hooks in force, or None."""
 
+push_pair: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+"""Pushes a pair as it is, whatever :func:`change_pushed` makes of others."""
+
 
 def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._autograd) -> None:
     """Replaces the function that pushes pairs by one that changes each pair first.

@@ -5,23 +5,33 @@ made through ``weight.data``, through numpy or through an address. Where the cod
 that a module's call can reach speaks of any of these, the bytes of its block are
 compared with their copy at home after every use. Where it does not, that costs
 nothing. Reading the code is a hint only: it looks for names, never for classes.
-What names stood for is kept, to see that one stands for other code by now.
+What code a call can reach is found by :mod:`tiermem.nn.compat.callees`.
 """
 
 from __future__ import annotations
 
-import dis
-import functools
 import sys
 import types
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import suppress
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
-from torch.autograd import Function
+
+from tiermem.nn.compat.callees import (
+    OPERATORS,
+    Known,
+    Places,
+    callees_of,
+    functions_of,
+    is_called,
+    is_trusted,
+    names_in,
+    of_object,
+    owner_of,
+)
+
+__all__ = ["Places", "hook_may", "may_write_uncounted", "only_unmerges"]
 
 _UNCOUNTED = frozenset(
     {
@@ -48,83 +58,10 @@ _UNCOUNTED = frozenset(
         "_unsafe_preserve_version_counter",
     }
 )
-_BY_TEXT = frozenset({"getattr", "setattr", "attrgetter", "methodcaller", "__getattribute__"})
 _DEPTH = 5
-_HELD = 3
-"""How far what objects have is looked at, and what that has."""
-_MOST = 64
-"""Of what a list or dictionary has, which is looked at."""
-_LISTS = (list, tuple, deque)
-_TRUSTED = ("torch", "tiermem")
 _SETUP = ("__init__", "_init_weights", "init_weights", "reset_parameters", "extra_repr")
 _MERGES = ("merge", "unmerge")
-_MADE = frozenset({"__init__", "__call__"})
-"""What code calls of an object that it makes, without a name."""
-_OPERATORS = frozenset(
-    f"__{way}{name}__"
-    for name in (
-        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
-        *("lshift", "rshift", "and", "xor", "or"),
-    )
-    for way in ("", "r", "i")
-) | {
-    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__len__", "__bool__"),
-    *("__iter__", "__next__", "__enter__", "__exit__", "__neg__", "__pos__", "__invert__"),
-    *("__lt__", "__le__", "__gt__", "__ge__"),
-}
-"""What code calls of any object without a name."""
-_CALLS = frozenset({"forward", "_call_impl"}) | _OPERATORS
-_IMPORT = dis.opmap["IMPORT_NAME"]
-
-
-class Places:
-    """Where a look at code found functions: names, and what they stood for.
-
-    Attributes:
-        known: What is known of classes that nothing but their objects may keep.
-    """
-
-    __slots__ = ("_found", "_lists", "known")
-
-    def __init__(self) -> None:
-        """Starts with none."""
-        self.known: _Known = {}
-        self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, Any]] = {}
-        self._lists: dict[int, tuple[list[Any], int]] = {}
-
-    def note(self, owner: type | types.ModuleType | dict[str, Any], name: str) -> None:
-        """Notes what a name stands for, be it nothing.
-
-        Args:
-            owner: The class or module whose attribute it is, or the dictionary that has it.
-            name: The name.
-        """
-        names = owner if isinstance(owner, dict) else vars(owner)
-        value = names.get(name)
-        self._found[id(owner), name] = names, name, value, getattr(value, "__code__", None)
-
-    def note_list(self, values: list[Any]) -> None:
-        """Notes how much a list has that functions may be put into."""
-        self._lists[id(values)] = values, len(values)
-
-    def include(self, others: Places) -> None:
-        """Notes what another look went by."""
-        self._found |= others._found
-        self._lists |= others._lists
-
-    def changed(self) -> bool:
-        """Whether a name stands for other code by now; one that stood for nothing, for any."""
-        for names, name, value, code in self._found.values():
-            now = names.get(name)
-            if now is value:
-                if code is not None and getattr(value, "__code__", None) is not code:
-                    return True
-            elif value is not None or (callable(now) and _is_called(now)):
-                return True
-        return any(
-            len(values) != size and any(callable(v) and _is_called(v) for v in values[:_MOST])
-            for values, size in self._lists.values()
-        )
+_CALLS = frozenset({"forward", "_call_impl"}) | OPERATORS
 
 
 class _Look:
@@ -138,10 +75,7 @@ class _Look:
         self.places = Places()
 
 
-_Known = dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]]
-"""Whether code of a class may write, the names that each function of it speaks of, and where."""
-
-_known: _Known = {}
+_known: Known = {}
 """Of classes that are had by their name."""
 
 
@@ -161,18 +95,18 @@ def may_write_uncounted(
     known = knows.get((kind, merging))
     if known is None or known[2].changed():
         look = _Look(passed)
-        may = not _trusted(kind) and _reaches(_methods(kind, look), kind, look, _DEPTH)
-        spoken = [frozenset(_names(code)).difference(passed) for code in look.codes]
+        may = not is_trusted(kind) and _reaches(_methods(kind, look), kind, look, _DEPTH)
+        spoken = [frozenset(names_in(code)).difference(passed) for code in look.codes]
         known = knows[kind, merging] = may, spoken, look.places
     may, names_of, found = known
     names = frozenset[str]().union(*names_of)
     own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    called = [name for name, value in vars(module).items() if _is_called(value)]
+    called = [name for name, value in vars(module).items() if is_called(value)]
     own += [vars(module)[name] for name in called]
     look = _Look(passed)
     for name in names & vars(module).keys():
         beside = [others for others in names_of if name in others]
-        own += _of_object(vars(module)[name], frozenset[str]().union(*beside), look.places)
+        own += of_object(vars(module)[name], frozenset[str]().union(*beside), look.places)
     for name in (*called, *(n for n in names & vars(module).keys() if vars(module)[n] is None)):
         look.places.note(vars(module), name)
     if places is not None:
@@ -191,7 +125,7 @@ def _beside(module: nn.Module, names: frozenset[str], look: _Look) -> Iterator[A
     for name, child in module._modules.items() if names else ():
         if child is None or name not in names:
             continue
-        for inner in child.children() if _trusted(type(child)) else (child,):  # of a container
+        for inner in child.children() if is_trusted(type(child)) else (child,):  # of a container
             for called in names & vars(type(inner)).keys() - {"forward", "__call__"}:
                 method = vars(type(inner))[called]
                 if isinstance(method, types.FunctionType):
@@ -241,17 +175,12 @@ def _has_name(kind: type) -> bool:
     return found is kind
 
 
-def _trusted(thing: Any) -> bool:
-    module = getattr(thing, "__module__", None) or ""
-    return module.partition(".")[0] in _TRUSTED
-
-
 def _methods(kind: type, look: _Look) -> Iterator[Any]:
     """Yields the methods that classes outside torch define, other than those that set up."""
     for base in kind.__mro__:
         if base is nn.Module:
             return
-        if not _trusted(base):
+        if not is_trusted(base):
             look.places.note(base, "forward")
             yield from (vars(base)[name] for name in _CALLS & vars(base).keys())
 
@@ -259,79 +188,22 @@ def _methods(kind: type, look: _Look) -> Iterator[Any]:
 def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> bool:
     """Whether code reached from ``functions`` speaks of a way around the version counter."""
     for thing in functions:
-        owner = _owner(thing) or kind
-        for function in _functions(thing):
-            if function.__code__ in look.codes or _trusted(function):
+        owner = owner_of(thing) or kind
+        for function in functions_of(thing):
+            if function.__code__ in look.codes or is_trusted(function):
                 continue
             look.codes.add(function.__code__)
-            names = set(_names(function.__code__))
+            names = set(names_in(function.__code__))
             if names & _UNCOUNTED or ("array" in names and _has_option(function.__code__, "copy")):
                 return True
             names.difference_update(look.passed)
             callees = chain(
-                _callees(function, names, owner, look.places),
-                _of_object(getattr(thing, "__self__", None), names, look.places),
+                callees_of(function, names, owner, look.places),
+                of_object(getattr(thing, "__self__", None), names, look.places),
             )
             if depth and _reaches(callees, owner, look, depth - 1):
                 return True
     return False
-
-
-def _owner(thing: Any) -> type | None:
-    """Returns the class whose methods a bound method, or an object that is called, may call."""
-    while isinstance(thing, functools.partial):
-        thing = thing.func
-    if isinstance(thing, types.MethodType):
-        own = thing.__self__
-        return own if isinstance(own, type) else type(own)
-    return type(thing) if _has_call(thing) else None
-
-
-def _functions(thing: Any) -> Iterator[types.FunctionType]:
-    """Yields the function behind a thing, and those that decorators have put it around."""
-    for _ in range(_DEPTH):
-        function = _function(thing)
-        if function is None:
-            return
-        yield function
-        thing = function.__dict__.get("__wrapped__")
-
-
-def _function(thing: Any) -> types.FunctionType | None:
-    """Returns the Python function behind a method, partial, property or object that is called."""
-    for _ in range(8):
-        if isinstance(thing, types.FunctionType):
-            return thing
-        thing = (
-            getattr(thing, "__func__", None)
-            or getattr(thing, "func", None)
-            or getattr(thing, "fget", None)
-            or getattr(thing, "__wrapped__", None)  # of a cache
-            or (type(thing).__call__ if _has_call(thing) else None)
-        )
-        if thing is None:
-            return None
-    return None
-
-
-def _is_called(value: Any) -> bool:
-    """Whether a module's attribute, or a global, is Python code that may be called."""
-    return isinstance(value, types.FunctionType | types.MethodType) or _has_call(value)
-
-
-def _has_call(thing: Any) -> bool:
-    """Whether a thing is an object of a class of Python's with ``__call__``, not torch's."""
-    call = next((vars(k)["__call__"] for k in type(thing).__mro__ if "__call__" in vars(k)), None)
-    return isinstance(call, types.FunctionType) and not _trusted(call)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    if not _BY_TEXT.isdisjoint(code.co_names):
-        yield from (text for text in code.co_consts if isinstance(text, str))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _has_option(code: types.CodeType, option: str) -> bool:
@@ -342,160 +214,3 @@ def _has_option(code: types.CodeType, option: str) -> bool:
         else isinstance(constant, types.CodeType) and _has_option(constant, option)
         for constant in code.co_consts
     )
-
-
-def _callees(
-    function: types.FunctionType, names: set[str], kind: type, places: Places
-) -> Iterator[Any]:
-    """Yields what a function may call: methods of the class, globals, what it closes over."""
-    imports = _IMPORT in function.__code__.co_code[::2]
-    for name in sorted(names):
-        method = getattr(kind, name, None)
-        if method is not None and not _trusted(method):
-            for base in kind.__mro__:  # one further below may get it later
-                if not _passed_over(base):
-                    places.note(base, name)
-            yield method
-            if isinstance(method, property):
-                yield from _parts(method)
-            yield from _of_object(method, names, places)
-            if "super" in names:
-                yield from (vars(b)[name] for b in kind.__mro__[1:] if name in vars(b))
-        elif method is None and issubclass(kind, nn.Module):
-            for base in kind.__mro__:
-                if name in vars(base) and not _trusted(base):
-                    places.note(base, name)
-        value = function.__globals__.get(name)
-        if value is None and imports:
-            value = _imported(function, name)
-        if isinstance(value, types.ModuleType):
-            yield from _of_module(value, names, places)
-        elif _is_called(value):
-            places.note(function.__globals__, name)
-            yield value
-        elif value is not None:
-            yield from _of_object(value, names, places)
-        elif name in function.__globals__:  # it may get code
-            places.note(function.__globals__, name)
-    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            held.append(cell.cell_contents)
-    for value in held:
-        yield value
-        yield from _of_object(value, names, places)
-
-
-def _imported(function: types.FunctionType, name: str) -> types.ModuleType | None:
-    """Returns the module of a name that a function imports itself, where it is there by now."""
-    package = function.__globals__.get("__package__") or ""
-    while package:  # it may have been imported from a package further above
-        if (found := sys.modules.get(f"{package}.{name}")) is not None:
-            return found
-        package = package.rpartition(".")[0]
-    return sys.modules.get(name)
-
-
-def _of_object(value: Any, names: Set[str], places: Places, depth: int = _HELD) -> Iterator[Any]:
-    """Yields what code may call of an object.
-
-    Args:
-        value: The object.
-        names: Those that the code speaks of.
-        places: Gets what this went by.
-        depth: How far it is gone into what objects and lists have.
-
-    Yields:
-        What a list or dictionary has, methods, functions that an object was given, and the same of
-        what it has.
-    """
-    kind = type(value)
-    if kind in _LISTS or isinstance(value, dict):
-        if kind is list:
-            places.note_list(value)
-        elif kind is dict:
-            for name in [key for key in islice(value, _MOST) if _is_called(value[key])]:
-                places.note(value, name)
-        inside = dict.values(value) if isinstance(value, dict) else value
-        for one in list(islice(inside, _MOST)):
-            if _is_called(one):
-                yield one
-            if depth:
-                yield from _of_object(one, names, places, depth - 1)
-        if kind in _LISTS or kind is dict:
-            return
-    if isinstance(value, type):
-        yield from _of_class(value, value, names)
-        return
-    if isinstance(value, nn.Module) or _passed_over(kind):
-        return
-    yield from _of_class(kind, value, names)
-    given = getattr(value, "__dict__", {})
-    for name in sorted(names):
-        there = getattr(kind, name, kind)
-        if name in given:
-            one = given[name]
-        elif isinstance(there, types.MemberDescriptorType):  # of `__slots__`
-            one = getattr(value, name, None)
-        else:
-            if there is None:  # the class has a place for it
-                places.note(given, name)
-            continue
-        if name in given and (one is None or _is_called(one)):
-            places.note(given, name)
-        if _is_called(one):
-            yield one
-        if depth:
-            yield from _of_object(one, names, places, depth - 1)
-
-
-def _of_class(kind: type, own: Any, names: Set[str]) -> Iterator[Any]:
-    """Yields methods of a class of which code names these, or that it calls without a name.
-
-    Args:
-        kind: The class.
-        own: An object of it; the class itself where the code may make some.
-        names: Of the code.
-    """
-    of_modules = issubclass(kind, nn.Module)
-    for base in () if _passed_over(kind) else kind.__mro__:
-        for name, method in [] if _passed_over(base) else sorted(vars(base).items()):
-            special = not of_modules and (name in _OPERATORS or (name in _MADE and own is kind))
-            applied = name == "forward" and "apply" in names and issubclass(kind, Function)
-            if not (name in names or special or applied):
-                continue
-            for thing in _parts(method):
-                # as a method it says whose others it calls; a module's is called with the module
-                yield thing if of_modules else types.MethodType(thing, own)
-
-
-def _parts(method: Any) -> list[types.FunctionType]:
-    """Returns the functions of an attribute of a class: of a property there are two."""
-    if isinstance(method, property):
-        return [f for f in (method.fget, method.fset) if isinstance(f, types.FunctionType)]
-    found = getattr(method, "__func__", method)  # of a static or a class method
-    return [found] if isinstance(found, types.FunctionType) else []
-
-
-def _passed_over(kind: type) -> bool:
-    """Whether a class is torch's, tiermem's or Python's own."""
-    package = (getattr(kind, "__module__", None) or "").partition(".")[0]
-    return package in _TRUSTED or package in sys.stdlib_module_names
-
-
-def _of_module(
-    module: types.ModuleType, names: set[str], places: Places, depth: int = 2
-) -> Iterator[Any]:
-    """Yields what code may call by the name of a module (``helpers.renorm(weight)``)."""
-    package = module.__name__.partition(".")[0]
-    if package in _TRUSTED or package in sys.stdlib_module_names:
-        return
-    for name in sorted(names & vars(module).keys()):
-        value = vars(module)[name]
-        if isinstance(value, types.ModuleType):
-            yield from _of_module(value, names, places, depth - 1) if depth else ()
-        elif value is None or _is_called(value):
-            places.note(module, name)
-            yield from () if value is None else (value,)
-        else:
-            yield from _of_object(value, names, places)

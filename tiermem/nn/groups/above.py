@@ -30,7 +30,7 @@ class Calls(Protocol):
 
 
 class WeightViews(Protocol):
-    """Packs views of weights that autograd saves; see :mod:`tiermem.nn.passes.saved`."""
+    """Packs views of weights that autograd saves; see :mod:`tiermem.nn.passes.savedweights`."""
 
     def group_of(self, block: Block) -> Group:
         """Returns the group of a block."""
@@ -40,16 +40,25 @@ class WeightViews(Protocol):
         """Returns an alias of bytes that never leave HBM, in place of a reference; else None."""
         ...
 
-    def refused(self) -> bool:
-        """Whether torch takes no hooks now."""
-        ...
-
     def pay(self, block_id: int) -> None:
         """Makes the deferred step of a block."""
         ...
 
     def view(self, saved: Any) -> torch.Tensor:
         """Returns the view that a reference stands for."""
+        ...
+
+
+class Hooks(Protocol):
+    """Sees the tensors that autograd saves; see :mod:`tiermem.nn.passes.saved`."""
+
+    @property
+    def weights(self) -> WeightViews:
+        """What stands for weights among them."""
+        ...
+
+    def refused(self) -> bool:
+        """Whether torch takes no hooks now."""
         ...
 
 
@@ -105,7 +114,7 @@ class Lender(Protocol):
         ...
 
     @property
-    def saved(self) -> WeightViews:
+    def saved(self) -> Hooks:
         """The hooks that save tensors of its groups for backward."""
         ...
 

@@ -9,19 +9,17 @@ from weakref import getweakrefcount
 
 import torch
 
-from tiermem.core.layout import TensorShape
-from tiermem.errors import CapacityError, StepError
+from tiermem.errors import CapacityError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.quiet import unrecorded
-from tiermem.nn.compat.shapes import follow, shape_of
+from tiermem.nn.compat.shapes import follow
 from tiermem.nn.compat.weakly import Weak
 from tiermem.nn.groups.above import Passes, Watcher
 from tiermem.nn.groups.clipping import Clippable
 from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.gradhomes import GradHomes
 from tiermem.nn.groups.gradnorms import GradNorms
-from tiermem.nn.groups.gradunit import Change, GradRun, GradUnit, divide, make_first
-from tiermem.nn.groups.gradwanted import Wanted
-from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.gradunit import Change, GradRun, GradUnit, make_first
 from tiermem.nn.groups.need import beside_optimizer, check_gradients
 from tiermem.nn.tensors.lazy import (
     ALONE,
@@ -43,6 +41,7 @@ class GradStore:
 
     Attributes:
         manager: Where the gradients are.
+        homes: Where they are kept, and in which dtype.
         norms: What is measured of them.
         watchers: Notified of every gradient that arrives.
         host_shares: Return whether the host makes steps of an optimizer by now.
@@ -56,7 +55,8 @@ class GradStore:
         self.norms = GradNorms(runtime.manager.parts.device)
         self._deferred = runtime.manager.parts.deferred
         self.displaced: list[Entry] = []
-        self._dtypes: dict[int, torch.dtype] = {}
+        self.homes = GradHomes(runtime, self.sync)
+        self._dtypes = self.homes.dtypes
         self.watchers: list[Watcher] = []
         self.host_shares: list[Callable[[], bool]] = []
         self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
@@ -71,79 +71,6 @@ class GradStore:
         for entry in entries:
             self._dtypes.pop(id(entry.param), None)
             self.norms.forget(entry)
-
-    def keep_in(
-        self, dtype: torch.dtype | None, params: Iterable[torch.Tensor]
-    ) -> Callable[[], None]:
-        """Sets the dtype in which gradients are accumulated and kept.
-
-        ``param.grad`` shows that dtype.
-
-        Args:
-            dtype: A floating dtype; None changes nothing.
-            params: Whose gradients; those that are not managed, or not floating, are passed over.
-
-        Returns:
-            What undoes it, before there are any gradients.
-
-        Raises:
-            StepError: If a gradient is there already in another dtype.
-        """
-        if dtype is None:
-            return lambda: None
-        ids = {id(param) for param in params if param.is_floating_point()}
-        entries = [e for g in self._runtime.groups for e in g.entries if id(e.param) in ids]
-        units: dict[int, GradUnit] = {}
-        for entry in entries:
-            self.sync(entry)
-            unit = entry.unit
-            if unit is not None and unit.block.tensors[entry.unit_index].dtype is not dtype:
-                units[id(unit)] = unit
-        for unit in units.values():
-            if any(e.has_grad for e in unit.entries):
-                raise StepError(
-                    f"grad_dtype={dtype}: block {unit.block.name!r} has gradients already, in "
-                    "another dtype; make the optimizer before the first backward, or call "
-                    "zero_grad() on the model first"
-                )
-        self.unreserve(list(units.values()))
-        former = {id(e.param): self._dtypes.get(id(e.param)) for e in entries}
-        self._dtypes.update((id(entry.param), dtype) for entry in entries)
-
-        def undo() -> None:
-            for key, known in former.items():
-                if known is None:
-                    self._dtypes.pop(key, None)
-                else:
-                    self._dtypes[key] = known
-
-        return undo
-
-    def reserve(self, groups: Iterable[Group]) -> list[GradUnit]:
-        """Reserves homes for the gradients of every trainable parameter that has none yet.
-
-        Returns:
-            What is new.
-
-        Raises:
-            CapacityError: Before anything is changed.
-        """
-        wanted = [
-            Wanted(entries, [self._shape(e) for e in entries])
-            for group in groups
-            for entries in divide(group, self._runtime.unit_limit(group))
-        ]
-        for each in wanted:
-            each.cut(self._runtime)
-        shapes = [shapes for each in wanted for shapes in each.blocks()]
-        homes = ["hbm" if each.group.resident else None for each in wanted for _ in each.blocks()]
-        blocks = iter(self.manager.add_blocks(shapes, home=homes))
-        made = [each.make(blocks) for each in wanted]
-        for unit in made:
-            for index, entry in enumerate(unit.entries):
-                entry.unit_index = index
-                entry.unit = unit
-        return made
 
     def lay_out(self, entry: Entry, *, whole: bool) -> None:
         """Keeps the gradient of a parameter in one block, or in runs, from now on.
@@ -160,24 +87,17 @@ class GradStore:
             return
         self.sync(entry)
         self.pay(unit)
-        value = self.load(entry, self.dtype_of(entry)) if entry.has_grad else None
+        value = self.load(entry, self.homes.dtype_of(entry)) if entry.has_grad else None
         if value is not None:
             self.clear(entry)
-        self.unreserve([unit])
+        self.homes.unreserve([unit])
         try:
-            self.reserve([entry.group])
+            self.homes.reserve([entry.group])
         finally:
             if value is not None:
                 entry.param.grad = value.to(entry.param.dtype)
                 if entry.unit is not None:
                     self.store(entry, value)
-
-    def unreserve(self, units: Sequence[GradUnit]) -> None:
-        """Gives homes back that were reserved and are not used yet."""
-        for unit in units:
-            for entry in unit.entries:
-                entry.unit = None
-        self.manager.remove_blocks([block for unit in units for block in unit.blocks])
 
     @property
     def has_any(self) -> bool:
@@ -357,15 +277,6 @@ class GradStore:
             entry.displaced = False
         self.displaced = waiting
 
-    def dtype_of(self, entry: Entry) -> torch.dtype:
-        """Returns the dtype that gradients of a parameter are kept in."""
-        known = entry.placeholder.dtype  # the parameter's, which takes longer to say so
-        return self._dtypes.get(id(entry.param), known) if self._dtypes else known
-
-    def dtype_for(self, param: torch.Tensor) -> torch.dtype:
-        """Returns the dtype of gradients of a parameter that may not be managed yet."""
-        return self._dtypes.get(id(param), param.dtype) if self._dtypes else param.dtype
-
     @inside
     def load(self, entry: Entry, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns a copy of a stored gradient in ordinary memory on the device.
@@ -413,7 +324,7 @@ class GradStore:
     def show(self, entry: Entry) -> None:
         """Shows a gradient in runs, which was written, in the views that users have of it."""
         if is_viewed(entry.lazy) and entry.has_grad:
-            refresh(entry.lazy, self.load(entry, self.dtype_of(entry)))
+            refresh(entry.lazy, self.load(entry, self.homes.dtype_of(entry)))
 
     def open(self, unit: GradUnit) -> Slot:
         """Acquires a unit's block and makes the changes that are pending; release it after use.
@@ -528,7 +439,7 @@ class GradStore:
             finally:
                 self.manager.release(run.block, dirty=True)
         if not entry.has_grad:
-            self.norms.take_whole(entry, gradient, self.dtype_of(entry))
+            self.norms.take_whole(entry, gradient, self.homes.dtype_of(entry))
         entry.has_grad = True
         self._stored[id(unit)] = unit
         self.show(entry)
@@ -551,7 +462,7 @@ class GradStore:
         for entry in entries:
             stand_in, ways = entry.lazy, entry.ways
             if stand_in is None:
-                dtype = self.dtype_of(entry) if self._dtypes else entry.placeholder.dtype
+                dtype = self.homes.dtype_of(entry) if self._dtypes else entry.placeholder.dtype
                 if ways is None or ways.dtype is not dtype:
                     ways = entry.ways = self._ways_of(entry, dtype)
                 stand_in = entry.lazy = ways.stand_in()
@@ -581,8 +492,3 @@ class GradStore:
             stand_in._store(gradient)
         else:
             self.store(entry, gradient)
-
-    def _shape(self, entry: Entry) -> TensorShape:
-        """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
-        like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
-        return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)

@@ -459,7 +459,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
     program, table = runtime.program, runtime.manager.parts.table
     made: list[GradUnit] = []
     try:
-        made = runtime.grads.reserve(runtime.groups)
+        made = runtime.grads.homes.reserve(runtime.groups)
         units = {
             id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None
         }
@@ -478,7 +478,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
                 f"give hbm= at least {need}",
             )
     except CapacityError as error:
-        runtime.grads.unreserve(made)
+        runtime.grads.homes.unreserve(made)
         raise program.refuse_gradients(error) from None
     return made
 

@@ -71,7 +71,7 @@ class Groups(Sequence[Group]):
         if self._homed != len(self._list):
             self._homed = len(self._list)
             with suppress(CapacityError):  # there may be no backward; if there is, it says so
-                grads.reserve(self._list)
+                grads.homes.reserve(self._list)
 
 
 def _owners_in(group: Group) -> tuple[list[int], list[torch.Tensor | None]]:

@@ -137,9 +137,10 @@ class ReducedGradients:
         current = param.grad
         if not isinstance(current, LazyTensor) or is_gone(current) or not entry.has_grad:
             return
-        if grads.dtype_of(entry) is not param.dtype:
+        kept = grads.homes.dtype_of(entry)
+        if kept is not param.dtype:
             raise StepError(
-                f"the gradient of parameter {entry.name!r} is kept in {grads.dtype_of(entry)} "
+                f"the gradient of parameter {entry.name!r} is kept in {kept} "
                 f"(grad_dtype=), in which {_NAME} cannot add to it; "
                 "leave grad_dtype out, or make one backward per step"
             )

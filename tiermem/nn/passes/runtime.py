@@ -98,7 +98,7 @@ class ModuleRuntime:
         self.groups = Groups()
         self.here = Here()
         self.grads = GradStore(self)
-        self.program = Program(manager.parts.settings, self.grads.dtype_for)
+        self.program = Program(manager.parts.settings, self.grads.homes.dtype_for)
         self.away = AwayUses(self)
         settings = manager.parts.settings
         self.activations: Activations = Activations(

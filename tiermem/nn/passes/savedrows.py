@@ -37,11 +37,11 @@ class _OfStack(SavedView):
     __slots__ = ("index", "use")
 
     def __init__(
-        self, hooks: WeightViews, tensor: torch.Tensor, view: View, use: Use, index: int
+        self, weights: WeightViews, tensor: torch.Tensor, view: View, use: Use, index: int
     ) -> None:
         block = use.stack.block
-        group = hooks.group_of(block)
-        super().__init__(hooks, block, tensor, view, None)
+        group = weights.group_of(block)
+        super().__init__(weights, block, tensor, view, None)
         self.index = index
         self.use = use
         for entry in group.entries:
@@ -60,10 +60,10 @@ class SavedRow(_OfStack):
 
     __slots__ = ("piece",)
 
-    def __init__(self, hooks: WeightViews, tensor: torch.Tensor, use: Use, piece: Piece) -> None:
+    def __init__(self, weights: WeightViews, tensor: torch.Tensor, use: Use, piece: Piece) -> None:
         first = use.stack.begin_of(piece) // tensor.dtype.itemsize + int(tensor.storage_offset())
         view = tensor.dtype, first, tensor.shape, tensor.stride()
-        super().__init__(hooks, tensor, view, use, piece.tensor)
+        super().__init__(weights, tensor, view, use, piece.tensor)
         self.piece = piece
 
 
@@ -79,10 +79,10 @@ class SavedCopies(_OfStack):
 
     __slots__ = ("counted", "counter", "experts", "shown")
 
-    def __init__(self, hooks: WeightViews, tensor: torch.Tensor, copied: Copied) -> None:
+    def __init__(self, weights: WeightViews, tensor: torch.Tensor, copied: Copied) -> None:
         spec: Any = copied.use.stack.block.tensors[copied.tensor]
         whole = spec.dtype, spec.offset // spec.dtype.itemsize, spec.shape, spec.stride
-        super().__init__(hooks, tensor, whole, copied.use, copied.tensor)
+        super().__init__(weights, tensor, whole, copied.use, copied.tensor)
         self.experts = list(copied.experts)
         self.shown = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
         self.counter, self.counted = tensor.detach(), tensor._version
@@ -110,9 +110,9 @@ class SavedRows:
         store: Has the rows.
     """
 
-    def __init__(self, hooks: WeightViews, runtime: ModuleRuntime) -> None:
+    def __init__(self, weights: WeightViews, runtime: ModuleRuntime) -> None:
         """Starts with nothing packed."""
-        self._hooks = hooks
+        self._weights = weights
         self._runtime = runtime
         self._manager = runtime.manager
         self.store: ExpertStore = runtime.experts
@@ -152,14 +152,14 @@ class SavedRows:
                 return None  # they are copies no more
             use, index, experts = copied.use, copied.tensor, copied.experts
             use.saved.update((use.stack.piece(index, e), None) for e in sorted({*experts}))
-            return SavedCopies(self._hooks, tensor, copied)
+            return SavedCopies(self._weights, tensor, copied)
         with self._manager.lock:  # another thread's call may give the room back
             found = self.calls.shown(storage.data_ptr())
         if found is None:
             return None
         use, piece = found
         use.saved[piece] = None
-        return SavedRow(self._hooks, tensor, use, piece)
+        return SavedRow(self._weights, tensor, use, piece)
 
     # -- unpacking -------------------------------------------------------
 

@@ -20,7 +20,7 @@ class SavedView:
     Attributes:
         block: The block.
         view: What it shows of the block.
-        hooks: Of the manager that has the block.
+        weights: Of the manager that has the block.
         owner: The parameter or buffer whose bytes they are, if that is known.
         version: Of the owner when the view was saved; -1 where changes are no error.
         times: How often weights had been given other data by then; as often as can be where it
@@ -28,18 +28,18 @@ class SavedView:
     """
 
     __slots__ = (
-        "block", "conj", "hooks", "neg", "owner", "times", "version", "view"
+        "block", "conj", "neg", "owner", "times", "version", "view", "weights"
     )  # fmt: skip
 
     def __init__(
         self,
-        hooks: WeightViews,
+        weights: WeightViews,
         block: Block,
         tensor: torch.Tensor,
         view: View,
         owner: torch.Tensor | None,
     ) -> None:
-        self.hooks = hooks
+        self.weights = weights
         self.block = block
         self.view = view
         self.conj = tensor.is_conj()

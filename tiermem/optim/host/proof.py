@@ -18,15 +18,15 @@ from torch import nn
 
 from tiermem.optim.host.exact import Beside, ExactCalls, Kind, Proven
 from tiermem.optim.host.loop import library
+from tiermem.optim.rules.bits import SPECIAL, bits
 from tiermem.optim.rules.plainstep import run_unseen
-from tiermem.optim.rules.separable import Make, bits
+from tiermem.optim.rules.separable import Make
 
 _STEPS = (0, 1, 2, 9, 99, 999, 9999, 123455)
 _SIZES = (16384, 16381)  # whole vectors of the kernels, and not
 _ROUNDS = 3
 _COUNTS = (*range(1, 193), *(round(200 * 1.15**n) for n in range(64)))
 _FEW = 4  # elements to each of these
-_SPECIAL = (0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
 _MOST_BETAS = 16
 """Most pairs of betas tried on a device; a schedule that changes them each step is left to the
 device, as trying one waits for it."""
@@ -220,8 +220,8 @@ def _values(count: int, dtype: torch.dtype, source: torch.Generator) -> torch.Te
     found = torch.where(which == 0, wild.to(torch.int32).view(torch.float32), plain)
     found = torch.where(which == 1, calm, found)
     places = torch.randint(0, count, (count // 64,), generator=source, device="cpu")
-    chosen = torch.randint(0, len(_SPECIAL), (len(places),), generator=source, device="cpu")
-    found[places] = torch.tensor(_SPECIAL, dtype=torch.float32, device="cpu")[chosen]
+    chosen = torch.randint(0, len(SPECIAL), (len(places),), generator=source, device="cpu")
+    found[places] = torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")[chosen]
     return found.to(dtype)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from tiermem.nn.compat.counters import increment_versions
 from tiermem.nn.wrap.lookup import has_modes
 from tiermem.optim.rules.adamkernel import AdamKernel, Numbers, Rows, kernel_for
+from tiermem.optim.rules.bits import SPECIAL, bits
 from tiermem.optim.rules.torchsteps import (
     flavour_of,
     foreach_numbers,
@@ -40,7 +41,6 @@ _TRIED = (0, 1, 9, 99, 999, 123455)
 """Steps made before those that are tried."""
 _SIZES = (16384, 16381, 8192 * 3 + 5)
 _ROUNDS = 3
-_SPECIAL = (0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-45, 3.4e38)
 
 _DEVICE = "cuda"
 _Base: Any = torch._C.TensorBase
@@ -355,7 +355,7 @@ def _try(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | Non
             _step_mine(kernel, kind, plain[1], mine)
             for param, other in zip(theirs, mine, strict=True):
                 sides = zip(_written(plain[0], param), _written(plain[1], other), strict=True)
-                if not all(torch.equal(_bits(a), _bits(b)) for a, b in sides):
+                if not all(torch.equal(bits(a), bits(b)) for a, b in sides):
                     return None
     return counts
 
@@ -382,15 +382,15 @@ def _written(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> list[torc
 
 
 def _values(size: int, kind: _Kind, source: torch.Generator) -> torch.Tensor:
-    """Returns values of all sizes, on the device."""
+    """Returns values of all sizes, on the device.
+
+    Not every pattern of bits, as where steps on the host are tried: to draw those takes three times
+    as long, and here the first step of a program waits for it.
+    """
     mantissas = torch.randn(size, generator=source, device="cpu", dtype=torch.float32)
     exponents = torch.randint(-40, 20, (size,), generator=source, device="cpu")
     values = torch.ldexp(mantissas, exponents)
-    special = torch.tensor(_SPECIAL, dtype=torch.float32, device="cpu")
+    special = torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")
     places = torch.randint(0, size, (20 * len(special),), generator=source, device="cpu")
     values[places] = special.repeat(20)
     return values.to(kind.dtype).to(kind.device)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else torch.int32)

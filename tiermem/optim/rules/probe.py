@@ -12,10 +12,10 @@ from torch import nn
 
 from tiermem.errors import StepError
 from tiermem.nn.tensors.shells import insides, is_opaque
+from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.separable import (
     Make,
-    bits,
     copied,
     give_gradients,
     opaque,

@@ -17,6 +17,7 @@ from torch import nn
 
 from tiermem.errors import StepError
 from tiermem.nn.tensors.shells import insides, is_opaque
+from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.trial import Draws, trial
 
@@ -460,8 +461,3 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, float):
         return first == second or (first != first and second != second)
     return first is second or bool(first == second)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, in a row."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -90,7 +90,7 @@ class UnitGradients:
                 continue
             if unit.runs:
                 (entry,) = stored
-                use(entry.param, runtime.grads.load(entry, runtime.grads.dtype_of(entry)))
+                use(entry.param, runtime.grads.load(entry, runtime.grads.homes.dtype_of(entry)))
                 continue
             slot = runtime.grads.open(unit)
             try:

@@ -206,7 +206,7 @@ class PartedUnit(StepUnit):
             elif self._has_runs(unit):
                 runs = unit.runs
             else:
-                self._gradient = runtime.grads.load(entry, runtime.grads.dtype_of(entry))
+                self._gradient = runtime.grads.load(entry, runtime.grads.homes.dtype_of(entry))
                 self._copied = True
         gradient = None if owed else entry.param.grad
         if gradient is not None and (entry.materialized or not entry.has_grad):

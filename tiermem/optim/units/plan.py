@@ -73,7 +73,7 @@ def plan_units(
         let_apart(apart)
         joined = [e.unit for e in apart if e.unit is not None and not e.has_grad]
         new = {id(u): u for u in joined if id(u) not in known} | {id(u): u for u in made}
-        runtime.grads.unreserve(list(new.values()))
+        runtime.grads.homes.unreserve(list(new.values()))
         raise
     return units
 
