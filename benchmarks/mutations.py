@@ -490,7 +490,7 @@ _ELSEWHERE = (
     ),
     Mutation(
         "a block under way is removed without waiting",
-        _RUNTIME + "inventory.py",
+        _RUNTIME + "registry.py",
         "self._parts.transfers.settle(block.id)\n            if self._parts.table[",
         "if self._parts.table[",
         FAULTS,
@@ -2028,7 +2028,7 @@ _LOOKS = (
     ),
     (
         "a home goes to another block while a copy up from it is under way",
-        "tiermem/runtime/inventory.py",
+        "tiermem/runtime/registry.py",
         "            self._parts.copy.wait(self._parts.copy.risen())",
         "            pass",
     ),

@@ -18,7 +18,7 @@ from tiermem.transfer.file.mover import FileTransfer
 
 RUNTIME = str(Path(manager_module.__file__).parent)
 WATCHED = (
-    "inventory.py",
+    "registry.py",
     "manager.py",
     "transfers/transfers.py",
     "transfers/departures.py",

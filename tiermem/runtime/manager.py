@@ -26,7 +26,6 @@ from tiermem.runtime.assembly import OpenTiers
 from tiermem.runtime.base.forks import tell_of_forks
 from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.base.threads import UserThreads
-from tiermem.runtime.inventory import Inventory
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.loans.zero_copy import ZeroCopy
 from tiermem.runtime.lookahead.first_fill import FirstFill
@@ -37,6 +36,7 @@ from tiermem.runtime.memory.hostheap import HostHeap
 from tiermem.runtime.memory.opening import OpenHbm, open_hbm
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.metrics.counters import ResidencyRow, Stats, row_of, stats_of
+from tiermem.runtime.registry import BlockRegistry
 from tiermem.runtime.repair import repair_blocks
 from tiermem.runtime.transfers.block_io import BlockIo
 from tiermem.runtime.transfers.file_fills import FileFills
@@ -82,7 +82,7 @@ class BlockManager:
             self.prefetcher = Prefetcher(self.parts, self.host_loans, self.try_fill)
             self.replay = Replay(self.parts, self.prefetcher)
             self.acquirer = Acquirer(self.parts, self.gate, self.prefetcher, self.replay)
-            self._inventory = Inventory(
+            self._registry = BlockRegistry(
                 self.parts, self.acquirer, self.zero_copy, self.repair_blocks
             )
             self._heap = None if self.parts.device.type == "cuda" else HostHeap()
@@ -118,7 +118,7 @@ class BlockManager:
         self.gate.guard()
         with self.lock:
             self.gate.guard()
-            return self._inventory.add(wanted, home, stored)
+            return self._registry.add(wanted, home, stored)
 
     def attach_files(
         self, paths: Sequence[Path], check: Callable[[int, int], None] | None = None
@@ -162,7 +162,7 @@ class BlockManager:
         self.gate.guard()
         with self.lock:
             self.gate.guard()
-            self._inventory.make_writable(blocks)
+            self._registry.make_writable(blocks)
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
         """Takes blocks out and gives their space back; what they hold is lost.
@@ -175,7 +175,7 @@ class BlockManager:
         if self.gate.closed:
             return
         with self.lock:
-            self._inventory.remove(blocks)
+            self._registry.remove(blocks)
 
     def can_hold(self, nbytes: int) -> bool:
         """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""

@@ -17,7 +17,7 @@ from tiermem.runtime.placement.no_room import too_much_for_good
 _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 
 
-class Inventory:
+class BlockRegistry:
     """Implements ``add_blocks``, ``make_writable`` and ``remove_blocks`` of the block manager.
 
     All of it under the manager's lock.
