@@ -31,8 +31,6 @@ from tiermem.nn.compat.callees import (
     owner_of,
 )
 
-__all__ = ["Places", "hook_may", "may_write_uncounted", "only_unmerges"]
-
 _UNCOUNTED = frozenset(
     {
         "data",

@@ -87,8 +87,6 @@ class SavedHooks:
         weights: What stands for weights.
         rows: Rows of stacked experts.
         unseen: Keeps blocks in HBM of which graphs are made that no hook sees.
-        hold_for: :meth:`UnseenGraphs.hold_for`.
-        hold_unseen: :meth:`UnseenGraphs.hold_unseen`.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -102,7 +100,6 @@ class SavedHooks:
         self._reference, self._view_in, self.rows = weights.reference, weights.view_in, weights.rows
         self._room = runtime.experts.room
         self.unseen = UnseenGraphs(runtime)
-        self.hold_for, self.hold_unseen = self.unseen.hold_for, self.unseen.hold_unseen
         activations = runtime.activations
         self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
-from tiermem.nn.compat.writes import Places, hook_may, may_write_uncounted, only_unmerges
+from tiermem.nn.compat.callees import Places
+from tiermem.nn.compat.writes import hook_may, may_write_uncounted, only_unmerges
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found

@@ -339,7 +339,7 @@ class CallInterceptor(Interceptor):
                 result = CallInterceptor.__call__(self, *args, **kwargs)
                 theirs = False
                 if here.unseen:
-                    self._saved.hold_unseen(outputs_with_grad(result))
+                    self._saved.unseen.hold_unseen(outputs_with_grad(result))
                 return result
             finally:
                 here.inside = False
@@ -363,7 +363,7 @@ class CallInterceptor(Interceptor):
     def _watch(scope: Scope, runtime: ModuleRuntime, result: Any, pushed: bool) -> None:
         """Registers a hook that announces when backward reaches this module."""
         if not pushed and runtime.saved.refused():
-            runtime.saved.hold_for(outputs_with_grad(result), scope.groups)
+            runtime.saved.unseen.hold_for(outputs_with_grad(result), scope.groups)
         if not scope.begins or transforming() or runtime.saved.is_thrown_away():
             return
         plain = type(result) is torch.Tensor and result.requires_grad
