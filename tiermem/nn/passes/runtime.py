@@ -199,7 +199,7 @@ class ModuleRuntime:
         """
         with self.manager.lock:
             if self.manager.parts.planner.key is None:  # no pass has begun
-                self.experts.prepare(self._trained()[0] if written else ())
+                self.experts.prepare(*(self._trained() if written else ((), None)))
         order = scope.order(self._looked_up(1))
         self.manager.fill_ahead(order, held)
         self.manager.prepare_stamps(len(order))

@@ -30,6 +30,8 @@ _ANOTHER_LOAD = 6
 _SETTLING = 2
 _TIMED = 4
 _FASTER = 0.97
+_FEW, _FAR_SLOWER = 2, 1.1
+"""Without the share so few steps do, if they take so many times as long as with it."""
 _WATCHED = 8
 _PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
 _MOST_LOADS = 32
@@ -155,8 +157,13 @@ class _Tried:
             if self.since >= self.pause and self._is_doubtful():
                 self.decided, self.other_is_next = False, True
                 self._go_to(on_host=False)
-        elif len(self.times) == _TIMED:
+        elif len(self.times) == _TIMED or self._is_clear():
             self._has_tried(statistics.median(self.times))
+
+    def _is_clear(self) -> bool:
+        """Whether steps without the share, tried last, are seen to be far slower already."""
+        few = len(self.times) == _FEW and not (self.on_host or self.other_is_next)
+        return few and statistics.mean(self.times) > _FAR_SLOWER * self.shared
 
     def _has_tried(self, usual: float) -> None:
         """Notes how long steps take on the present side; goes to the other, or decides."""
