@@ -206,6 +206,21 @@ def test_a_first_token_waits_for_what_it_chooses_alone(trained: bool) -> None:
         assert 0 < nbytes <= missing * (2 * ROW + 256)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_model_wrapped_to_be_trained_in_part_has_as_much_room_where_it_is_not(
+    trained: bool,
+) -> None:
+    """The room left place for the whole stack that is to be trained, in every pass."""
+    model = Model().train(trained).requires_grad_(False)
+    model.experts[-1].requires_grad_(True)
+    with tiermem.TierManager("cpu", hbm=2 * LAYER + 2 * SEAT, dram=4 << 20) as tier:
+        tier.wrap(model)
+        with torch.no_grad():
+            model(states(1), choose(1, 0))
+        room = tier._runtime.experts.room.block
+        assert room is not None and room.nbytes > 1.5 * LAYER
+
+
 def test_experts_chosen_time_and_again_stay() -> None:
     with twins() as (model, plain, tier):
         often, rare = choose(1, 0), choose(EXPERTS, 1)

@@ -162,3 +162,54 @@ def test_what_stays_is_left_where_it_lies_if_nothing_streams(slot: int) -> None:
     assert inside == [slot == 0] * 2
     manager.parts.table.check()
     manager.close()
+
+
+def test_what_stays_makes_place_for_others_where_it_is_missing_itself() -> None:
+    """Nothing streams, but a stranger lies where the one that is missing belongs."""
+    manager = opened([1, 1, 2, 2], 5, depth=0)
+    stranger, other, there, missing = blocks_of(manager, [1, 1, 2, 2])
+    evictor, loop = manager.parts.evictor, object()
+    for residents, used in (((stranger, other), stranger), ((there, missing), there)):
+        evictor.keep(frozenset(block.id for block in residents), 0)
+        manager.acquire(used)
+        manager.release(used)
+    evictor.rearrange(loop)
+    evictor.rearrange(loop)
+    assert manager.record(stranger).extent is None
+    assert manager.record(there).extent is not None
+    manager.parts.table.check()
+    manager.close()
+
+
+def test_what_stays_leaves_no_other_for_want_of_a_place_in_its_region() -> None:
+    """One of a page in the middle leaves none for two pages, of which there are more elsewhere."""
+    manager = opened([1, 2, 2, 3], 8, depth=0)
+    middle, first, last, gone = blocks_of(manager, [1, 2, 2, 3])
+    evictor = manager.parts.evictor
+    evictor.keep(frozenset({middle.id, gone.id}), 0)
+    manager.acquire(middle)
+    manager.release(middle)
+    evictor.keep(frozenset({middle.id, first.id, last.id}), 0)
+    for block in (first, last):
+        manager.acquire(block)
+        manager.release(block)
+    assert all(manager.record(block).extent for block in (middle, first, last))
+    assert manager.parts.counters.evictions == 0
+    manager.parts.table.check()
+    manager.close()
+
+
+def test_what_stays_is_left_where_something_of_no_use_may_leave_instead() -> None:
+    """It lies where others stream, and the other one lies at the border of the two regions."""
+    manager = opened([2, 3, 3], 6, depth=0)
+    stays, unused, comes = blocks_of(manager, [2, 3, 3])
+    for block in (stays, unused):
+        manager.acquire(block)
+        manager.release(block)
+    manager.parts.evictor.keep(frozenset({stays.id}), 0)
+    manager.acquire(comes)
+    assert manager.record(stays).extent is not None
+    assert manager.record(unused).extent is None
+    manager.release(comes)
+    manager.parts.table.check()
+    manager.close()

@@ -199,7 +199,9 @@ class ModuleRuntime:
         """
         with self.manager.lock:
             if self.manager.parts.planner.key is None:  # no pass has begun
-                self.experts.prepare(*(self._trained() if written else ((), None)))
+                trained = self._trained()[0] if written else set()
+                # room made beside a few that are trained would stay as small if none is
+                self.experts.prepare(trained if len(trained) == len(self.experts.stacks) else ())
         order = scope.order(self._looked_up(1))
         self.manager.fill_ahead(order, held)
         self.manager.prepare_stamps(len(order))

@@ -16,7 +16,14 @@ from tiermem.errors import CapacityError, StorageError
 from tiermem.runtime.memory.slots import Holder, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.compaction import Compactor
-from tiermem.runtime.placement.leaving import FAILING, WANTED, LeaveRules, LeavingOrder, Why
+from tiermem.runtime.placement.leaving import (
+    FAILING,
+    RESIDENT,
+    WANTED,
+    LeaveRules,
+    LeavingOrder,
+    Why,
+)
 from tiermem.runtime.placement.no_room import too_small
 from tiermem.runtime.placement.regions import Regions
 from tiermem.runtime.placement.ring import Ring
@@ -99,6 +106,11 @@ class Evictor:
         """Blocks that shall stay while the present loop goes on."""
         return self.regions.residents
 
+    @property
+    def _streams(self) -> bool:
+        """Whether blocks stream past what stays: through slots, or in a ring."""
+        return self.regions.slot > 0 or self.ring.uses > 0
+
     def keep(self, residents: frozenset[int], slot: int) -> None:
         """Makes blocks residents, and divides HBM for that; see :meth:`Regions.keep`."""
         if self.regions.keep(residents, slot):
@@ -107,15 +119,12 @@ class Evictor:
     def rearrange(self, loop: object) -> None:
         """Evicts what lies in the wrong region, once a loop has come round.
 
-        It comes back to the right one when it is used. Where nothing streams, what stays is in
-        nobody's way, wherever it lies.
+        It comes back to the right one when it is used.
 
         Args:
             loop: What is going on; nothing moves until it goes on for a second round.
         """
-        if not (self.regions.slot or self.ring.uses):
-            return
-        misplaced, loose = self._settling.misplaced(loop)
+        misplaced, loose = self._settling.misplaced(loop, streams=self._streams)
         for record in misplaced:  # dirty ones are written first, and go at a later round
             if record.in_hbm is State.VALID and self.rules.let_loose(record):
                 self.evict(record)
@@ -234,9 +243,11 @@ class Evictor:
                 continue
             window, last = self._window(size, position, parts, last), []
             anywhere = position is None or block.id in self.residents
-            dear = window is None or window.cost >= FAILING
+            # where nothing streams, it is in nobody's way anywhere
+            dearest = FAILING if self._streams else RESIDENT
+            dear = window is None or window.cost >= dearest
             if dear and anywhere and parts != [(0, hbm.capacity)]:
-                parts = [(0, hbm.capacity)]  # better there than not at all
+                parts = [(0, hbm.capacity)]  # better there than where another stays
                 continue
             if window is not None:
                 used, failing = hbm.used, len(self.transfers.failing)

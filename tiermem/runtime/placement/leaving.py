@@ -29,7 +29,8 @@ class Why(enum.Enum):
 
 _VALID, _DIRTY = State.VALID, State.DIRTY
 _NEEDED, _AHEAD, _WRITTEN = Why.NEEDED, Why.AHEAD, Why.WRITTEN
-_RESIDENT = 1e12
+RESIDENT = 1e12
+"""Price of what shall stay while the present loop goes on: it would come up again in each round."""
 WANTED = 1e15
 """Price of what a parameter that holds no lease expects to find: as a rule it is used next."""
 FAILING = 1e18
@@ -253,7 +254,7 @@ class LeavingOrder:
             return None
         price = eviction_cost(block.nbytes, distance, dirty=record.in_hbm is _DIRTY)
         if position is None:
-            price += (block.id in self._regions.residents) * _RESIDENT
+            price += (block.id in self._regions.residents) * RESIDENT
             price += self._rules.is_wanted(record) * WANTED
             price += self._rules.is_failing(block.id) * FAILING
         return price

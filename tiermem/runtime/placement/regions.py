@@ -18,7 +18,7 @@ class Regions:
         residents: Blocks that shall stay while the present loop goes on.
         border: Offset where the part of what stays begins.
         parts: Bounds of the runs of HBM that other blocks stream through.
-        slot: Bytes of the largest block that streams past what stays; 0 where none does.
+        slot: Bytes of the largest block that streams through slots; 0 where none does.
         changes: How often what is in HBM for good has changed.
     """
 
@@ -96,6 +96,12 @@ class Regions:
         """Bytes of the blocks that are there to stay."""
         records = map(self._table.get, self.residents)
         return sum(r.block.nbytes for r in records if r is not None and self.stays(r))
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that shall stay is in HBM, wherever."""
+        records = map(self._table.get, self.residents)
+        return all(r is None or r.extent is not None for r in records)
 
     def rest_fits(self, placed: Sequence[Record]) -> bool:
         """Whether residents that are not in their region yet fit between those that are.

@@ -22,6 +22,7 @@ class Settling:
         self._table = table
         self._regions = regions
         self._attempts = 0
+        self._streamed = False
         self._loops: dict[object, None] = {}
 
     def try_again(self) -> None:
@@ -32,28 +33,36 @@ class Settling:
         """Forgets the loops, after an exception anywhere."""
         self._loops.clear()
         self._attempts = 0
+        self._streamed = False
 
-    def misplaced(self, loop: object) -> tuple[list[Record], bool]:
+    def misplaced(self, loop: object, *, streams: bool) -> tuple[list[Record], bool]:
         """Returns the blocks that should leave now, to come back to the region they belong in.
 
         A block that is in use stays, and has another chance at the next round.
 
         Args:
             loop: The loop under way; no block has to leave before its second round.
+            streams: Whether blocks stream past what stays. Until they do, in this loop or another,
+                it is in nobody's way wherever it lies.
 
         Returns:
             Those blocks, and whether residents lie with gaps in which the other ones do not fit.
         """
+        self._streamed |= streams
         if loop not in self._loops:  # a loop of several passes has a schedule for each
             self._loops[loop] = None
             if len(self._loops) > _MOST_LOOPS:
                 del self._loops[next(iter(self._loops))]
             self._attempts = 0
             return [], False
-        if not self._regions.residents or self._attempts >= _ATTEMPTS:
+        regions = self._regions
+        if not regions.residents or self._attempts >= _ATTEMPTS:
+            return [], False
+        if not self._streamed and regions.complete:
+            self._attempts = _ATTEMPTS
             return [], False
         misplaced, placed = self._look()
-        loose = not self._regions.rest_fits(placed)
+        loose = not regions.rest_fits(placed)
         self._attempts = self._attempts + 1 if misplaced or loose else _ATTEMPTS
         return misplaced, loose
 
