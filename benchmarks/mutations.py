@@ -1989,6 +1989,8 @@ LOOKUPS = (
     "tests/unit/test_nn_lookup.py",
 )
 _IN_PLACE, _LOOKUP = "tiermem/runtime/loans/zero_copy.py", "tiermem/nn/wrap/lookup.py"
+_VIEWS_ALONE = "tests/property/test_views_alone.py"
+
 _LOOKS = (
     (
         "a kernel that looks at a block in DRAM leaves no event",
@@ -4060,6 +4062,59 @@ MUTATIONS = (
                 "if id(param) in shells and param.requires_grad:",
                 "if False:",
                 "test_nn_shell_params",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"views: {name}", f"tiermem/{file}", old, new, (_VIEWS_ALONE,))
+        for name, file, old, new in (
+            (
+                "what those that are gone have written is not asked for",
+                "nn/groups/group.py",
+                "        if versions != self.writes.versions or slot.others():\n",
+                "        if slot.others():\n",
+            ),
+            (
+                "those that are still there count as readers",
+                "nn/groups/group.py",
+                "        if versions != self.writes.versions or slot.others():\n",
+                "        if versions != self.writes.versions:\n",
+            ),
+            (
+                "a block leaves before it is looked at",
+                "runtime/placement/leaving.py",
+                "            self._settle_views(block_id)  # it may have",
+                "            pass  # it may have",
+            ),
+            (
+                "a block is moved before it is looked at",
+                "runtime/placement/leaving.py",
+                "            self._settle_views(record.block.id)  # the next",
+                "            pass  # the next",
+            ),
+            (
+                "no block is looked at as a pass ends",
+                "nn/passes/runtime.py",
+                "        self.away.settle_views()\n",
+                "",
+            ),
+            (
+                "those taken outside of a pass wait for the end of none",
+                "nn/passes/awayuses.py",
+                "            and self.here.inside\n            and not torch.is_grad",
+                "            and not torch.is_grad",
+            ),
+            (
+                "they wait where code writes what torch does not count",
+                "nn/passes/awayuses.py",
+                "            self.counted\n            and self.here",
+                "            self.here",
+            ),
+            (
+                "they are forgotten where a pass is cut short",
+                "nn/groups/group.py",
+                " or slot.viewed\n",
+                "\n",
             ),
         )
     ),

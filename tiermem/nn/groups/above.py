@@ -92,7 +92,7 @@ class Lender(Protocol):
         """Holds a group for one operation; returns the token for :meth:`lent`."""
         ...
 
-    def lent(self, group: Group, token: int, *, dirty: bool) -> None:
+    def lent(self, group: Group, token: int, *, dirty: bool, views: bool = False) -> None:
         """Ends the operation that :meth:`lend` began."""
         ...
 

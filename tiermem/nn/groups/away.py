@@ -22,6 +22,7 @@ from torch.nn.parallel import distributed
 
 from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
+from tiermem.nn.compat.views import VIEWS
 from tiermem.nn.groups.inspect import OR_SHARDED
 from tiermem.nn.groups.olddata import REPLACED, give, keep_old, share
 from tiermem.nn.groups.replaced import named, why_not
@@ -226,9 +227,8 @@ class Held(Opened):
 
     def close(self, func: Callable[..., Any]) -> None:
         """Releases the block; a result may hold an address through which it is written."""
-        self.group.lender.lent(
-            self.group, self.pushed, dirty=func in _UNSEEN_WRITES or writes(func)
-        )
+        dirty = func in _UNSEEN_WRITES or writes(func)
+        self.group.lender.lent(self.group, self.pushed, dirty=dirty, views=func in VIEWS)
 
 
 def _group(away: Any) -> Group:

@@ -242,21 +242,23 @@ class Group(Holder):
         parts.counters.hits += 1
         return True
 
-    def let_go(self, *, dirty: bool = False, soft: bool = False) -> None:
+    def let_go(self, *, dirty: bool = False, soft: bool = False, views_wait: bool = False) -> None:
         """Gives one hold back; the last one points the tensors away.
 
         Args:
             dirty: Whether it was certainly written.
             soft: Whether to leave the tensors pointed at the block, without a lease.
+            views_wait: Whether :meth:`settle_views` will find out what views have written.
         """
         with self.manager.lock:
-            self.let_go_locked(dirty=dirty, soft=soft)
+            self.let_go_locked(dirty=dirty, soft=soft, views_wait=views_wait)
 
     def let_go_locked(
         self,
         *,
         dirty: bool = False,
         soft: bool = False,
+        views_wait: bool = False,
         seen: bool = False,
         result: Any = None,
         given: Sequence[Any] = (),
@@ -266,6 +268,7 @@ class Group(Holder):
         Args:
             dirty: As there.
             soft: As there.
+            views_wait: As there.
             seen: Whether a graph has views of the block, which are no sign of replaced data.
             result: Of the call that ends, whose functions may keep views of it.
             given: What that call was given.
@@ -282,7 +285,14 @@ class Group(Holder):
         pointing, writes, record = self.pointing, self.writes, self.record
         if pointing.veiled and torch._C._is_torch_function_enabled():
             with Plain():  # what is looked at here is not to be held for that
-                self.let_go_locked(dirty=dirty, soft=soft, seen=seen, result=result, given=given)
+                self.let_go_locked(
+                    dirty=dirty,
+                    soft=soft,
+                    views_wait=views_wait,
+                    seen=seen,
+                    result=result,
+                    given=given,
+                )
             return
         slot, versions = pointing.slot, 0
         for param in writes.counted:  # Writes.count, in line
@@ -303,6 +313,14 @@ class Group(Holder):
                 writes.stepped += views == self.graph_views
                 if not 0 <= self.graph_views <= views:
                     self.graph_views = views
+            elif (
+                views_wait
+                and slot is not None
+                and versions == writes.versions
+                and not (written or writes.uncounted)
+                and pointing.all_at(slot)
+            ):
+                slot.viewed = True
             else:
                 written, refused = self._look_for_writes(slot, versions, written, result, given)
         elif seen:
@@ -382,6 +400,22 @@ class Group(Holder):
             versions += param._version
         return versions != self.writes.versions
 
+    def settle_views(self) -> None:
+        """Takes the block for written if views have written it that an operation returned.
+
+        Or if they are still there, and may do so later. The caller has the manager's lock.
+        """
+        slot = self.pointing.slot
+        if slot is None or not slot.viewed:
+            return
+        slot.viewed = False
+        with torch._C.DisableTorchFunctionSubclass():  # they may be away
+            versions = self.writes.count()
+        if versions != self.writes.versions or slot.others():
+            self.writes.versions = versions
+            self.record.leases += 1
+            self.manager.parts.table.release(self.block.id, dirty=True)
+
     def point_softly(self, *, dirty: bool) -> None:
         """Points the tensors at the block without holding it there.
 
@@ -450,13 +484,13 @@ class Group(Holder):
         self.holders.clear()
         with Plain(), torch.inference_mode(False), torch.no_grad():
             if slot is not None and record is not None and record.usable:
-                written = take_home(self, slot) or writes.count() != writes.versions
+                written = take_home(self, slot) or writes.count() != writes.versions or slot.viewed
                 record.leases += written
                 if written:
                     self.manager.parts.table.mark_dirty(self.block.id)
             for left in (pointing.slot, slot):
                 if left is not None:
-                    left.pointed, left.idle = 0, False
+                    left.pointed, left.idle, left.viewed = 0, False, False
             pointing.slot = None
             pointing.sort()
             pointing.away()

@@ -12,6 +12,7 @@ from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.addresses import Addresses
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.need import beside_optimizer
+from tiermem.runtime.base.functorch import transforming
 from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class AwayUses:
         manager: Where the blocks are.
         here: Where the calling thread is.
         addresses: The addresses that users were given for tensors.
+        counted: Whether torch counts all that the code of the modules writes, as far as is known.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -35,6 +37,8 @@ class AwayUses:
         self.here: Here = runtime.here
         self.addresses = Addresses()
         self._soft: dict[int, Group] = {}
+        self._viewed: list[Group] = []
+        self.counted = True
 
     @property
     def saved(self) -> SavedHooks:
@@ -81,12 +85,41 @@ class AwayUses:
         return 2 if torch.is_grad_enabled() and self.saved.push_for_operation() else 1
 
     @inside
-    def lent(self, group: Group, token: int, *, dirty: bool) -> None:
-        """Ends :meth:`lend`; the group stays pointed at the block until that leaves."""
+    def lent(self, group: Group, token: int, *, dirty: bool, views: bool = False) -> None:
+        """Ends :meth:`lend`; the group stays pointed at the block until that leaves.
+
+        Args:
+            group: The group.
+            token: What :meth:`lend` returned.
+            dirty: Whether the operation may have written the block.
+            views: Whether it returns views that share the tensors' version counters. What they
+                write in a pass without gradients is found out as the pass ends, or before the
+                block leaves: most of them are gone by then (``x @ self.embedding.weight.t()``).
+        """
         if token == 2:
             self.saved.pop()
-        group.let_go(dirty=dirty, soft=True)
+        waits = views and not (dirty or group.writes.merging) and self._may_wait()
+        group.let_go(dirty=dirty, soft=True, views_wait=waits)
+        if waits:
+            self._viewed.append(group)
         self._keep_soft(group)
+
+    def _may_wait(self) -> bool:
+        """Whether a pass is under way as whose end views can be looked at."""
+        return (
+            self.counted
+            and self.here.inside
+            and not torch.is_grad_enabled()
+            and not self.manager.threads.several
+            and not transforming()
+        )
+
+    def settle_views(self) -> None:
+        """Finds out which blocks views have written, as a pass ends."""
+        if self._viewed:
+            with self.manager.lock:
+                while self._viewed:
+                    self._viewed.pop().settle_views()
 
     @inside
     def bring(self, group: Group, show: Callable[[Slot], None], *, dirty: bool) -> None:
@@ -157,7 +190,8 @@ class AwayUses:
     def forget(self, gone: set[int]) -> None:
         """Forgets groups, given by their ids, that are taken out."""
         self._soft = {key: group for key, group in self._soft.items() if key not in gone}
+        self._viewed = [group for group in self._viewed if id(group) not in gone]
 
     def reset(self) -> None:
-        """Forgets all, after an exception anywhere: no group is soft."""
-        self._soft = {}
+        """Forgets all, after an exception anywhere: no group is soft, and no view waits."""
+        self._soft, self._viewed = {}, []

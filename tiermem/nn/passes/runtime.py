@@ -341,6 +341,7 @@ class ModuleRuntime:
         """Counts host time spent in a pass."""
         ended = time.perf_counter_ns()
         self.manager.parts.counters.busy_ns += ended - began_ns
+        self.away.settle_views()
         if not self.backward.under_way:  # what is computed again there is a part of it
             if self.experts.stacks:
                 with self.manager.lock:

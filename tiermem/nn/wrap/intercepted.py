@@ -99,7 +99,7 @@ class InterceptedModules:
         self.scopes: dict[str, Scope] = {}
         self._around: dict[str, Scope] = {}
         self.group_of: dict[int, Group] = {}
-        self.uncounted = False
+        self.uncounted = False  # whether torch does not count all that their code may write
         self._looked_at: set[int] = set()
         self._listed = list(modules.values())
         self._names = [vars(module) for module in self._listed]
@@ -146,7 +146,8 @@ class InterceptedModules:
             if may_write_uncounted(module, places=self._places):
                 self._writing.add(id(module))
                 only = only_unmerges(module)
-                self.uncounted = self.uncounted or not only
+                if not only:
+                    self._note_uncounted()
                 for group in needed.get(self._territory[name], {}).values():
                     group.writes.suspect_code(module if only else None)
 
@@ -213,12 +214,16 @@ class InterceptedModules:
     def _suspect_now(self, module: nn.Module, unless_empty: Any) -> None:
         """Suspects code that runs while the blocks of a module are held."""
         with self._wrapped.runtime.manager.lock:
-            self.uncounted = True
+            self._note_uncounted()
             self._wrapped.bypass.end(for_good=True)
             for name in [name for name, other in self._modules.items() if other is module]:
                 scope = self.scopes.get(self._territory[name])
                 for group in () if scope is None else scope.groups:
                     group.writes.suspect_code(unless_empty)
+
+    def _note_uncounted(self) -> None:
+        self.uncounted = True
+        self._wrapped.runtime.away.counted = False
 
     def _needed(self, found: Sequence[Found]) -> tuple[dict[str, dict[int, Group]], set[str]]:
         """Returns the groups that each block's modules need, and whose calls hold them."""

@@ -151,6 +151,8 @@ class Slot:
         sight: What the rest is from.
         pointer: What has pointed parameters here last, and can point them elsewhere.
         saved: Parameters that autograd may have saved as they are, where no hook saw it.
+        viewed: Whether it is still to be found out what views have written, of which an operation
+            on the parameters has returned some.
     """
 
     block: Block
@@ -166,6 +168,7 @@ class Slot:
     idle: bool = False
     pointer: Pointer | None = None
     saved: Sequence[torch.Tensor] = ()
+    viewed: bool = False
 
     @property
     def wanted(self) -> bool:
@@ -217,6 +220,10 @@ class Holder(Protocol):
     def leases(self) -> int:
         """Returns how many leases of the block are this holder's own, and follow a repoint."""
         return 0
+
+    def settle_views(self) -> None:
+        """Takes the block for written if views have written it (:attr:`Slot.viewed`)."""
+        return
 
     def read_elsewhere(self) -> bool:
         """Whether another thread may read the block at this moment: it cannot be moved then."""

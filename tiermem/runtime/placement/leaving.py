@@ -88,6 +88,8 @@ class LeaveRules:
             or (slot.saved and slot.is_saved())
         ):
             return False
+        if slot.viewed:
+            self._settle_views(block_id)  # it may have to be written home first
         if why is _NEEDED:
             return True
         if (slot.pointed and not slot.idle) or block_id in self._failing:
@@ -130,6 +132,11 @@ class LeaveRules:
         self.unpoint(record)
         return not _is_aliased(slot)
 
+    def _settle_views(self, block_id: int) -> None:
+        holder = self._holders.get(block_id)
+        if holder is not None:
+            holder.settle_views()
+
     def unpoint(self, record: Record) -> None:
         """Points a block's parameters elsewhere, where nothing holds them to it."""
         slot = self._current.get(record.block.id)
@@ -155,6 +162,8 @@ class LeaveRules:
         slot = self._current.get(record.block.id)
         if slot is None or record.still or not record.usable or slot.aliased:
             return False
+        if slot.viewed:
+            self._settle_views(record.block.id)  # the next place knows nothing of views of this one
         holder = self._holders.get(record.block.id)
         if holder is not None and holder.read_elsewhere():
             return False
