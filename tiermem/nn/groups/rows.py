@@ -123,7 +123,7 @@ class Choice:
 
     @inside
     def copies(self, tensor: int, experts: Sequence[int]) -> torch.Tensor | None:
-        """Returns copies of rows; None where :meth:`ExpertStore.together` has not all of them."""
+        """Returns copies of rows; None where they have no seats at once."""
         self.manager.gate.guard()
         with self.manager.lock:
             found = self.store.together(self.use, self.stack, tensor, experts)
@@ -337,12 +337,13 @@ class Rows:
 
     def matrices(self, experts: Sequence[int]) -> torch.Tensor | None:
         """Returns those of some experts, the only one as it lies; None where none can be had."""
-        matrices = self._choice.copies(self._tensor, experts) if len(experts) > 1 else None
+        if len(experts) > 1:
+            matrices = self._choice.copies(self._tensor, experts)
+        else:
+            row = self._choice.row(self._tensor, experts[0])
+            matrices = None if row is None else row[None]
         if matrices is None:
-            found = self._choice.rows(self._tensor, experts)
-            if found is None:
-                return None
-            matrices = found[0][None] if len(found) == 1 else torch.stack(found)
+            return None
         return matrices.transpose(-2, -1) if self._turned else matrices
 
     def at_hand(self) -> tuple[int, int]:

@@ -389,8 +389,11 @@ class ExpertStore:
             experts: Which experts, in the order of the copy.
 
         Returns:
-            A tensor for each, of the shape of one row of a stack; None where not all of them are
-            seated, so that :meth:`rows` has to be asked.
+            A tensor for each, of the shape of one row of a stack; None where there are not seats
+            for all of them at once.
+
+        Raises:
+            StorageError: If one cannot be read.
         """
         if not self.open or (use not in self._uses and not self.usable(stack)):
             return None
@@ -405,15 +408,15 @@ class ExpertStore:
         )
         seats, seated, copy = bank.seats, bank.who.seated, self._parts.copy
         asked = [pieces[expert] for expert in experts]
-        try:
-            there = [seats[seated[piece]] for piece in asked]
-        except KeyError:
-            return None
+        places = [seats[seated[piece]] for piece in asked if piece in seated]
+        there = [seat for seat in places if seat.transfer is None]
+        if len(there) < len(asked):
+            there = self._seats_of(bank, asked, use)
+            if not there:
+                return None
         reads, stream, self._read = self._reads, copy.stream(), there[0]
         copy.use(None)
         for seat in there:
-            if seat.transfer is not None:
-                return None
             seat.released = reads
             event = seat.event
             if event is not None and event.waiter != stream:
@@ -428,6 +431,21 @@ class ExpertStore:
             return [seat.kept[form] for seat in there]
         except KeyError:
             return [seat.look(*form) for seat in there]
+
+    def _seats_of(self, bank: Bank, pieces: Sequence[Piece], use: Use) -> list[Seat]:
+        """Returns where pieces are, as :meth:`_seat_of` does; none where not all have seats."""
+        found = list[Seat]()
+        try:
+            for piece in pieces:
+                seat = self._seat_of(bank, piece, use)
+                if seat is None:
+                    return []
+                found.append(seat)
+                seat.inside = True  # stays while the others come
+            return found[:]
+        finally:
+            for seat in found:
+                seat.inside = False
 
     def _seat_of(self, bank: Bank, piece: Piece, use: Use) -> Seat | None:
         """Returns where a piece is, its copy at least begun, its read from a file over."""
