@@ -943,9 +943,30 @@ _ELSEWHERE = (
     Mutation(
         "experts: a seat whose view goes as copies begin takes along those given out after it",
         "tiermem/runtime/services/expert_store.py",
-        "            self._lent[:] = lent",
-        "            self._lent = lent",
+        "        self._lent[:] = lent",
+        "        self._lent = lent",
         ("tests/property/test_expert_streams.py",),
+    ),
+    Mutation(
+        "experts: what takes a seat does not wait for those that copied its piece with others",
+        "tiermem/runtime/services/expert_store.py",
+        "            self._reads += now\n",
+        "",
+        ("tests/property/test_expert_streams.py",),
+    ),
+    Mutation(
+        "experts: who copies pieces together does not wait for them",
+        "tiermem/runtime/services/expert_store.py",
+        "                copy.hold_up(stream, event)\n",
+        "                pass\n",
+        ("tests/property/test_expert_streams.py",),
+    ),
+    Mutation(
+        "experts: a router is asked early although nothing is ever missing",
+        "tiermem/nn/wrap/experts.py",
+        "        if after.quiet >= QUIET:\n",
+        "        if False:\n",
+        ("tests/unit/test_nn_experts.py",),
     ),
     Mutation(
         "adam: a kind is tried with the settings of another group",

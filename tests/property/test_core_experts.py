@@ -78,11 +78,11 @@ def test_popularity_follows_the_choices() -> None:
     popularity = Popularity(4)
     for _ in range(3):
         popularity.note([0, 2])
-    assert list(popularity.often) == pytest.approx([1, 0, 1, 0])
+    assert [popularity.share(expert) for expert in range(4)] == pytest.approx([1, 0, 1, 0])
     assert popularity.repeats == pytest.approx(1)
     for _ in range(300):
         popularity.note([1])
-    assert popularity.often[1] > 0.9 > 0.1 > popularity.often[0]
+    assert popularity.share(1) > 0.9 > 0.1 > popularity.share(0)
 
 
 @given(

@@ -73,8 +73,20 @@ def no_expert_is_read_too_soon(
         if ctypes.string_at(address, PAGE) != bytes([value]) * PAGE:
             wrong.append(f"{value} is not there")
 
+    def copied(use: Use, tensor: int, experts: Sequence[int]) -> None:
+        found = store.together(use, use.stack, tensor, experts)
+        for expert, row in zip(experts, found or (), strict=False):
+            assert row.shape == (1, 16, 256)
+            value = expert + 10 * stacks.index(use.stack) + 100 * tensor
+            device.submit(device.stream, partial(look, row.data_ptr(), value))
+
     def read(use: Use, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
+        if random.random() < 0.5:
+            for tensor in (0, 1):
+                experts = [piece.expert for piece in pieces if piece.tensor == tensor]
+                if experts:
+                    copied(use, tensor, experts)
+        for piece in pieces if random.random() < 0.7 else ():
             rows = store.rows(use, use.stack, piece.tensor, [piece.expert])
             assert rows is not None
             value = piece.expert + 10 * stacks.index(use.stack) + 100 * piece.tensor

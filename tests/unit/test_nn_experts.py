@@ -33,7 +33,7 @@ import tiermem
 from tiermem.nn.compat.stacks import experts_of, reads_rows
 from tiermem.nn.groups.grouped import ends_of
 from tiermem.nn.wrap.experts import counted
-from tiermem.runtime.memory.expert_seats import Use
+from tiermem.runtime.memory.expert_seats import QUIET, Use
 
 
 class Dense(Experts):
@@ -363,6 +363,28 @@ def test_the_next_router_is_asked_early() -> None:
         assert same_bits(model(x), plain(x))
 
 
+def test_a_router_is_not_asked_early_where_nothing_is_missing() -> None:
+    model = Routed()
+    x = torch.randn(1, WIDTH)
+    with tiermem.TierManager("cpu", hbm=LEAST, dram=4 << 20) as tier, torch.no_grad():
+        tier.wrap(model)
+        stacks = tier._runtime.experts.stacks.values()
+        asked: list[int] = []
+        for stack in stacks:
+            stack.foresee = lambda _, stack=stack: asked.append(stack.number)
+        model(x)
+        model(x)
+        assert asked
+        for _ in range(QUIET + 1):
+            model(x)
+        asked.clear()
+        model(x)
+        assert not asked
+        for seed in range(8):
+            model(torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(seed)))
+        assert asked
+
+
 class Keeper(Experts):
     """Keeps a row beyond its call."""
 
@@ -495,11 +517,10 @@ def test_choices_are_counted(indices: list[int], valid: bool) -> None:
         indices = [index % EXPERTS for index in indices]
     expected = {expert: indices.count(expert) for expert in sorted(set(indices))}
     inside = set(expected) <= set(range(EXPERTS))
-    assert counted(torch.tensor(indices), EXPERTS) == (expected if inside else None)
-    if inside:
-        found = counted(torch.tensor(indices), EXPERTS)
-        assert found is not None
-        assert list(found) == sorted(found)
+    for given_as in (indices, torch.tensor(indices)):
+        found = counted(given_as, EXPERTS)
+        assert found == (expected if inside else None)
+        assert found is None or list(found) == sorted(found)
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=300), st.booleans())

@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Hashable
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 _MARGIN = 1.25
 _LEAST = 0.02
 """A piece is worth clearly more than another from this many times its worth and this much more."""
 _SLOWEST = 1 / 64
 """What one call weighs at least in how often an expert is chosen."""
+_HEAVIEST = 1e100
+"""Weight of a call from which on the earlier ones are weighed anew."""
 FORESEEN = 0.5
 """What is foreseen has to come true in this share of calls to be worth a copy."""
 _PASSING = 192 << 20
@@ -43,7 +43,6 @@ class Popularity:
     """How often each expert of one layer is chosen, and how well the last choice foretells it.
 
     Attributes:
-        often: By expert, the share of calls in which some token chose it; older calls weigh less.
         last: The experts chosen last, ascending.
         repeats: Share of the chosen ones that had been chosen in the call before.
         foreseen: Share of the experts that were foreseen to be chosen and were.
@@ -52,7 +51,9 @@ class Popularity:
 
     def __init__(self, experts: int) -> None:
         """Starts with no call seen."""
-        self.often = np.zeros(experts)
+        self._often = [0.0] * experts
+        self._total = 0.0  # what a call weighs by now in which all were chosen
+        self._weight = 1.0  # of the next call
         self.last: list[int] = []
         self.repeats = 0.0
         self.foreseen = 0.0
@@ -65,6 +66,10 @@ class Popularity:
         """Whether it pays to foresee the next choice: where it has failed, now and then."""
         return self.foreseen >= FORESEEN or self._looks < 8 or not self._calls % 16
 
+    def share(self, expert: int) -> float:
+        """Returns the share of calls that chose an expert; older calls weigh less."""
+        return self._often[expert] / self._total if self._total else 0.0
+
     def note(self, chosen: list[int]) -> None:
         """Enters a call in which these experts were chosen."""
         self._calls += 1
@@ -73,9 +78,17 @@ class Popularity:
             right = len(set(chosen).intersection(self.expected)) / len(self.expected)
             self.foreseen += max(1 / self._looks, 1 / 16) * (right - self.foreseen)
             self.expected = []
-        weight = max(1 / self._calls, _SLOWEST)
-        self.often *= 1 - weight
-        self.often[chosen] += weight
+        often, weight = self._often, self._weight
+        for expert in chosen:
+            often[expert] += weight
+        self._total += weight
+        if self._calls >= 1 / _SLOWEST:
+            # those that are not chosen are left as they are: later calls weigh more instead
+            self._weight = self._total * _SLOWEST / (1 - _SLOWEST)
+        if self._weight > _HEAVIEST:
+            self._often = [share / self._weight for share in often]
+            self._total /= self._weight
+            self._weight = 1.0
         if self.last and chosen:
             again = len(set(chosen) & set(self.last)) / len(chosen)
             self.repeats += max(1 / (self._calls - 1), 1 / 16) * (again - self.repeats)
@@ -114,11 +127,15 @@ class Seats:
         """
         self._most = max(self._usual, min(pieces, self._count * 3 // 4))
 
-    def used(self, piece: Hashable) -> None:
-        """Notes a use of a seated piece: if it passes through, others leave sooner."""
-        if piece in self._passing:
-            del self._passing[piece]
-            self._passing[piece] = None
+    def used(self, *pieces: Hashable) -> None:
+        """Notes uses of seated pieces: of those that pass through, others leave sooner."""
+        passing = self._passing
+        if passing.keys().isdisjoint(pieces):
+            return
+        for piece in pieces:
+            if piece in passing:
+                del passing[piece]
+                passing[piece] = None
 
     def give_up(self, piece: Hashable) -> int:
         """Takes a piece out; returns its seat, which is free."""

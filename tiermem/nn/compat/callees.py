@@ -10,9 +10,10 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -43,6 +44,8 @@ OPERATORS = frozenset(
 }
 """What code calls of any object without a name."""
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_Found = tuple[Mapping[str, Any], str, Any, Any]
+"""What has a name, the name, what it stood for, and the code of that."""
 
 
 class Places:
@@ -52,13 +55,14 @@ class Places:
         known: What is known of classes that nothing but their objects may keep.
     """
 
-    __slots__ = ("_found", "_lists", "known")
+    __slots__ = ("_found", "_lists", "_side_by_side", "known")
 
     def __init__(self) -> None:
         """Starts with none."""
         self.known: Known = {}
-        self._found: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, Any]] = {}
+        self._found: dict[tuple[int, str], _Found] = {}
         self._lists: dict[int, tuple[list[Any], int]] = {}
+        self._side_by_side: _SideBySide | None = None
 
     def note(self, owner: type | types.ModuleType | dict[str, Any], name: str) -> None:
         """Notes what a name stands for, be it nothing.
@@ -70,6 +74,7 @@ class Places:
         names = owner if isinstance(owner, dict) else vars(owner)
         value = names.get(name)
         self._found[id(owner), name] = names, name, value, getattr(value, "__code__", None)
+        self._side_by_side = None
 
     def note_list(self, values: list[Any]) -> None:
         """Notes how much a list has that functions may be put into."""
@@ -79,9 +84,20 @@ class Places:
         """Notes what another look went by."""
         self._found |= others._found
         self._lists |= others._lists
+        self._side_by_side = None
 
     def changed(self) -> bool:
         """Whether a name stands for other code by now; one that stood for nothing, for any."""
+        if self._side_by_side is None:
+            self._side_by_side = _SideBySide(self._found.values())
+        if not self._side_by_side.is_as_before() and self._has_other_code():
+            return True
+        return any(
+            len(values) != size and any(callable(v) and is_called(v) for v in values[:_MOST])
+            for values, size in self._lists.values()
+        )
+
+    def _has_other_code(self) -> bool:
         for names, name, value, code in self._found.values():
             now = names.get(name)
             if now is value:
@@ -89,10 +105,32 @@ class Places:
                     return True
             elif value is not None or (callable(now) and is_called(now)):
                 return True
-        return any(
-            len(values) != size and any(callable(v) and is_called(v) for v in values[:_MOST])
-            for values, size in self._lists.values()
-        )
+        return False
+
+
+class _SideBySide:
+    """Names and what they stood for, in lists: hundreds are looked at in each pass."""
+
+    __slots__ = ("_coded", "_codes", "_kinds")
+
+    def __init__(self, found: Iterable[_Found]) -> None:
+        found = list(found)
+        self._kinds: list[tuple[Callable[..., Any], list[Any], list[Any], list[Any]]] = []
+        kind: Any
+        for kind in (dict, types.MappingProxyType):  # of modules and of classes
+            rows = [row for row in found if isinstance(row[0], kind)]
+            names, keys, values = ([row[place] for row in rows] for place in range(3))
+            self._kinds.append((kind.get, names, keys, values))
+        self._coded = [value for _, _, value, code in found if code is not None]
+        self._codes = [code for _, _, _, code in found if code is not None]
+
+    def is_as_before(self) -> bool:
+        """Whether each name stands for just what it stood for, with the same code."""
+        for get, names, keys, values in self._kinds:
+            if not all(map(is_, map(get, names, keys), values)):
+                return False
+        codes = map(getattr, self._coded, repeat("__code__"), repeat(None))
+        return all(map(is_, codes, self._codes))
 
 
 Known = dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]]

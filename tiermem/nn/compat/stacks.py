@@ -175,8 +175,12 @@ def choices_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor
 
     None where there is not just one tensor of indices of two dimensions or fewer.
     """
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-    found = [tensor for tensor in tensors if tensor.dtype in _INDICES]
-    if len(found) != 1 or type(found[0]) is not torch.Tensor or len(tensors) < 3:
-        return None
-    return found[0]
+    found, tensors = None, 0
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            tensors += 1
+            if value.dtype in _INDICES:
+                if found is not None:
+                    return None
+                found = value
+    return found if type(found) is torch.Tensor and tensors >= 3 else None

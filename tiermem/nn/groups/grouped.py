@@ -110,7 +110,7 @@ class Groups:
 
     def _by_parts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
         counts = self._counts
-        experts = [*counts]
+        experts, each = [*counts], [*counts.values()]
         seats, nbytes = self.matrices.at_hand()
         at_once = min(seats // 4, _AT_ONCE // max(nbytes, 1))
         if rows.shape[0] <= _FEW * len(experts):
@@ -122,10 +122,11 @@ class Groups:
             matrices = self.matrices.matrices(some)
             if matrices is None:
                 return None
-            sizes = [counts[expert] for expert in some]
+            sizes = each[first : first + at_once]
             end = start + sum(sizes)
             ends = ends_of(sizes, offsets)
-            parts.append(self._function(rows[start:end], matrices, offs=ends))
+            part = rows if len(some) == len(experts) else rows[start:end]
+            parts.append(self._function(part, matrices, offs=ends))
             start = end
             del matrices
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -140,16 +141,16 @@ def ends_of(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """
     few = len(sizes)
     if max(sizes) == 1 and few <= _COUNTED:
-        return _counted(like.dtype, like.device)[:few]
+        return _counted(few, like.dtype, like.device)
     ends = torch.tensor([*accumulate(sizes)], dtype=like.dtype, device="cpu")
     return ends.to(like.device, non_blocking=True)
 
 
-@lru_cache(maxsize=16)
-def _counted(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+@lru_cache(maxsize=64)
+def _counted(few: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns 1, 2, 3 and so on: where the groups of one token end."""
     with torch.inference_mode(False):
-        return torch.tensor(range(1, _COUNTED + 1), dtype=dtype, device=device)
+        return torch.tensor(range(1, few + 1), dtype=dtype, device=device)
 
 
 class _Product(torch.autograd.Function):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tiermem.nn.compat.entrances import inside
+from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.above import RowSaving
 from tiermem.nn.groups.grouped import Groups
 from tiermem.nn.groups.writes import refuse_changed
@@ -121,6 +122,14 @@ class Choice:
             self.saving.copied(self.use, tensor, experts, copy)
 
     @inside
+    def copies(self, tensor: int, experts: Sequence[int]) -> torch.Tensor | None:
+        """Returns copies of rows; None where they have no seats at once."""
+        self.manager.gate.guard()
+        with self.manager.lock:
+            found = self.store.together(self.use, self.stack, tensor, experts)
+            return None if found is None else outside(torch.cat, found)
+
+    @inside
     def rows(self, tensor: int, experts: Sequence[int]) -> list[torch.Tensor] | None:
         """Returns rows; see :meth:`ExpertStore.rows`."""
         self.manager.gate.guard()
@@ -139,7 +148,7 @@ class Choice:
         Returns:
             What ``read`` returns; None where the tensor is not there.
         """
-        if not self.store.tensors or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             return None
         lent, began = self._lend(tensor), time.monotonic()
         while lent is None and time.monotonic() - began < _LONGEST and self._is_read(tensor):
@@ -200,18 +209,18 @@ class Rows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of the parameter."""
-        return self._param.dtype
+        """As of the parameter, which is away and not asked: programs look before each product."""
+        return self._choice.stack.forms[self._tensor][0]
 
     @property
     def device(self) -> torch.device:
         """As of the parameter."""
-        return self._param.device
+        return self._choice.store.room.device
 
     @property
     def shape(self) -> torch.Size:
         """As of the parameter, turned where this is."""
-        shape = list(self._param.shape)
+        shape = list(self._choice.stack.block.tensors[self._tensor].shape)
         if self._turned:
             shape[-1], shape[-2] = shape[-2], shape[-1]
         return torch.Size(shape)
@@ -219,7 +228,7 @@ class Rows:
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
-        return len(self._param.shape)
+        return len(self._choice.stack.block.tensors[self._tensor].shape)
 
     def size(self, dim: int | None = None) -> Any:
         """As of the parameter, turned where this is."""
@@ -266,7 +275,7 @@ class Rows:
 
     def _row(self, expert: int) -> torch.Tensor | None:
         """Returns a row in place; None where the whole parameter is needed."""
-        if not 0 <= expert < self._param.shape[0]:
+        if not 0 <= expert < self._choice.stack.experts:
             return None  # the whole parameter counts from the end, or raises
         return self._choice.row(self._tensor, expert)
 
@@ -275,10 +284,11 @@ class Rows:
         known = self._choice.indices
         same = known is not None and len(known) == index.numel()
         experts: Sequence[int] = known if same else index.tolist()  # type: ignore[assignment]
-        kinds = sorted(set(experts))
-        if not kinds or kinds[0] < 0 or kinds[-1] >= self._param.shape[0]:
+        if not experts or min(experts) < 0 or max(experts) >= self._choice.stack.experts:
             return None
-        copies = gather(partial(self._choice.rows, self._tensor), experts, self.at_hand()[0])
+        copies = self._choice.copies(self._tensor, experts)
+        if copies is None:
+            copies = gather(partial(self._choice.rows, self._tensor), experts, self.at_hand()[0])
         if copies is not None:
             self._choice.copied(self._tensor, experts, copies)
         return copies
@@ -299,9 +309,10 @@ class Rows:
             ``[tokens, outputs]``; None where the whole parameter is needed.
         """
         choice = self._choice
-        product = choice.whole(self._tensor, partial(self._product, function, rows, offsets))
-        if product is not None:
-            return product
+        if choice.store.tensors:
+            product = choice.whole(self._tensor, partial(self._product, function, rows, offsets))
+            if product is not None:
+                return product
         counts, total = choice.use.counts, rows.shape[0]
         experts = choice.stack.experts
         exact = choice.exact and experts == offsets.shape[0]
@@ -326,10 +337,13 @@ class Rows:
 
     def matrices(self, experts: Sequence[int]) -> torch.Tensor | None:
         """Returns those of some experts, the only one as it lies; None where none can be had."""
-        found = self._choice.rows(self._tensor, experts)
-        if found is None:
+        if len(experts) > 1:
+            matrices = self._choice.copies(self._tensor, experts)
+        else:
+            row = self._choice.row(self._tensor, experts[0])
+            matrices = None if row is None else row[None]
+        if matrices is None:
             return None
-        matrices = found[0][None] if len(found) == 1 else torch.stack(found)
         return matrices.transpose(-2, -1) if self._turned else matrices
 
     def at_hand(self) -> tuple[int, int]:
@@ -374,12 +388,12 @@ class Rows:
         name = getattr(function, "__name__", "")
         if name in _GROUPED and len(args) == 2 and isinstance(args[1], Rows):
             rows, offsets = args[0], kwargs.get("offs")
-            others = [value for key, value in kwargs.items() if key != "offs"]
+            others = len(kwargs) > 1 and [v for k, v in kwargs.items() if k != "offs"]
             if (
                 type(rows) is torch.Tensor
                 and type(offsets) is torch.Tensor
                 and rows.dim() == 2
-                and all(value is None for value in others)
+                and not (others and any(value is not None for value in others))
             ):
                 graph = torch.is_grad_enabled() and rows.requires_grad
                 found = None

@@ -138,8 +138,9 @@ class SavedRows:
 
     def end(self, use: Use) -> None:
         """Forgets the copies that a call was given, which is over."""
-        for handle in [h for h, copied in list(self.copies.items()) if copied.use is use]:
-            del self.copies[handle]
+        if self.copies:
+            for handle in [h for h, copied in list(self.copies.items()) if copied.use is use]:
+                del self.copies[handle]
 
     # -- packing ---------------------------------------------------------
 

@@ -28,14 +28,13 @@ from tiermem.nn.groups.rows import Choice, Rows
 from tiermem.nn.wrap.lookup import has_modes
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
-from tiermem.runtime.memory.expert_seats import WHOLE, Piece, Stack, Use
+from tiermem.runtime.memory.expert_seats import QUIET, WHOLE, Piece, Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 
 _AHEAD = 64 << 20
 """Bytes that a bus brings up in the time of a layer's other work, for one token."""
 _FEW = 512
 """Choices up to which Python counts them faster than torch."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _item = dict.get  # a name is looked at, and nothing brought up for it
 
 
@@ -123,12 +122,13 @@ class ExpertsInterceptor(CallInterceptor):
             and (not torch.is_grad_enabled() or self._may_be_saved())
             and not group.holds
             and self.compiled is None
-            and not any(names[hooks] for hooks in _HOOKS)
+            and not (names["_forward_pre_hooks"] or names["_forward_hooks"])
+            and not (names["_backward_hooks"] or names["_backward_pre_hooks"])
             and not group.writes.suspect
             and not group.writes.merging
             and not group.may_be_written()
             and not any(entry.materialized for entry in group.entries)
-            and all(self._has(name) for name in self._tensors)
+            and self._has_all()
             and not has_modes()
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None
@@ -142,10 +142,10 @@ class ExpertsInterceptor(CallInterceptor):
             trained = any(param.requires_grad for param in self._params.values())
         return not trained and not self._saved.refused() and forward_ad._current_level < 0
 
-    def _has(self, name: str) -> bool:
-        """Whether the module still has the parameter that the block has the values of."""
-        param = _item(self.module.__dict__["_parameters"], name)
-        return param is self._params[name]
+    def _has_all(self) -> bool:
+        """Whether the module still has the parameters that the block has the values of."""
+        now = self.module.__dict__["_parameters"]
+        return all(_item(now, name) is param for name, param in self._params.items())
 
     @inside
     def _choose(
@@ -166,14 +166,13 @@ class ExpertsInterceptor(CallInterceptor):
         if again:
             self.runtime.backward.enter()
         expected = None if again or torch.is_grad_enabled() else self._foresee(stack, args)
-        flat = indices.detach().reshape(-1)
-        if expected is not None:
-            flat = torch.cat([flat, expected.to(flat.dtype)])
-        flat, named = flat.cpu(), []  # waits for the layer's router
-        if expected is not None:
-            named = flat[indices.numel() :].tolist()
-            flat = flat[: indices.numel()]
-        counts = counted(flat, stack.experts)
+        flat, named = indices.reshape(-1), list[int]()
+        if expected is None:
+            chosen = flat.tolist() if len(flat) <= _FEW else flat.cpu()  # waits for the router
+        else:
+            both = torch.cat([flat, expected]).tolist()
+            chosen, named = both[: len(flat)], both[len(flat) :]
+        counts = counted(chosen, stack.experts)
         if counts is None:
             return None
         with manager.lock:
@@ -181,7 +180,9 @@ class ExpertsInterceptor(CallInterceptor):
                 return None
             use = Use(stack, counts, self._order(stack, counts, how), again=again)
             self._store.begin(use, named)
-        few = flat.tolist() if how == "batched_mm" else None
+        few = None
+        if how == "batched_mm":
+            few = chosen if isinstance(chosen, list) else chosen.tolist()
         exact, saving = how == "grouped_mm", self._saved.rows
         return Choice(manager, self._store, use, few, exact=exact, saving=saving)
 
@@ -209,6 +210,8 @@ class ExpertsInterceptor(CallInterceptor):
         after = stack.after
         if after is None or after.foresee is None or not after.popularity.worth_a_look:
             return None
+        if after.quiet >= QUIET:
+            return None  # there would be nothing to copy
         states = args[0] if args else None
         if type(states) is not torch.Tensor or states.dim() != 2 or len(states) != 1:
             return None
@@ -267,20 +270,21 @@ class ExpertsInterceptor(CallInterceptor):
                 weight.index_copy_(0, expert, row[None])
 
 
-def counted(indices: torch.Tensor, experts: int) -> dict[int, int] | None:
+def counted(indices: torch.Tensor | list[int], experts: int) -> dict[int, int] | None:
     """Returns how often each expert is chosen, of those that are, in ascending order.
 
     Args:
-        indices: Of experts; 1-D, not empty, on the host.
+        indices: Of experts, not empty; a list where they are few, else 1-D, on the host.
         experts: How many there are.
 
     Returns:
         None where an index is not one of an expert.
     """
-    if len(indices) <= _FEW:
-        counts = Counter(indices.tolist())
-        inside = min(counts) >= 0 and max(counts) < experts
-        return dict(sorted(counts.items())) if inside else None
+    if isinstance(indices, list):
+        counts = dict.fromkeys(sorted(indices), 1)
+        if len(counts) < len(indices):
+            counts = dict(sorted(Counter(indices).items()))
+        return counts if min(indices) >= 0 and max(indices) < experts else None
     if int(indices.min()) < 0 or int(indices.max()) >= experts:
         return None
     every = torch.bincount(indices, minlength=experts).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from tiermem.transfer.file.mover import FileTransfer
 
 WHOLE = -1
 """In place of an expert: the piece is all of a tensor (biases, of which rows are small)."""
+QUIET = 4
+"""Calls in a row that must have found all in HBM for the next not to be prepared for copies."""
 _LEAST_SEATS = 3
 
 
@@ -53,8 +55,13 @@ class Stack:
         grouped: Whether its last call was one of grouped products.
         foresee: Returns scores of the experts, by the hidden states of the layer before; None where
             its router is not at hand.
+        quiet: How many calls in a row have found all that they asked for in HBM, unforeseen.
+        found: At which change of the expert room all of ``order`` was there.
         sizes: Bytes of one piece of each tensor.
+        begins: Where they begin in the block, in bytes, by tensor and expert.
         pieces: All pieces, by tensor and expert.
+        forms: Dtype and shape of a piece of each tensor that is one of several.
+        expert_nbytes: Bytes of all pieces of one expert.
     """
 
     number: int
@@ -69,27 +76,33 @@ class Stack:
     order: tuple[Piece, ...] = ()
     grouped: bool = False
     foresee: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    quiet: int = 0
+    found: int = -1
     sizes: list[int] = field(init=False)
+    begins: list[list[int]] = field(init=False)
     pieces: list[list[Piece]] = field(init=False)
+    forms: list[tuple[torch.dtype, tuple[int, ...]]] = field(init=False)
+    expert_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Makes all pieces once: each call asks for several of each tensor."""
-        self.sizes, self.pieces = [], []
+        self.sizes, self.begins, self.pieces, self.forms = [], [], [], []
         for tensor, spec in enumerate(self.block.tensors):
             streams, experts = tensor in self.rows, range(self.experts)
-            self.sizes.append(spec.nbytes // self.experts if streams else spec.nbytes)
+            size = spec.nbytes // self.experts if streams else spec.nbytes
+            self.sizes.append(size)
+            self.begins.append([spec.offset + e * size for e in (experts if streams else (0,))])
+            shape = spec.shape[1:] if streams else spec.shape
+            dtype: Any = spec.dtype
+            self.forms.append((dtype, (1, *shape)))
             self.pieces.append(
                 [Piece(self.number, tensor, e if streams else WHOLE) for e in experts]
             )
+        self.expert_nbytes = sum(map(self.nbytes, self.rows))
 
     def nbytes(self, tensor: int) -> int:
         """Returns the bytes of one piece of a tensor."""
         return self.sizes[tensor]
-
-    @property
-    def expert_nbytes(self) -> int:
-        """Bytes of all pieces of one expert."""
-        return sum(map(self.nbytes, self.rows))
 
     def piece(self, tensor: int, expert: int) -> Piece:
         """Returns a tensor's piece for an expert."""
@@ -103,8 +116,7 @@ class Stack:
 
     def begin_of(self, piece: Piece) -> int:
         """Returns where a piece begins in the block, in bytes."""
-        spec = self.block.tensors[piece.tensor]
-        return spec.offset + max(piece.expert, 0) * self.sizes[piece.tensor]
+        return self.begins[piece.tensor][piece.expert]
 
 
 def stack_of(number: int, block: Block, experts: int) -> Stack | None:
@@ -156,16 +168,18 @@ class Seat:
     Attributes:
         extent: Where it is in HBM.
         inside: Whether a view of it is about to be made.
+        kept: Views of it that are no aliases, by dtype and shape: nobody else has them.
         event: Of the copy that brought the piece.
         transfer: The read from a file that does; None once it has landed.
-        released: Events behind the last kernels that read what was there before.
+        released: Events behind the last kernels that read what was there before; several seats may
+            share a list that gets them later.
         piece: What was copied there last.
         use: The call that was given a view of it last.
     """
 
     __slots__ = (
-        "_baseline", "_storage", "_views", "bytes", "event", "extent", "inside", "piece",
-        "released", "transfer", "use",
+        "_baseline", "_storage", "bytes", "event", "extent", "inside", "kept", "piece", "released",
+        "transfer", "use",
     )  # fmt: skip
 
     def __init__(self, whole: torch.Tensor, extent: Extent) -> None:
@@ -175,11 +189,11 @@ class Seat:
         self.event: Event | None = None
         self.transfer: FileTransfer | None = None
         self.inside = False
-        self.released: tuple[Event, ...] = ()
+        self.released: Sequence[Event] = ()
         self.piece: Piece | None = None
         self.use: Use | None = None
         self._storage = whole.untyped_storage()
-        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.kept: dict[tuple[Any, tuple[int, ...]], torch.Tensor] = {}
         self._baseline = use_count(self._storage._cdata)
 
     @property
@@ -194,25 +208,24 @@ class Seat:
 
     def view(self, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns the piece as a tensor; as long as that lives, the seat is taken."""
-        counted = self._views.get((spec.dtype, shape))
-        return (self._view(spec.dtype, shape) if counted is None else counted).detach()
+        return self.look(spec.dtype, shape).detach()
 
     def give(
         self, spec: TensorSpec, shape: tuple[int, ...], use: Use, piece: Piece
     ) -> torch.Tensor:
         """Returns what :meth:`view` does to a call, which finds out later whether it wrote that."""
-        counted = self._views.get((spec.dtype, shape))  # has the version of all views like it
-        if counted is None:
-            counted = self._view(spec.dtype, shape)
+        counted = self.look(spec.dtype, shape)  # has the version of all views like it
         use.given.append((self, piece, counted, counted._version))
         return counted.detach()
 
-    def _view(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    def look(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns the piece as a tensor that is kept here and is no alias."""
-        with torch.inference_mode(False):
-            found = typed_view(self._storage, dtype, 0, shape, contiguous_stride(shape))
-        self._views[dtype, shape] = found
-        self._baseline += 1
+        found = self.kept.get((dtype, shape))
+        if found is None:
+            with torch.inference_mode(False):
+                found = typed_view(self._storage, dtype, 0, shape, contiguous_stride(shape))
+            self.kept[dtype, shape] = found
+            self._baseline += 1
         return found
 
 

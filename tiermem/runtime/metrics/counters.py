@@ -245,12 +245,15 @@ class Counters:
         moved_by: Bytes, blocks and nanoseconds of what moved, by link.
         count_swap: Enters a block that came up from DRAM, ahead of its use, to the place of one
             that left for it: its row of the timeline.
+        count_copy: Enters another copy up from DRAM likewise.
     """
 
     def __init__(self) -> None:
         """Starts at zero."""
         self._swaps: list[Row] = []
         self.count_swap: Callable[[Row], None] = self._swaps.append
+        self._copies: list[Row] = []
+        self.count_copy: Callable[[Row], None] = self._copies.append
         self.reset()
 
     def reset(self) -> None:
@@ -276,6 +279,7 @@ class Counters:
         self.activations = ActivationCounters()
         self.moved_by: dict[str, list[int]] = {}
         self._swaps.clear()
+        self._copies.clear()
 
     def moved(self, link: str, nbytes: int, elapsed_ns: int, blocks: int = 1) -> None:
         """Counts blocks that moved."""
@@ -287,16 +291,21 @@ class Counters:
         entry[2] += elapsed_ns
 
     def add_up(self) -> None:
-        """Adds up the swaps that were counted: as a pass ends, and before anybody looks."""
-        rows, count = self._swaps, len(self._swaps)
-        if not count:
-            return
-        elapsed = sum(map(_ENDED, rows)) - sum(map(_STARTED, rows))
-        self.moved("dram->hbm", sum(map(_NBYTES, rows)), elapsed, count)
-        self.copy_ns += elapsed
-        self.evictions += count
-        self.prefetches += count
-        del rows[:count]
+        """Adds up what was counted row by row: as a pass ends, and before anybody looks."""
+        swaps = self._add_up(self._swaps)
+        self.evictions += swaps
+        self.prefetches += swaps
+        self._add_up(self._copies)
+
+    def _add_up(self, rows: list[Row]) -> int:
+        """Adds up what moved, and forgets the rows; returns how many they were."""
+        count = len(rows)
+        if count:
+            elapsed = sum(map(_ENDED, rows)) - sum(map(_STARTED, rows))
+            self.moved("dram->hbm", sum(map(_NBYTES, rows)), elapsed, count)
+            self.copy_ns += elapsed
+            del rows[:count]
+        return count
 
     def bytes_by_link(self) -> dict[str, int]:
         """Returns the bytes that moved, by link."""

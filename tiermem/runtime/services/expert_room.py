@@ -39,6 +39,7 @@ class ExpertRoom:
         banks: By the bytes of a seat.
         bank_of: By stack and tensor.
         seats: By the address of their first byte.
+        device: Where they are; not known before there was a room.
         share: Of what other blocks leave it takes at most this share.
     """
 
@@ -50,6 +51,7 @@ class ExpertRoom:
         self.banks: dict[int, Bank] = {}
         self.bank_of: dict[tuple[int, int], Bank] = {}
         self.seats: dict[int, Seat] = {}
+        self.device = self._parts.device
         self.share = 1.0
         self._quiet = 0  # passes since the room last gave way, or grew
         self._patience = 4
@@ -176,7 +178,7 @@ class ExpertRoom:
                 for _ in range(count):
                     extent = Extent(offset, size)
                     seat = Seat(self._parts.slots.arena.bytes_of(extent), extent)
-                    seat.released = before
+                    seat.released, self.device = before, seat.bytes.device
                     seats.append(seat)
                     self.seats[seat.address] = seat
                     offset += size

@@ -13,7 +13,7 @@ out from their use, and write the block; a seat is taken as long as one of these
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -24,6 +24,7 @@ from tiermem.core.experts import FORESEEN, Way
 from tiermem.core.residency import State
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import (
+    QUIET,
     WHOLE,
     Bank,
     Piece,
@@ -36,6 +37,7 @@ from tiermem.runtime.services.expert_room import ExpertRoom
 from tiermem.runtime.services.expert_tensors import Lent, WholeTensors
 from tiermem.runtime.services.expert_way import ExpertWay
 from tiermem.runtime.services.piece_copies import PieceCopies
+from tiermem.transfer.copy import Event
 
 _GUESS_FROM = 0.6
 """Share of recent guesses that must have been right for a guess to be worth a copy."""
@@ -71,6 +73,9 @@ class ExpertStore:
         self._guesses: dict[Piece, None] = {}
         self._last: Use | None = None
         self._lent: list[Seat] = []  # whose readers may not all be submitted
+        self._read: Seat | None = None  # one of those whose readers are, but not yet marked
+        self._reads: list[Event] = []  # shared by these: where the events will be
+        self._changes = 0  # of what is seated
         self.whole: frozenset[int] = frozenset()
         self.tensors = WholeTensors(parts)
         self.way = ExpertWay(manager, self.stacks, self.room)
@@ -132,6 +137,7 @@ class ExpertStore:
         parts, stacks = self._parts, self.stacks.values()
         if not stacks or parts.copy.capturing():
             return way
+        parts.counters.add_up()
         self.whole = frozenset(self.stacks if way is Way.LAYERS else whole)
         if len(self.whole) == len(stacks):
             self.close()
@@ -191,6 +197,8 @@ class ExpertStore:
                 seat.transfer = seat.event = None
         self._guesses.clear()
         self._lent.clear()
+        self._read, self._reads = None, []
+        self._changes += 1
         for stack in self.stacks.values():
             stack.guessed.clear()
 
@@ -199,7 +207,7 @@ class ExpertStore:
             return 0.0  # out of date
         if piece.expert == WHOLE:
             return _WORTH_WHOLE
-        return float(self._numbers[piece.stack].popularity.often[piece.expert])
+        return self._numbers[piece.stack].popularity.share(piece.expert)
 
     # -- use -------------------------------------------------------------
 
@@ -234,6 +242,7 @@ class ExpertStore:
 
     def _drop(self, stack: Stack) -> None:
         """Drops all pieces of a stack, which was written."""
+        self._changes += 1
         for bank in self.room.banks.values():
             pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
             for piece in pieces:
@@ -269,15 +278,15 @@ class ExpertStore:
     def enter(self, use: Use, expected: Sequence[int] = ()) -> None:
         """Counts what a call chooses, and begins its copies."""
         stack, counters, coming = use.stack, self._parts.counters, use.coming
-        seated = [
-            self.room.bank_of[stack.number, tensor].who.seated
-            for tensor in range(len(stack.block.tensors))
-        ]
-        away = set[int]()
+        seated, away = self._seated(stack), set[int]()
         for place, piece in enumerate(use.wanted):
             if piece not in seated[piece.tensor]:
                 coming.setdefault(piece.tensor, deque()).append((place, piece))
                 away.add(piece.expert)
+        if not use.again:
+            stack.quiet = 0 if coming or stack.guessed else stack.quiet + 1
+            if not coming:
+                stack.found = self._changes
         counters.experts_chosen += len(use.chosen)
         counters.expert_hits += len(use.chosen) - len(away - {WHOLE})
         if self._guesses:
@@ -304,7 +313,7 @@ class ExpertStore:
         after = use.stack.after
         if use.again or after is None or (use.saved and after.number <= use.stack.number):
             return  # backward comes next, and resumes what was saved
-        if not self.tensors and self.open and self.usable(after):
+        if not self.tensors and self.open and after.found != self._changes:
             self._guess(after)
 
     def is_seated(self, seat: Seat) -> bool:
@@ -335,7 +344,7 @@ class ExpertStore:
         """
         if not self.open or (use not in self._uses and not self.usable(stack)):
             return None
-        if self._lent:
+        if self._lent or self._read is not None:
             self._note_released()
         spec, streams = stack.block.tensors[tensor], tensor in stack.rows
         shape = spec.shape[1:] if streams else spec.shape
@@ -366,6 +375,78 @@ class ExpertStore:
             self._uses.remove(use)
         return found
 
+    def together(
+        self, use: Use, stack: Stack, tensor: int, experts: Sequence[int]
+    ) -> list[torch.Tensor] | None:
+        """Returns pieces for a copy of them that is submitted before the lock is let go.
+
+        Nobody else has these tensors: they do not count as views, and nobody writes them.
+
+        Args:
+            use: The call that asks.
+            stack: The layer.
+            tensor: Which tensor of its block.
+            experts: Which experts, in the order of the copy.
+
+        Returns:
+            A tensor for each, of the shape of one row of a stack; None where there are not seats
+            for all of them at once.
+
+        Raises:
+            StorageError: If one cannot be read.
+        """
+        if not self.open or (use not in self._uses and not self.usable(stack)):
+            return None
+        if self._read is not None and stack.quiet < QUIET:
+            self._note_released()  # else once something is to be copied: a later event will do
+        if use.coming:
+            self._go_on(use)
+        bank, pieces, form = (
+            self.room.bank_of[stack.number, tensor],
+            stack.pieces[tensor],
+            stack.forms[tensor],
+        )
+        seats, seated, copy = bank.seats, bank.who.seated, self._parts.copy
+        asked = [pieces[expert] for expert in experts]
+        places = [seats[seated[piece]] for piece in asked if piece in seated]
+        there = [seat for seat in places if seat.transfer is None]
+        if len(there) < len(asked):
+            there = self._seats_of(bank, asked, use)
+            if not there:
+                return None
+        reads, stream, self._read = self._reads, copy.stream(), there[0]
+        copy.use(None)
+        for seat in there:
+            seat.released = reads
+            event = seat.event
+            if event is not None and event.waiter != stream:
+                copy.hold_up(stream, event)
+        bank.who.used(*asked)
+        if use.coming or use.again:  # else they are kept until the call ends: nothing needs room
+            for piece in asked:
+                use.wanted.pop(piece, None)
+            if use.again and not use.wanted and use in self._uses:
+                self._uses.remove(use)
+        try:
+            return [seat.kept[form] for seat in there]
+        except KeyError:
+            return [seat.look(*form) for seat in there]
+
+    def _seats_of(self, bank: Bank, pieces: Sequence[Piece], use: Use) -> list[Seat]:
+        """Returns where pieces are, as :meth:`_seat_of` does; none where not all have seats."""
+        found = list[Seat]()
+        try:
+            for piece in pieces:
+                seat = self._seat_of(bank, piece, use)
+                if seat is None:
+                    return []
+                found.append(seat)
+                seat.inside = True  # stays while the others come
+            return found[:]
+        finally:
+            for seat in found:
+                seat.inside = False
+
     def _seat_of(self, bank: Bank, piece: Piece, use: Use) -> Seat | None:
         """Returns where a piece is, its copy at least begun, its read from a file over."""
         use.wanted.pop(piece, None)
@@ -390,6 +471,7 @@ class ExpertStore:
             if error is None:
                 return seat
             bank.who.give_up(piece)
+            self._changes += 1
             if asked:  # the error of a read ahead of its use is ignored: the read is made again
                 raise error
 
@@ -409,11 +491,21 @@ class ExpertStore:
         lent, free = list[Seat](), list[Seat]()
         for seat in self._lent:
             (lent if seat.aliased else free).append(seat)
-        if free:
-            self._lent[:] = lent  # in place: rows() is at it
-            now = self._parts.copy.guards(free[0].extent)
-            for seat in free:
-                seat.released = now
+        one = free[0] if free else self._read
+        if one is None:
+            return
+        self._lent[:] = lent  # in place: rows() is at it
+        now = self._parts.copy.guards(one.extent)
+        for seat in free:
+            seat.released = now
+        if self._read is not None:
+            self._reads += now
+            self._read, self._reads = None, []
+
+    def _seated(self, stack: Stack) -> list[dict[Hashable, int]]:
+        """Returns what is seated where pieces of a stack are, by tensor."""
+        number, bank_of = stack.number, self.room.bank_of
+        return [bank_of[number, tensor].who.seated for tensor in range(len(stack.sizes))]
 
     def _bank(self, piece: Piece) -> Bank:
         return self.room.bank_of[piece.stack, piece.tensor]
@@ -438,14 +530,17 @@ class ExpertStore:
         """Begins the copies of experts that a router called early has chosen, if mostly right."""
         stack.popularity.expected = list(experts)
         if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
-            pieces = [stack.piece(index, expert) for expert in experts for index in stack.rows]
-            self.bring_guesses(stack, pieces)
+            rows = [stack.pieces[index] for index in stack.rows]
+            self.bring_guesses(stack, [row[expert] for expert in experts for row in rows])
 
     def _guess(self, stack: Stack) -> None:
         """Begins the copies of what was chosen last, where that has foretold the next choice."""
-        if stack.popularity.repeats < _GUESS_FROM:
+        if stack.popularity.repeats < _GUESS_FROM or not self.usable(stack):
             return
+        changes = self._changes
         self.bring_guesses(stack, stack.order)
+        if self._changes == changes:
+            stack.found = changes
 
     def bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
         """Begins the copies of pieces that no call has asked for, as far as there are seats.
@@ -455,12 +550,11 @@ class ExpertStore:
         record = self._parts.table[stack.block.id]
         if record.home is Tier.NVME and not self._parts.homes.read_only(record.home_extent):
             return
-        full, bank_of = set[int](), self.room.bank_of
+        full, seated = set[int](), self._seated(stack)
         for piece in pieces:
-            bank = bank_of[piece.stack, piece.tensor]
-            if piece in bank.who.seated or piece.tensor in full:
+            if piece in seated[piece.tensor] or piece.tensor in full:
                 continue
-            if self._bring(bank, piece, guessed=True) is None:
+            if self._bring(self._bank(piece), piece, guessed=True) is None:
                 full.add(piece.tensor)
                 if len(full) == len(stack.rows):
                     return
@@ -474,8 +568,9 @@ class ExpertStore:
         self, bank: Bank, piece: Piece, *, urgent: bool = False, guessed: bool = False
     ) -> int | None:
         """Begins to copy a piece into a seat; returns which, None where none can be had."""
-        if self.tensors and piece.expert != WHOLE:
+        if piece.expert != WHOLE and self.tensors:
             return None
+        self._changes += 1
         uses, guesses, seats, seated = self._uses, self._guesses, bank.seats, bank.who.seated
         wanted = uses[0].wanted if len(uses) == 1 else {p for use in uses for p in use.wanted}
 
@@ -492,7 +587,7 @@ class ExpertStore:
             seat = seats[index]
             if seat.transfer is not None:
                 self._copies.settle(seat)  # a guess that was not used
-            if self._lent:
+            if self._lent or self._read is not None:
                 self._note_released()
             seat.piece, seat.use = piece, None
             self._copies.begin(seat, self._numbers[piece.stack], piece, urgent=urgent)

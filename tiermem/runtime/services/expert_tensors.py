@@ -235,7 +235,7 @@ class WholeTensors:
                 continue
             begin, size = seats[first].extent.offset, seats[first].extent.nbytes
             extent = Extent(begin, (last - first) * size)
-            run = _Run(seats[first:last], first, extent, seats[first].released)
+            run = _Run(seats[first:last], first, extent, (*seats[first].released,))
             for tensor, other in zip(users, [*users[1:], users[0]], strict=True):
                 tensor.runs.append(run)
                 tensor.next.append((other, run))

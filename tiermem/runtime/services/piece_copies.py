@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -22,7 +22,7 @@ def copy_up(
     target: torch.Tensor,
     source: torch.Tensor | Packed,
     stack: Stack,
-    released: tuple[Event, ...],
+    released: Sequence[Event],
 ) -> Event | None:
     """Submits a copy of a part of a stack's home in DRAM, behind what was copied there last.
 
@@ -46,9 +46,9 @@ def copy_up(
         behind = released if written is None else (*released, written)
         event = parts.copy.up_behind(target, source, behind)
     ended = time.perf_counter_ns()
-    parts.counters.moved("dram->hbm", nbytes, ended - started)
-    parts.counters.copy_ns += ended - started
-    parts.timeline.enter(("dram->hbm", stack.block.name, started, ended, nbytes))
+    row = ("dram->hbm", stack.block.name, started, ended, nbytes)
+    parts.counters.count_copy(row)
+    parts.timeline.enter(row)
     return event
 
 
@@ -90,16 +90,16 @@ class PieceCopies:
             piece: What.
             urgent: Whether a caller waits for it.
         """
-        parts = self._parts
-        record = parts.table[stack.block.id]
-        begin, nbytes = stack.begin_of(piece), stack.nbytes(piece.tensor)
+        parts, source = self._parts, None
+        record = parts.table.of(stack.block.id)
+        begin, nbytes = stack.begin_of(piece), stack.sizes[piece.tensor]
         # what nothing has read may still be unpacked there, on a stream of its own
         before = seat.event
         released = seat.released if before is None else (*seat.released, before)
         if record.home is Tier.DRAM and record.home_extent is not None:
-            packed = packed_part(parts, stack, begin, nbytes)
-            home = parts.homes.part_of(record.home_extent, begin, nbytes)
-            self._up(seat, packed or home, stack, nbytes, released)
+            source = packed_part(parts, stack, begin, nbytes) or parts.homes.part_of(
+                record.home_extent, begin, nbytes
+            )
         elif parts.homes.read_only(record.home_extent):
             place = self._place(stack, piece, record, begin, nbytes)
             seat.transfer = parts.transfers.need_mover().read(
@@ -107,8 +107,10 @@ class PieceCopies:
             )
             seat.event = None
         elif record.home_extent is not None:
-            host = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
-            self._up(seat, host, stack, nbytes, released)
+            source = self._from_swap(stack.block.name, record.home_extent, begin, nbytes)
+        if source is not None:
+            target = seat.bytes if seat.extent.nbytes == nbytes else seat.bytes[:nbytes]
+            seat.event = copy_up(parts, target, source, stack, released)
 
     def settle(self, seat: Seat) -> StorageError | None:
         """Waits for a read from a file into a seat; returns its error."""
@@ -135,18 +137,6 @@ class PieceCopies:
             if self._parts.homes.holds(Tier.NVME, extent):
                 self._parts.homes.release(Tier.NVME, extent)
         stack.places.clear()
-
-    def _up(
-        self,
-        seat: Seat,
-        source: torch.Tensor | Packed,
-        stack: Stack,
-        nbytes: int,
-        released: tuple[Event, ...],
-    ) -> None:
-        """Submits a copy up of so many bytes of a stack, once what was in the seat is over."""
-        target = seat.bytes if seat.extent.nbytes == nbytes else seat.bytes[:nbytes]
-        seat.event = copy_up(self._parts, target, source, stack, released)
 
     def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
         """Returns an address in checkpoint files of just a piece."""
