@@ -98,7 +98,8 @@ class AwayUses:
         """
         if token == 2:
             self.saved.pop()
-        waits = views and not (dirty or group.writes.merging) and self._may_wait()
+        odd = group.writes.merging or group.shells  # whose views are of a class of their own
+        waits = views and not (dirty or odd) and self._may_wait()
         group.let_go(dirty=dirty, soft=True, views_wait=waits)
         if waits:
             self._viewed.append(group)
