@@ -1202,7 +1202,7 @@ _ELSEWHERE = (
     Mutation(
         "rounds of many parts are foreseen in part",
         "tiermem/core/schedule.py",
-        "return len(keys) < (2 * count or _MOST_APART)",
+        "return len(keys) < 2 * count and len(set(history[-count:])) == count",
         "return False",
         ("tests/unit/test_runtime_arranged.py",),
     ),

@@ -528,7 +528,7 @@ def test_a_loop_of_modules_that_hold_their_own_breaks_off_once(
         made.check()
 
 
-@pytest.mark.parametrize("parts", [3, 4, 5, 8, 12])
+@pytest.mark.parametrize("parts", [3, 4, 5, 8, 12, 17])
 def test_parts_of_a_model_that_are_called_one_after_another_are_laid_out(parts: int) -> None:
     """Two encoders, say, and what projects what they return: each call is a pass of its own."""
     each = 14

@@ -28,8 +28,8 @@ MOST_PASSES = 6
 
 _FEW_USES = 64
 """Uses that are foreseen, at least, in as many passes: layers that are called one by one."""
-_MOST_APART = 13
-"""Passes of different names that are foreseen, at most, as long as none of them has come again."""
+_MOST_APART = 32
+"""Passes of a round of which two are foreseen, at most, where no name comes twice in it."""
 _MOST_FORESEEN = 4096
 """Uses above which no more passes are foreseen for their sake: plans would go by less."""
 _MOST_CACHED = 192  # each of them by two names
@@ -160,19 +160,20 @@ def _round_of(uses: Sequence[list[int]]) -> int | None:
     return next((count for count in counts if uses[count:] == uses[:-count]), None)
 
 
-def _is_cut_short(keys: Sequence[Hashable]) -> bool:
+def _is_cut_short(keys: Sequence[Hashable], history: Sequence[Hashable]) -> bool:
     """Whether two rounds of passes go on behind those that are foreseen.
 
     Only rounds in which no name comes twice are seen: parts of a model that are called one after
     another (two encoders and what projects their outputs).
 
     Args:
-        keys: Names of the passes that are foreseen.
+        keys: Names of the passes that are foreseen, from the one under way on.
+        history: Names of the passes up to that one.
     """
-    count = next((at for at, key in enumerate(keys) if at and key == keys[0]), 0)
-    if len(set(keys[:count] or keys)) < (count or len(keys)):
-        return False
-    return len(keys) < (2 * count or _MOST_APART)
+    for count in range(1, min(_MOST_APART, len(history) - 1) + 1):
+        if history[-1 - count] == keys[0]:
+            return len(keys) < 2 * count and len(set(history[-count:])) == count
+    return False
 
 
 def seldom_of(past: Sequence[Sequence[int]], ahead: Sequence[Sequence[int]]) -> frozenset[int]:
@@ -418,7 +419,7 @@ class Planner:
         uses = sum(len(known.get(key, ())) for key in keys)
         while True:
             few = len(keys) < MOST_PASSES or (uses < _FEW_USES and len(keys) < _FEW_USES)
-            if not few and (uses >= _MOST_FORESEEN or not _is_cut_short(keys)):
+            if not few and (uses >= _MOST_FORESEEN or not _is_cut_short(keys, self._history)):
                 break
             following = self._successor(history)
             if following is None:

@@ -28,7 +28,7 @@ from tiermem.runtime.lookahead.swaps import Fit, Step, Swap, steps_over
 from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.parts import Parts
 
-_MOST_LOOPS = 32
+_MOST_LOOPS = 64
 _MOST_USES = 4096
 _MOST_WAYS = 4
 _MOST_PAUSE = 64

@@ -18,7 +18,7 @@ from tiermem.runtime.placement.leaving import Why
 
 _AUTO_BYTES = 64 << 20
 _MOST_STEPS = 4096
-_MOST_PLANS = 16
+_MOST_PLANS = 64
 _DOUBTFUL = 4
 
 
