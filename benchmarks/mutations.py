@@ -1160,8 +1160,8 @@ _ELSEWHERE = (
     Mutation(
         "a place is taken over while its block may be in use",
         "tiermem/core/rounds.py",
-        "self.freed.append(number + last + 2)",
-        "self.freed.append(number + last + 1)",
+        "self.freed.append(number + min(use + more, end - 1) + 2)",
+        "self.freed.append(number + min(use + more, end - 1) + 1)",
         ("tests/property/test_laps.py",),
     ),
     Mutation(
@@ -1188,16 +1188,44 @@ _ELSEWHERE = (
     Mutation(
         "a round of several passes is decided after its first break",
         "tiermem/runtime/lookahead/arranged.py",
-        "_Pause(int(len(loop.names) == 1))",
+        "_Pause(int(len(loop.names) == 1 and not late))",
         "_Pause(1)",
         ("tests/unit/test_lora_arranged.py",),
     ),
     Mutation(
         "a backward that lets go later than expected is laid out as before",
-        "tiermem/runtime/lookahead/arranged.py",
+        "tiermem/runtime/lookahead/lates.py",
         "min(_MOST_LAG, late.lag + lag_of(name))",
         "late.lag",
         ("tests/unit/test_lora_arranged.py",),
+    ),
+    Mutation(
+        "plans do not go by how long blocks are held",
+        "tiermem/runtime/lookahead/loop_times.py",
+        "            further=further,\n",
+        "",
+        ("tests/unit/test_runtime_arranged.py",),
+    ),
+    Mutation(
+        "what a pass holds for most of its uses streams",
+        "tiermem/runtime/lookahead/plan_maker.py",
+        "held |= self._lates.throughout(schedule.spans, sizes, room)",
+        "pass",
+        ("tests/unit/test_runtime_arranged.py",),
+    ),
+    Mutation(
+        "a block that was written and comes to another place ends the replay",
+        "tiermem/runtime/lookahead/replay.py",
+        "moves = comes.in_hbm is _DIRTY and comes in fit.leaves",
+        "moves = False",
+        ("tests/unit/test_runtime_arranged.py",),
+    ),
+    Mutation(
+        "rounds of many parts are foreseen in part",
+        "tiermem/core/schedule.py",
+        "return len(keys) < 2 * count and len(set(history[-count:])) == count",
+        "return False",
+        ("tests/unit/test_runtime_arranged.py",),
     ),
     Mutation(
         "what closes a pass and opens the next one moves",

@@ -83,8 +83,8 @@ class Passes:
 
     @property
     def events(self) -> Round:
-        held = [block in self.held for block in self.order]
-        return Round([len(order) for order in self.orders], self.lags, held)
+        further = [len(self.order) * (block in self.held) for block in self.order]
+        return Round([len(order) for order in self.orders], self.lags, further)
 
     def in_use(self, number: int, at: int) -> list[int]:
         """Returns what may not leave when so many uses of a pass have been entered."""

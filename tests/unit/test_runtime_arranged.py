@@ -501,6 +501,61 @@ def test_modules_that_hold_their_own_while_inner_ones_run_break_off_no_more(slot
         made.check()
 
 
+@pytest.mark.parametrize("inner", [1, 3, 6])
+@pytest.mark.parametrize("room", [1, 4])
+@pytest.mark.parametrize("outer", [0, 1])
+def test_a_loop_of_modules_that_hold_their_own_breaks_off_once(
+    inner: int, room: int, outer: int
+) -> None:
+    """An outermost one to its end, layers while all that is in them runs; then it is laid out."""
+    layers = 6
+    with loop(outer + layers * (1 + inner), inner + 3 + room, depth="auto") as made:
+        manager, laid_out = made.manager, list[bool]()
+        for _ in range(12):
+            manager.begin_pass("forward")
+            for number in range(outer):
+                manager.acquire(made.blocks[number])
+            for layer in range(layers):
+                own = outer + layer * (1 + inner)
+                manager.acquire(made.blocks[own])
+                for number in range(inner):
+                    made.use(own + 1 + number)
+                manager.release(made.blocks[own])
+            laid_out.append(arranged(made))
+            for number in range(outer):
+                manager.release(made.blocks[number])
+        assert all(laid_out[3:])
+        made.check()
+
+
+@pytest.mark.parametrize("parts", [3, 4, 5, 8, 12, 17])
+def test_parts_of_a_model_that_are_called_one_after_another_are_laid_out(parts: int) -> None:
+    """Two encoders, say, and what projects what they return: each call is a pass of its own."""
+    each = 14
+    with loop(parts * each, parts * each // 3, depth="auto") as made:
+        passes = {
+            ("forward", part): [*range(part * each, (part + 1) * each)] for part in range(parts)
+        }
+        for number in range(10):
+            for name, order in passes.items():
+                made.manager.begin_pass(name)
+                for block in order:
+                    made.use(block)
+                assert number < 7 or arranged(made)
+        made.check()
+
+
+def test_a_block_that_was_written_may_come_to_another_place() -> None:
+    order, written = [2, 4, 5, 1, 3, 7, 0, 6, 9, 8], {0, 3, 4, 7, 9}
+    with loop(10, 10, depth="auto", large=3) as made:
+        for number in range(12):
+            made.manager.begin_pass("loop")
+            for block in order:
+                made.use(block, write=block in written)
+            assert number < 4 or arranged(made)
+        made.check()
+
+
 @pytest.mark.parametrize("slots", [5, 7, 9])
 def test_a_block_that_every_layer_uses_while_it_holds_its_own_stays(slots: int) -> None:
     """Embeddings of relative positions; the layers' own are held one after the other, not all."""

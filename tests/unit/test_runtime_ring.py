@@ -11,8 +11,13 @@ import pytest
 from support_runtime import PAGE, Rig, rig
 
 from tiermem.core.block import Block, Extent, Role
+from tiermem.runtime.lookahead.lates import Lates
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.runtime.services.sweep import BlockSweep
+
+
+def new_maker(parts: Any) -> PlanMaker:
+    return PlanMaker(parts, Lates(), PAGE)
 
 
 def page_of(made: Rig, number: int) -> int:
@@ -107,7 +112,7 @@ def going_round(role: Role) -> Iterator[Rig]:
 @pytest.mark.parametrize(("role", "circles"), [(Role.PARAM, False), (Role.OPTIMIZER, True)])
 def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circles: bool) -> None:
     with going_round(role) as made:
-        schedule, maker = made.manager.parts.planner.schedule, PlanMaker(made.manager.parts, PAGE)
+        schedule, maker = made.manager.parts.planner.schedule, new_maker(made.manager.parts)
         for beside in (False, True):
             outlook = maker.make(schedule, maker.made_of(set()), set(), beside=beside)
             assert (outlook.turn > 0) == (circles and beside)
@@ -117,7 +122,7 @@ def test_only_loops_that_write_beside_the_compute_go_in_circles(role: Role, circ
 def test_times_that_change_make_no_plan_anew_for_a_ring(role: Role, anew: bool) -> None:
     with going_round(role) as made:
         parts = made.manager.parts
-        maker = PlanMaker(parts, PAGE)
+        maker = new_maker(parts)
         was = maker.made_of(set())
         plan = maker.make(parts.planner.schedule, was, set(), beside=True)
         assert not maker.is_stale(plan, was)

@@ -91,6 +91,7 @@ class Loop:
         laid_out: Whether its rounds are laid out beforehand (:mod:`tiermem.core.laps`).
         begins: Where the passes of a round begin in the order.
         lags: Of each, how many further blocks are used before one is let go.
+        further: Of each, the same of single blocks, where it is more; none where it is left out.
         ways: The ways to lay such a loop out, whatever its times are, by what stays.
     """
 
@@ -105,6 +106,7 @@ class Loop:
     laid_out: bool = False
     begins: Sequence[int] = (0,)
     lags: Sequence[int] = (0,)
+    further: Sequence[Mapping[int, int]] = ()
     ways: dict[frozenset[int], Ways] = field(default_factory=dict)
 
     @cached_property
@@ -167,7 +169,12 @@ class Loop:
             order, compute, _ = self._round()
             ways = self.ways.pop(kept, None)
             if ways is None:
-                one = Round([end - begin for begin, end in self._passes], self.lags)
+                further = [
+                    late.get(block, 0)
+                    for (begin, end), late in zip(self._passes, self.further, strict=False)
+                    for block in order[begin:end]
+                ]
+                one = Round([end - begin for begin, end in self._passes], self.lags, further)
                 streams = {block: s for block, s in self.sizes.items() if block not in kept}
                 room = self.room - sum(self.sizes.values()) + sum(streams.values())
                 ways = Ways(order, one, streams, [(0, room)])

@@ -100,6 +100,8 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
     if settled is not None and not several and loop.is_good(settled, _WORTH_IT):
         return settled
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
+    if any(loop.further) and all(loop.by_laps(plan) is None for plan in plans):
+        plans = [*_plans(loop, _SLOTS)]  # what is held for long takes more
     plans += _large_one_by_one(loop)
     plans += () if several else _large_alone(loop)
     roomy = _FORGIVING + max(loop.lags)
@@ -203,7 +205,8 @@ def _plans(
         away: Blocks that do not stay.
     """
     order, sizes, room = loop.order, loop.sizes, loop.room
-    most = room if loop.laid_out and len(loop.begins) > 1 else room // 2
+    late = len(loop.begins) > 1 or any(loop.further)  # some slots are held longer
+    most = room if loop.laid_out and late else room // 2
     for pinned in _oversize(sizes, room):
         pinned -= frozenset(away)
         rest = {block: size for block, size in sizes.items() if block not in pinned}

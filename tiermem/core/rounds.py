@@ -80,7 +80,7 @@ class Round:
         self,
         lengths: Sequence[int],
         lags: Sequence[int] = (),
-        held: Sequence[bool] = (),
+        further: Sequence[int] = (),
     ) -> None:
         """Counts the events.
 
@@ -88,8 +88,7 @@ class Round:
             lengths: Uses of each pass.
             lags: Of each pass, how many further uses have begun before a block is let go; none
                 where that is left out.
-            held: Of each use, whether the block is held to the end of the pass; none is where it
-                is left out.
+            further: Of each use, as for ``lags``, where that is more; none where it is left out.
         """
         self.lengths = lengths
         self._firsts = [0, *accumulate(lengths)]
@@ -101,8 +100,8 @@ class Round:
             lag = lags[number] if lags else 0
             self.entered += [number + use + 1 for use in range(first, end)]
             for use in range(first, end):
-                last = end - 1 if held and held[use] else min(use + lag, end - 1)
-                self.freed.append(number + last + 2)
+                more = max(lag, further[use]) if further else lag
+                self.freed.append(number + min(use + more, end - 1) + 2)
 
     def find(self, event: int) -> tuple[int, int, int]:
         """Returns which pass an event is in, which event of that, and the uses before the pass.

@@ -28,6 +28,10 @@ MOST_PASSES = 6
 
 _FEW_USES = 64
 """Uses that are foreseen, at least, in as many passes: layers that are called one by one."""
+_MOST_APART = 32
+"""Passes of a round of which two are foreseen, at most, where no name comes twice in it."""
+_MOST_FORESEEN = 4096
+"""Uses above which no more passes are foreseen for their sake: plans would go by less."""
 _MOST_CACHED = 192  # each of them by two names
 
 _CONTEXTS = (16, 8, 4, 2, 1)
@@ -154,6 +158,22 @@ def _round_of(uses: Sequence[list[int]]) -> int | None:
     """
     counts = range(1, len(uses) // 2 + 1)
     return next((count for count in counts if uses[count:] == uses[:-count]), None)
+
+
+def _is_cut_short(keys: Sequence[Hashable], history: Sequence[Hashable]) -> bool:
+    """Whether two rounds of passes go on behind those that are foreseen.
+
+    Only rounds in which no name comes twice are seen: parts of a model that are called one after
+    another (two encoders and what projects their outputs).
+
+    Args:
+        keys: Names of the passes that are foreseen, from the one under way on.
+        history: Names of the passes up to that one.
+    """
+    for count in range(1, min(_MOST_APART, len(history) - 1) + 1):
+        if history[-1 - count] == keys[0]:
+            return len(keys) < 2 * count and len(set(history[-count:])) == count
+    return False
 
 
 def seldom_of(past: Sequence[Sequence[int]], ahead: Sequence[Sequence[int]]) -> frozenset[int]:
@@ -397,7 +417,10 @@ class Planner:
         keys = self._foreseen or [self._history[-1]]
         history, known = [*self._history, *keys[1:]], self._known
         uses = sum(len(known.get(key, ())) for key in keys)
-        while len(keys) < MOST_PASSES or (uses < _FEW_USES and len(keys) < _FEW_USES):
+        while True:
+            few = len(keys) < MOST_PASSES or (uses < _FEW_USES and len(keys) < _FEW_USES)
+            if not few and (uses >= _MOST_FORESEEN or not _is_cut_short(keys, self._history)):
+                break
             following = self._successor(history)
             if following is None:
                 break

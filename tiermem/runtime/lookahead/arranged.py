@@ -19,7 +19,8 @@ from tiermem.core.block import Tier
 from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play, postpone_more
 from tiermem.core.residency import Record, State
 from tiermem.core.rounds import Fetch, Round, Rounds, first_in_place, postponed
-from tiermem.core.schedule import Schedule, lag_of
+from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.lates import Lates
 from tiermem.runtime.lookahead.loop_times import SLOT_LATENCY, seconds_from_dram
 from tiermem.runtime.lookahead.plan_maker import READ_ONLY
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
@@ -27,14 +28,11 @@ from tiermem.runtime.lookahead.swaps import Fit, Step, Swap, steps_over
 from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.parts import Parts
 
-_MOST_LOOPS = 32
+_MOST_LOOPS = 64
 _MOST_USES = 4096
 _MOST_WAYS = 4
 _MOST_PAUSE = 64
 """Rounds that are decided, at most, after one that did not go as it was laid out."""
-
-_MOST_LAG = 8
-"""Further uses, at the most, before a block is expected to be let go."""
 
 _Room = tuple[int, int]
 """Bytes of HBM, and how often what is there for good has changed."""
@@ -130,33 +128,27 @@ class _Pause:
     passes: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _Late:
-    """When a pass lets go of blocks, where that was seen to be later than expected.
-
-    Attributes:
-        lag: How many further blocks are used before.
-        blocks: Those that are held to its end.
-    """
-
-    lag: int
-    blocks: set[int] = field(default_factory=set)
-
-
 class Arranger:
     """Lays HBM out for loops that only read; under the manager's lock."""
 
-    def __init__(self, parts: Parts, fetcher: Fetcher) -> None:
-        """Works on ``parts``; ``fetcher`` knows whether copies run beside the compute."""
+    def __init__(self, parts: Parts, fetcher: Fetcher, lates: Lates) -> None:
+        """Works on ``parts``.
+
+        Args:
+            parts: Whose blocks they are.
+            fetcher: Knows whether copies run beside the compute.
+            lates: When passes let go of blocks.
+        """
         self._parts = parts
         self._fetcher = fetcher
+        self._lates = lates
         self._departures = parts.transfers.departures
         self._loops: dict[_Name, _Loop | None] = {}
         self._layouts: dict[_Loop, tuple[Round, LaidOut] | None] = {}
+        self._seen = 0  # the version of ``lates`` that layouts are for
         self._ways: dict[tuple[object, ...], Ways] = {}
         self._force: _Force | None = None
         self._pauses: dict[frozenset[Hashable], _Pause] = {}
-        self._lates: dict[Hashable, _Late] = {}  # of passes that did not let go as expected
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
         """Returns what is done at each place of the pass that begins, HBM being laid out for it.
@@ -220,9 +212,11 @@ class Arranger:
         force, planner = self._force, self._parts.planner
         if force is not None:
             if late and not force.idle:
-                self._let_go_later(force.loop.names[force.at % len(force.loop.names)], late)
+                at = force.at % len(force.loop.names)
+                used = {block: n for n, block in enumerate(force.loop.orders[at][: planner.cursor])}
+                self._lates.broke_off(force.loop.names[at], {b: used[b] for b in late if b in used})
             if planner.observed(planner.key):  # a guess says nothing of the next pass
-                self._pause(force.loop)
+                self._pause(force.loop, late=bool(late))
         self._put_into_force(None)
 
     def repair(self) -> None:
@@ -246,33 +240,17 @@ class Arranger:
             return False
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
 
-    def _let_go_later(self, name: Hashable, blocks: Sequence[int]) -> None:
-        """Expects the next time that a pass which broke off lets blocks go later.
-
-        Backward lets go of a block when it has come to the output of two further modules. What is
-        used in between, as saved weights are unpacked, counts as a use all the same. Elsewhere a
-        module lets go of its own when it is left, and inner ones are used before: one as a rule,
-        all the rest of the pass where it is the outermost.
-        """
-        late = self._lates.pop(name, None) or _Late(lag_of(name))
-        self._lates[name] = late
-        self._layouts.clear()
-        if lag_of(name):
-            late.lag = min(_MOST_LAG, late.lag + lag_of(name))
-        elif late.lag:
-            late.blocks.update(blocks)
-        else:
-            late.lag = 1
-        _drop_oldest(self._lates, _MOST_LOOPS)
-
-    def _pause(self, loop: _Loop) -> None:
+    def _pause(self, loop: _Loop, *, late: bool = False) -> None:
         """Decides a loop use by use for some rounds.
 
-        The first break of a round of several passes mostly shows that blocks are let go later than
-        was expected. So after that one it is laid out again at once.
+        Args:
+            loop: The loop.
+            late: Whether a pass of it broke off since blocks are let go later than was expected.
+                After the first time it is laid out again at once, as after the first break of a
+                round of several passes, which mostly comes of that.
         """
         name = frozenset(loop.names)
-        pause = self._pauses.pop(name, None) or _Pause(int(len(loop.names) == 1))
+        pause = self._pauses.pop(name, None) or _Pause(int(len(loop.names) == 1 and not late))
         pause.passes = pause.after * len(loop.names)
         pause.after = min(_MOST_PAUSE, max(1, 2 * pause.after))
         self._pauses[name] = pause
@@ -332,6 +310,9 @@ class Arranger:
         """Lays HBM out for a loop from the pass that begins; None where that cannot be."""
         if loop.idle is not None or not self._is_simple(loop):
             return None
+        if self._seen != self._lates.version:
+            self._seen = self._lates.version
+            self._layouts.clear()
         if loop not in self._layouts:
             self._layouts[loop] = self._lay_out(loop)
         found = self._layouts[loop]
@@ -350,11 +331,11 @@ class Arranger:
         streams = [b for b in set(loop.order) - loop.residents if not table[b].fixed]
         sizes = {block: table[block].block.nbytes for block in streams}
         transfer = {block: seconds_from_dram(self._parts, table[block]) for block in sizes}
-        lates = [self._lates.get(name) or _Late(lag_of(name)) for name in loop.names]
+        lates = [self._lates.of(name) for name in loop.names]
         both = zip(loop.orders, lates, strict=True)
-        held = [block in late.blocks for order, late in both for block in order]
+        further = [late.further.get(block, 0) for order, late in both for block in order]
         lengths = [len(order) for order in loop.orders]
-        one = Round(lengths, [late.lag for late in lates], held)
+        one = Round(lengths, [late.lag for late in lates], further)
         name = loop.orders, tuple(one.freed), frozenset(sizes), tuple(runs)
         ways = self._ways.pop(name, None) or Ways(loop.order, one, sizes, runs)
         self._ways[name] = ways  # what was found for other times is found again

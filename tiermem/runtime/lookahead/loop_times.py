@@ -9,7 +9,8 @@ from tiermem.core.forecast import Forecast
 from tiermem.core.laps import Ways
 from tiermem.core.loops import Files, Loop
 from tiermem.core.residency import Record
-from tiermem.core.schedule import Schedule, lag_of
+from tiermem.core.schedule import Schedule
+from tiermem.runtime.lookahead.lates import Late, Lates
 from tiermem.runtime.metrics.pass_timer import LINK_UP
 from tiermem.runtime.parts import Parts
 
@@ -23,9 +24,10 @@ _MOST_WAYS = 3
 class LoopTimes:
     """Puts together what plans go by, from what was measured and what is forecast."""
 
-    def __init__(self, parts: Parts) -> None:
-        """Works on ``parts``."""
+    def __init__(self, parts: Parts, lates: Lates) -> None:
+        """Works on ``parts``; ``lates`` says when passes let go of blocks."""
         self._parts = parts
+        self._lates = lates
         self._ways: dict[tuple[object, ...], dict[frozenset[int], Ways]] = {}
 
     def rate_up(self) -> float:
@@ -72,7 +74,10 @@ class LoopTimes:
             disk = {block: sizes[block] / rate for block in on_disk}
             staging = self._parts.homes.staging
             files = Files(disk, spare, 0 if staging is None else staging.numel())
-        lags = [lag_of(key) for _, _, key in spans] or [0]
+        lates = [self._lates.of(key) for _, _, key in spans] or [Late(0)]
+        lags = [late.lag for late in lates]
+        further = [{b: n for b, n in late.further.items() if n and b in sizes} for late in lates]
+        later = (frozenset(known.items()) for known in further)
         for block in on_disk:
             transfer[block] = seconds_from_dram(self._parts, self._parts.table[block])
         return Loop(
@@ -86,7 +91,8 @@ class LoopTimes:
             laid_out=bool(spans),
             begins=begins,
             lags=lags,
-            ways=self._ways_of((tuple(blocks), *begins, room, frozenset(sizes), *lags)),
+            further=further,
+            ways=self._ways_of((tuple(blocks), *begins, room, frozenset(sizes), *lags, *later)),
         )
 
     def _ways_of(self, name: tuple[object, ...]) -> dict[frozenset[int], Ways]:

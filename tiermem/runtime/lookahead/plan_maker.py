@@ -16,6 +16,7 @@ from tiermem.core.residency import Record
 from tiermem.core.residents import adjust_residents, choose_residents
 from tiermem.core.schedule import Schedule
 from tiermem.core.staying import choose_to_stay
+from tiermem.runtime.lookahead.lates import Lates
 from tiermem.runtime.lookahead.loop_times import LoopTimes
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.metrics.pass_timer import LINK_UP
@@ -53,7 +54,7 @@ _TIMES = 1
 _OF_A_RING = (2, 5)
 """What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
 READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
-_Alike = tuple[frozenset[int], int, int | None, tuple[bool, int]]
+_Alike = tuple[frozenset[int], int, int | None, tuple[bool, int, int]]
 """What a plan that was settled is for: blocks, room, times, and whether and how it goes round."""
 
 
@@ -77,15 +78,17 @@ class Staying:
 class PlanMaker:
     """Makes stream plans from what was measured."""
 
-    def __init__(self, parts: Parts, least: int) -> None:
+    def __init__(self, parts: Parts, lates: Lates, least: int) -> None:
         """Works on ``parts``.
 
         Args:
             parts: Whose blocks, memory and measurements they are about.
+            lates: When passes let go of blocks.
             least: Bytes to stream through where nothing has been measured.
         """
         self._parts = parts
-        self._times = LoopTimes(parts)
+        self._times = LoopTimes(parts, lates)
+        self._lates = lates
         self._waste = parts.transfers.waste
         self._least = least
         self._settled: dict[int, tuple[_Alike, int, Plan]] = {}
@@ -116,6 +119,7 @@ class PlanMaker:
             len(held),
             parts.table.hbm.capacity,
             self._times.spare() if parts.mover is not None else 0,
+            self._lates.version,
         )
 
     def is_stale(self, plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
@@ -265,6 +269,7 @@ class PlanMaker:
             held = set()  # one after the other, each while a few others are used
         if beside:
             held |= there_throughout(schedule.order, sizes, room)
+            held |= self._lates.throughout(schedule.spans, sizes, room)
         unsteady = self._waste.unsteady() & sizes.keys() - held
         seldom = schedule.seldom & sizes.keys() - held - unsteady
         others = held | unsteady | seldom
@@ -325,7 +330,8 @@ class PlanMaker:
         steady = alone and beside and not files and _goes_round(schedule)
         spans = schedule.round_over(sizes)
         # from a disk every change is read: another kind of work keeps the plan
-        alike = (frozenset(sizes), room, version, (steady, 0 if files else len(spans)))
+        way = steady, 0 if files else len(spans), self._lates.version
+        alike = frozenset(sizes), room, version, way
         before = plan = None
         spared = spare
         found = self._settled.pop(self._load, None)

@@ -9,14 +9,16 @@ from tiermem.core.schedule import Schedule
 from tiermem.errors import InvariantError
 from tiermem.runtime.loans.host_loans import HostLoans
 from tiermem.runtime.lookahead.disk_ahead import DiskAhead
+from tiermem.runtime.lookahead.lates import Lates
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
 from tiermem.runtime.lookahead.walks import Fetcher, Reach, SequenceWalk, make_walk
 from tiermem.runtime.parts import Parts
+from tiermem.runtime.placement.leaving import Why
 
 _AUTO_BYTES = 64 << 20
 _MOST_STEPS = 4096
-_MOST_PLANS = 16
+_MOST_PLANS = 64
 _DOUBTFUL = 4
 
 
@@ -26,6 +28,7 @@ class Prefetcher:
     Attributes:
         fetcher: Begins single fetches.
         disk: Keeps the disk at work while HBM has no room.
+        lates: When passes let go of blocks, where that is later than expected.
         ended: Whether the end of the pass before was noted, as that of the next one will be.
         overdue: Whether the plan in force is to be made anew as the pass under way ends.
     """
@@ -42,7 +45,8 @@ class Prefetcher:
         depth = parts.settings.prefetch_depth
         least = min(_AUTO_BYTES, parts.table.hbm.capacity // 4)
         self._reach = Reach(None if depth == "auto" else depth, least)
-        self._maker = PlanMaker(parts, least)
+        self.lates = Lates()
+        self._maker = PlanMaker(parts, self.lates, least)
         self._planned: Schedule | None = None
         self._force: tuple[StreamPlan, SequenceWalk] | None = None
         self._outlooks: dict[tuple[Schedule, int], tuple[StreamPlan, SequenceWalk]] = {}
@@ -60,6 +64,7 @@ class Prefetcher:
 
     def end_pass(self) -> None:
         """Notes that the pass under way has ended, before the next is entered in the planner."""
+        self.lates.end(self._planner.cursor)
         waste = self._parts.transfers.waste
         if waste.pending or waste.stopped:
             planner = self._planner
@@ -105,6 +110,7 @@ class Prefetcher:
         does not wait for a plan.
         """
         self.overdue = False
+        self.lates.end(self._planner.cursor)
         if self._repeats(self._planner.schedule):
             self._decide(self._planner.schedule)
 
@@ -113,6 +119,8 @@ class Prefetcher:
         planner = self._planner
         if self._pass_timer.sampling:
             self.look_back(planner.last)
+        if self.lates.watching:
+            self.lates.look(planner.last, planner.cursor - 1, self._may_leave)
         transfers = self._parts.transfers
         entry = transfers.waste.pending.pop(planner.last, None)  # Waste.used, in line
         if entry is not None and transfers.waste.outcomes:
@@ -158,8 +166,16 @@ class Prefetcher:
         self._outlooks.clear()
         self._held.clear()
         self._previous = None
+        self.lates.forget()
         self.disk.repair()
         self._restart(0)
+
+    def _may_leave(self, block_id: int) -> bool:
+        """Whether a block may leave HBM, or has left, as far as those go that use it."""
+        record, rules = self._parts.table.get(block_id), self._parts.evictor.rules
+        if record is None or record.extent is None:
+            return True
+        return rules.may_leave(record, Why.NEEDED) and not rules.is_wanted(record)
 
     def _walk(self) -> SequenceWalk | None:
         """Returns the walk of the plan in force."""

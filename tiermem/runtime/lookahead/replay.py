@@ -117,7 +117,7 @@ class Replay:
         self._pending = parts.transfers.waste.pending
         self._swapped = _Swapped(parts)
         self._stream = -1  # of the last use that waited for its block
-        self.arranger = Arranger(parts, prefetcher.fetcher)
+        self.arranger = Arranger(parts, prefetcher.fetcher, prefetcher.lates)
         self.recordings = Recordings(parts)
         self.run: _Run | None = None
 
@@ -417,6 +417,9 @@ class Replay:
     def _fill(self, run: _Run, swap: Swap, fit: Fit) -> bool:
         """Brings a block to a place that is not just another's; returns whether that could be."""
         comes, offset = swap.comes, fit.offset()
+        moves = comes.in_hbm is _DIRTY and comes in fit.leaves  # to another place, by way of home
+        if moves and not self._written_home(run, comes):
+            return False
         there = comes.at_home is _VALID and comes.defined
         if offset < 0 or not there or self._swapped.transfers.in_dram(comes) is None:
             return False
