@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,7 @@ from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.hostbound import SHARES, Streamed, host_seconds, rate_up
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.partition import (
+    PARAMETERS,
     Predicate,
     home_of,
     largest_block,
@@ -197,7 +199,8 @@ class BlockPlan:
             self.params = {
                 name: members
                 for root, found in self.params.items()
-                for name, members in apart_from_frozen(root, found, known.packed).items()
+                for part, some in self._parts_of(root, found, largest)
+                for name, members in apart_from_frozen(part, some, known.packed).items()
             }
         self.params.update({**small, **divided(stay)})
 
@@ -239,6 +242,30 @@ class BlockPlan:
                 found.setdefault(joined.get(root, root), []).extend(members)
             blocks.clear()
             blocks.update(found)
+
+    def _parts_of(
+        self, root: str, found: list[Found], largest: int
+    ) -> Iterator[tuple[str, list[Found]]]:
+        """Yields the blocks of a list of parameters, none of which is held for another.
+
+        Nobody calls the list: each is looked up by itself, and brings its block.
+
+        Args:
+            root: The name of what is one block so far.
+            found: Its parameters.
+            largest: Bytes that one block may have.
+        """
+        if not isinstance(self.roots.get(root), PARAMETERS):
+            yield root, found
+            return
+        parts: list[list[Found]] = []
+        for _, whole in groupby(found, lambda each: id(each.shell or each)):
+            more = [*whole]
+            if not parts or self.inventory.packed([*parts[-1], *more]) > largest:
+                parts.append([])
+            parts[-1] += more
+        for number, part in enumerate(parts):
+            yield f"{root}[{number}]", part
 
     def _roots_of(self, modules: Iterable[str]) -> set[str]:
         return {self.territory[name] for name in modules}
@@ -325,6 +352,9 @@ class BlockPlan:
         for found in [*self.inventory.params, *travel]:
             for module, _ in found.places:
                 needed[self.territory[module]].add(block_of[id(found.same_as or found)])
+        for root, top in self.roots.items():
+            if isinstance(top, PARAMETERS) and needed[root]:  # one at a time
+                needed[root] = {max(needed[root], key=nbytes.__getitem__)}
         held: dict[str, set[tuple[str, str]]] = {}
         for root in sorted(self.roots, key=len):
             above = held[self.territory[root.rpartition(".")[0]]] if root else set()

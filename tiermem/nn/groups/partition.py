@@ -23,7 +23,8 @@ from tiermem.nn.compat.stacks import experts_of
 from tiermem.nn.tensors.shells import nbytes_of
 
 Predicate = Callable[[str, nn.Module], bool]
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+PARAMETERS = (nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, *PARAMETERS)
 """Modules that are not called themselves."""
 MOST_PLACES = 4
 """Of a module, on average, that are gone through."""
@@ -323,7 +324,9 @@ class _Automatic:
             path = f"{name}.{child_name}" if name else child_name
             if not self._size(child):
                 continue
-            if isinstance(child, CONTAINERS) and not (one_block and _differ(path, child)):
+            if isinstance(child, PARAMETERS) and self._size(child) > self._largest:
+                self._begin(path, child)  # what is in it is looked up one by one
+            elif isinstance(child, CONTAINERS) and not (one_block and _differ(path, child)):
                 self._visit_list(path, child, inside=inside)
             elif experts_of(child):  # of which few may be used
                 self._begin(path, child)

@@ -17,7 +17,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
-from tiermem.nn.groups.partition import CONTAINERS, MOST_PLACES, names_above, places
+from tiermem.nn.groups.partition import CONTAINERS, MOST_PLACES, PARAMETERS, names_above, places
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
@@ -98,6 +98,7 @@ class InterceptedModules:
         self._territory = territory
         self.scopes: dict[str, Scope] = {}
         self._around: dict[str, Scope] = {}
+        self._looked_up: dict[str, list[Group]] = {}  # by the name of a list of parameters
         self.group_of: dict[int, Group] = {}
         self.uncounted = False  # whether torch does not count all that their code may write
         self._looked_at: set[int] = set()
@@ -128,6 +129,9 @@ class InterceptedModules:
         for name in self._modules:
             root = self._territory[name]
             groups = list(needed.get(root, {}).values())
+            if isinstance(self._modules[root], PARAMETERS):
+                # nobody calls it: each is brought as it is looked up
+                self._looked_up[root], groups = groups, []
             if root not in insides:
                 insides[root] = Inside(groups)
             begins = root == name and (name in needed or not name)
@@ -258,6 +262,10 @@ class InterceptedModules:
         best: tuple[int, list[Group]] = (0, [])
         for scopes in self._nested():
             held = {id(group): group for scope in scopes for group in scope.groups}
+            apart = [g for scope in scopes for g in self._looked_up.get(scope.name, ())]
+            if apart:
+                largest = max(apart, key=lambda group: group.block.nbytes)
+                held[id(largest)] = largest
             moves = [group for group in held.values() if not record(group.block).fixed]
             total = sum(group.block.nbytes for group in moves)
             if total > best[0]:

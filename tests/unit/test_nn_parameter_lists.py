@@ -1,0 +1,108 @@
+"""Lists of parameters that are larger than blocks shall be: each is brought as it is looked up."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from support_nn import same_bits
+from torch import nn
+
+import tiermem
+
+LAYERS, WIDTH = 12, 64
+NBYTES = LAYERS * WIDTH * WIDTH * 4
+
+
+class Listed(nn.Module):
+    """All of its weights are in a list, or in a dictionary, of one module."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        weights = [nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in range(LAYERS)]
+        named = {f"w{number}": weight for number, weight in enumerate(weights)}
+        self.kind = kind
+        self.weights: Any = nn.ParameterDict(named) if kind == "dict" else nn.ParameterList(weights)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        names = [f"w{n}" if self.kind == "dict" else n for n in range(LAYERS)]
+        if self.kind == "iterated":
+            for weight in self.weights:
+                x = x + torch.tanh(x @ weight)
+        else:
+            for name in names:
+                x = x + torch.tanh(x @ self.weights[name])
+        return self.out(x)
+
+
+KINDS = ["list", "dict", "iterated"]
+POLICY: Any = dict.fromkeys(("params", "grads", "master", "optimizer"), "dram")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_forward_needs_room_for_a_few_of_them(kind: str, gradients: bool) -> None:
+    torch.manual_seed(0)
+    model = Listed(kind)
+    plain = deepcopy(model)
+    x = torch.randn(3, WIDTH)
+    hbm = NBYTES // 2
+    with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier:
+        tier.wrap(model.requires_grad_(gradients))
+        assert len({row.block for row in tier.residency()}) > 4
+        for _ in range(4):
+            with torch.no_grad():
+                assert same_bits(model(x), plain(x))
+        assert tier.stats().peak["hbm"] <= hbm
+        state = plain.state_dict()
+        assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+    assert all(map(same_bits, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlap", ["auto", False])
+def test_they_are_trained_as_resident(kind: str, overlap: Any) -> None:
+    torch.manual_seed(0)
+    model = Listed(kind)
+    plain = deepcopy(model)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    found = tiermem.budgets_for(
+        model, torch.optim.AdamW, hbm=2 * NBYTES, policy=POLICY, device="cpu", overlap=overlap
+    )
+    with tiermem.TierManager("cpu", hbm=found.hbm, dram=found.dram, policy=POLICY) as tier:
+        tier.wrap(model)
+        mine = tier.optimizer(model, torch.optim.AdamW, lr=1e-2, overlap=overlap)
+        for step in range(4):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+            losses = []
+            for one in (model, plain):
+                losses.append(one(x).square().mean())
+                losses[-1].backward()
+            mine.clip_grad_norm_(1.0)
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            for optimizer in (mine, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            assert same_bits(*[loss.detach() for loss in losses])
+        state = plain.state_dict()
+        assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+        assert tier.stats().peak["hbm"] <= found.hbm <= 2 * NBYTES
+
+
+def test_a_budget_below_the_largest_of_them_is_refused() -> None:
+    model = Listed("list")
+    with (
+        tiermem.TierManager("cpu", hbm=WIDTH * WIDTH * 4 - 4096, dram="4MiB") as tier,
+        pytest.raises(tiermem.CapacityError, match="hbm= at least"),
+    ):
+        tier.wrap(model)
+
+
+def test_a_list_that_is_small_stays_a_part_of_its_modules_block() -> None:
+    model = Listed("list")
+    with tiermem.TierManager("cpu", hbm=64 * NBYTES, dram="4MiB") as tier:
+        tier.wrap(model)
+        assert not any("weights" in row.block for row in tier.residency())
