@@ -41,6 +41,7 @@ from tiermem.nn.groups.resident import (
 )
 
 _LARGE_BUFFER = 1 << 18
+_OF_HBM = 4  # that part of it, at most, has a list of parameters that a module's call holds
 
 
 class Inventory:
@@ -174,7 +175,8 @@ class BlockPlan:
         known = self.inventory
         model = known.model
         largest = largest_block(training_bytes(model), self.hbm, self.coarse, few=self.few)
-        roots = territories(model, known.blocks, largest, self.coarse)
+        lists = self.hbm // _OF_HBM
+        roots = territories(model, known.blocks, largest, self.coarse, lists)
         modules = dict(model.named_modules())
         self.roots = {**roots, **{name: modules[name] for name in known.homes}}
         self.territory = {}

@@ -8,6 +8,7 @@ the territories inside it; its parameters form one block.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -114,7 +115,11 @@ def training_bytes(module: nn.Module) -> int:
 
 
 def territories(
-    model: nn.Module, blocks: str | Iterable[str] | Predicate, largest: int, coarse: int = 0
+    model: nn.Module,
+    blocks: str | Iterable[str] | Predicate,
+    largest: int,
+    coarse: int = 0,
+    lists: int | None = None,
 ) -> dict[str, nn.Module]:
     """Chooses the modules at which a block begins.
 
@@ -123,6 +128,8 @@ def territories(
         blocks: ``"auto"``, qualified names of modules, or a predicate of name and module.
         largest: Bytes above which a block is divided if it can be.
         coarse: Bytes up to which lists of steps inside a layer are not divided either.
+        lists: Bytes above which a list of parameters is no part of the block around it; None where
+            it always is.
 
     Returns:
         Modules by qualified name; the root (``""``) is always among them, and none inside a module
@@ -133,7 +140,7 @@ def territories(
     """
     modules = dict(model.named_modules())
     if blocks == "auto":
-        chosen = _Automatic(largest, coarse).choose(model)
+        chosen = _Automatic(largest, coarse, lists).choose(model)
     elif callable(blocks):
         chosen = {name for name, module in modules.items() if outside(blocks, name, module)}
     elif isinstance(blocks, str):
@@ -298,8 +305,9 @@ def home_of(name: str, homes: Mapping[str, Home]) -> Home | None:
 class _Automatic:
     """Walks down from the root and marks where blocks begin."""
 
-    def __init__(self, largest: int, coarse: int) -> None:
+    def __init__(self, largest: int, coarse: int, lists: int | None) -> None:
         self._largest, self._coarse = largest, coarse
+        self._lists = math.inf if lists is None else lists
         self._marked: set[str] = set()
         self._each: dict[int, dict[int, int]] = {}
 
@@ -324,7 +332,7 @@ class _Automatic:
             path = f"{name}.{child_name}" if name else child_name
             if not self._size(child):
                 continue
-            if isinstance(child, PARAMETERS) and self._size(child) > self._largest:
+            if isinstance(child, PARAMETERS) and self._size(child) > self._lists:
                 self._begin(path, child)  # what is in it is looked up one by one
             elif isinstance(child, CONTAINERS) and not (one_block and _differ(path, child)):
                 self._visit_list(path, child, inside=inside)
