@@ -2039,6 +2039,7 @@ LOOKUPS = (
 )
 _IN_PLACE, _LOOKUP = "tiermem/runtime/loans/zero_copy.py", "tiermem/nn/wrap/lookup.py"
 _VIEWS_ALONE = "tests/property/test_views_alone.py"
+_PARAMETER_LISTS = "tests/unit/test_nn_parameter_lists.py"
 
 _LOOKS = (
     (
@@ -4111,6 +4112,35 @@ MUTATIONS = (
                 "if id(param) in shells and param.requires_grad:",
                 "if False:",
                 "test_nn_shell_params",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"lists of parameters: {name}", file, old, new, (_PARAMETER_LISTS,))
+        for name, file, old, new in (
+            (
+                "the call around one holds all of it",
+                "tiermem/nn/wrap/intercepted.py",
+                "self._looked_up[root], groups = groups, []",
+                "self._looked_up[root] = groups",
+            ),
+            (
+                "the largest of one needs no room beside a call",
+                "tiermem/nn/wrap/intercepted.py",
+                "            if apart:\n",
+                "            if False:\n",
+            ),
+            (
+                "one is a block of its own, however large",
+                "tiermem/nn/groups/blocks.py",
+                "if not isinstance(self.roots.get(root), PARAMETERS):",
+                "if True:",
+            ),
+            (
+                "all of one is thought to be there at once",
+                "tiermem/nn/groups/blocks.py",
+                "            if isinstance(top, PARAMETERS) and needed[root]:",
+                "            if False:",
             ),
         )
     ),
