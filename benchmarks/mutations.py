@@ -3214,8 +3214,8 @@ MUTATIONS = (
     Mutation(
         "bypass: memory put in the place of a weight's is copied home",
         "tiermem/nn/groups/group.py",
-        " and pointing.all_at(slot):\n",
-        ":\n",
+        " or not same or not pointing.all_at(slot):\n",
+        " or not same:\n",
         _TRAINED,
     ),
     Mutation(
@@ -3228,15 +3228,15 @@ MUTATIONS = (
     Mutation(
         "bypass: masters need not follow what a graph saves",
         "tiermem/nn/groups/group.py",
-        "                writes.stepped += views == self.graph_views\n",
+        "        self.writes.stepped += views == self.graph_views\n",
         "",
         _TRAINED,
     ),
     Mutation(
         "bypass: masters follow what one view more may have written",
         "tiermem/nn/groups/group.py",
-        "                writes.stepped += views == self.graph_views\n",
-        "                writes.stepped += 1\n",
+        "        self.writes.stepped += views == self.graph_views\n",
+        "        self.writes.stepped += 1\n",
         _TRAINED,
     ),
     Mutation(

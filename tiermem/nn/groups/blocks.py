@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -32,6 +31,7 @@ from tiermem.nn.groups.partition import (
 from tiermem.nn.groups.resident import (
     Resident,
     apart_from_frozen,
+    by_parameter,
     checked_resident,
     divided,
     is_resident,
@@ -261,8 +261,7 @@ class BlockPlan:
             yield root, found
             return
         parts: list[list[Found]] = []
-        for _, whole in groupby(found, lambda each: id(each.shell or each)):
-            more = [*whole]
+        for more in by_parameter(found):
             if not parts or self.inventory.packed([*parts[-1], *more]) > largest:
                 parts.append([])
             parts[-1] += more

@@ -305,24 +305,15 @@ class Group(Holder):
             # an alias kept in its place, or another form of it
             or (writes.suspect and not pointing.all_at(slot, forms=True))
         ):
-            if seen and slot is not None and versions == writes.versions and pointing.all_at(slot):
-                written = True  # by something else among the views, perhaps, later on
-                views = use_count(slot.storage) - slot.baseline - slot.pointed
-                # masters need not follow where there are as many as the graph had before: a
-                # user's would be one more
-                writes.stepped += views == self.graph_views
-                if not 0 <= self.graph_views <= views:
-                    self.graph_views = views
-            elif (
-                views_wait
-                and slot is not None
-                and versions == writes.versions
-                and not (written or writes.uncounted)
-                and pointing.all_at(slot)
-            ):
-                slot.viewed = True
-            else:
+            known = seen or (views_wait and not (written or writes.uncounted))
+            same = known and versions == writes.versions
+            if slot is None or not same or not pointing.all_at(slot):
                 written, refused = self._look_for_writes(slot, versions, written, result, given)
+            elif seen:
+                self._count_graph_views(slot)
+                written = True  # by something else among the views, perhaps, later on
+            else:
+                slot.viewed = True
         elif seen:
             self.graph_views = 0
         if writes.suspect and not written:
@@ -343,6 +334,17 @@ class Group(Holder):
             record.leases -= 1  # the same in line
         if refused is not None:
             raise refused
+
+    def _count_graph_views(self, slot: Slot) -> None:
+        """Counts the views that a graph has of the block.
+
+        Masters need not follow where there are as many as the graph had before: a user's would be
+        one more.
+        """
+        views = use_count(slot.storage) - slot.baseline - slot.pointed
+        self.writes.stepped += views == self.graph_views
+        if not 0 <= self.graph_views <= views:
+            self.graph_views = views
 
     def _look_for_writes(
         self, slot: Slot | None, versions: int, written: bool, result: Any, given: Sequence[Any]

@@ -13,7 +13,7 @@ intercepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Literal
 
@@ -154,11 +154,17 @@ def checked_resident(resident: Resident) -> Resident:
 def divided(members: Sequence[Found]) -> dict[str, list[Found]]:
     """Returns the blocks of parameters that stay, by names that no module has."""
     blocks: list[list[Found]] = []
-    for _, parts in groupby(members, lambda found: id(_whole(found))):  # no parameter is divided
+    for parts in by_parameter(members):
         if not blocks or len(blocks[-1]) >= _TOGETHER:
             blocks.append([])
         blocks[-1].extend(parts)
     return {f"{_PREFIX}resident[{number}]": found for number, found in enumerate(blocks)}
+
+
+def by_parameter(members: Sequence[Found]) -> Iterator[list[Found]]:
+    """Yields what is in one parameter, for each of them: none is divided between blocks."""
+    for _, parts in groupby(members, lambda found: id(_whole(found))):
+        yield [*parts]
 
 
 def together(members: Sequence[Found]) -> dict[str, list[Found]]:
