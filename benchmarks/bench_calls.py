@@ -10,15 +10,20 @@ says so. Any model of :mod:`zoo`, those of :mod:`zoo_more` included::
     python benchmarks/bench_calls.py llama vit layers --tokens 1 2048 --calls 8 --out calls.json
     python benchmarks/bench_calls.py phi3 bert swin --device cpu --set tiny --tokens 1 128
     python benchmarks/bench_calls.py llama --torchao Int8WeightOnlyConfig --out quantized.json
+
+On a machine whose host others use as well the model in HBM is faster or slower from minute to
+minute: ``--turns`` calls one that stays there after each call, and shares are of those.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -115,46 +120,74 @@ def measure(
             call = partial(model, **given)
             inside[tokens] = statistics.median(seconds_of(call, device)[0] for _ in range(8))
             (expected[tokens],) = on_host((first_of(call()),))
+    beside = copy.deepcopy(model) if options.turns else None
     give_back(device)
     with tiermem.TierManager(device=device, hbm=hbm) as tier, torch.no_grad():
         model = tier.wrap(model)
         give_back(device)
-        copy = raw_copy(tier, nbytes - hbm, "")
-        raw = statistics.median(seconds_of(copy, device)[0] for _ in range(3))
+        up = raw_copy(tier, nbytes - hbm, "")
+        raw = statistics.median(seconds_of(up, device)[0] for _ in range(3))
         watch = Watch(tier)
         for tokens, given in draws.items():
-            call, bound = partial(model, **given), max(inside[tokens], raw)
+            resident = partial(beside, **given) if beside is not None else None
+            measured = Measured(inside[tokens], raw, expected[tokens])
             row = {"model": name, "tokens": tokens, "GB": nbytes / 1e9}
-            row |= {"in HBM ms": 1e3 * inside[tokens], "raw ms": 1e3 * raw}
-            keep(row | in_turn(call, watch, bound, options.calls, device, expected[tokens]))
+            calls = partial(model, **given), resident
+            keep(row | in_turn(calls, watch, measured, options.calls, device))
         tier.close(discard=True)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of a length beforehand.
+
+    Attributes:
+        inside: Seconds of a call with everything in HBM.
+        raw: Seconds of the raw copy of what does not fit.
+        expected: The output.
+    """
+
+    inside: float
+    raw: float
+    expected: Tensor
+
+
 def in_turn(
-    call: Callable[[], Any],
+    calls: tuple[Callable[[], Any], Callable[[], Any] | None],
     watch: Watch,
-    bound: float,
+    measured: Measured,
     count: int,
     device: torch.device,
-    expected: Tensor,
 ) -> Row:
-    """Measures so many calls; returns what a row says of them."""
-    row: Row = {}
-    times = []
+    """Measures so many calls, each followed by one of the model in HBM if that is given.
+
+    Returns:
+        What a row says of them.
+    """
+    call, resident = calls
+    times, beside, notes = [], [], []
     for number in range(count):
         before, watch.seconds = watch.moved(), 0.0
         took, host, output = seconds_of(call, device)
-        text = f"{bound / took:.2f} ({1e3 * took:.1f} ms, {watch.how()}"
-        text += f", plan {1e3 * watch.seconds:.0f} ms)" if watch.seconds else ")"
-        row[f"call {number + 1}"] = text
+        note = watch.how()
+        if watch.seconds:
+            note += f", plan {1e3 * watch.seconds:.0f} ms"
+        notes.append(note)
         moved = watch.moved() - before
         times.append(took)
         if number == 0:
             first = first_of(output)
         del output  # the next call has the memory
+        if resident is not None:
+            beside.append(seconds_of(resident, device)[0])
+    inside = statistics.median(beside) if beside else measured.inside
+    bound = max(inside, measured.raw)
+    row: Row = {"in HBM ms": 1e3 * inside, "raw ms": 1e3 * measured.raw}
+    for number, (took, note) in enumerate(zip(times, notes, strict=True), 1):
+        row[f"call {number}"] = f"{bound / took:.2f} ({1e3 * took:.1f} ms, {note})"
     row |= {"host ms, last": 1e3 * host, "GB moved, last": moved / 1e9, **later(times, bound)}
     found = on_host((first, first_of(call())))
-    row["equal"] = all(same_bits(output, expected) for output in found)
+    row["equal"] = all(same_bits(output, measured.expected) for output in found)
     return row
 
 
@@ -166,6 +199,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=8, help="of each length")
     parser.add_argument("--set", choices=SETS, default="quick", help="sizes of the models")
     parser.add_argument("--share", type=float, default=0.25, help="of the bytes, in HBM")
+    parser.add_argument(
+        "--turns", action="store_true", help="after each call one of the model in HBM"
+    )
     parser.add_argument("--no-packing", action="store_true", help="weights come up as they are")
     parser.add_argument(
         "--torchao", help="a class of its configurations: weights are quantized by it"

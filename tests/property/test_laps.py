@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -25,7 +26,7 @@ from tiermem.core.laps import (
     visits_of,
 )
 from tiermem.core.layouts import layouts
-from tiermem.core.rounds import Fetch, Round, Rounds, first_in_place, postponed
+from tiermem.core.rounds import Fetch, Round, Rounds, first_in_place, opened, opening, postponed
 
 ROUNDS = 7
 
@@ -195,6 +196,12 @@ def test_every_use_finds_its_block(made: Made, data: st.DataObject) -> None:
         rounds = play(visits, layout, passes.events, inside, missing)
         if rounds is not None:
             late = postponed(rounds, data.draw(st.integers(0, 5)), passes.events.lengths)
+            ahead = opened(late)
+            if ahead is not None and not inside:
+                filled = deepcopy(memory)
+                for fetch in opening(late):
+                    filled.put(fetch.block, fetch.offset, fetch.nbytes)
+                check(filled, passes, ahead, stay, len(layout) > 1)
             check(memory, passes, late, stay, len(layout) > 1)
 
 

@@ -20,6 +20,7 @@ from tiermem.core.block import Tier
 from tiermem.core.residency import State
 from tiermem.core.schedule import Planner
 from tiermem.nn.wrap.wrapped import WrappedModel
+from tiermem.runtime.lookahead import arranged, plan_maker
 from tiermem.runtime.lookahead.plan_maker import PlanMaker
 from tiermem.transfer.stamps import HostClock
 
@@ -91,6 +92,32 @@ def test_no_plan_comes_into_force_for_what_measuring_takes_the_host(head: str) -
         assert max(call.moved for call in calls) <= 1.04 * min(call.moved for call in calls)
 
 
+def test_the_first_pass_neither_plans_nor_lays_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes over what HBM was filled for, which takes the host less time."""
+    with played(_PAGES, 48) as made:
+        fill(made)
+        for name in ("share_hbm", "play", "lay_out"):
+            for module in (plan_maker, arranged):
+                monkeypatch.setattr(module, name, None, raising=False)
+        for _ in range(2):
+            assert made.call(1).moved * BUS <= (144 - 48 + 3 * 6) * PAGE
+        run = made.manager.replay.run
+        assert run is not None and run.arranged
+
+
+def test_the_first_pass_is_not_measured_and_the_second_is(filled: Played) -> None:
+    timer, sampled = filled.manager.parts.pass_timer, []
+    for _ in range(6):
+        filled.begin("forward", 1)
+        sampled.append(timer.sampling)
+        for block in filled.blocks:
+            filled.manager.acquire(block)
+            filled.manager.release(block)
+        filled.manager.end_pass()
+        filled.world.advance(filled.world.now + 1.0)
+    assert sampled == [False, True, False, False, False, False]
+
+
 def test_it_is_laid_out_from_the_first_use_on(filled: Played) -> None:
     filled.call(1)
     run = filled.manager.replay.run
@@ -152,10 +179,9 @@ def test_any_order_can_be_filled_for(data: st.DataObject) -> None:
         assert all(made.manager.record(block).at_home is State.VALID for block in made.blocks)
 
 
-def test_the_second_pass_begins_without_a_plan(
-    filled: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the first one has measured is planned with as the second one ends."""
+def test_passes_begin_without_a_plan(filled: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the second one has measured is planned with as the third one ends."""
+    filled.call(1)
     filled.call(1)
     made, make = list[object](), PlanMaker.make
     monkeypatch.setattr(PlanMaker, "make", lambda *a, **k: made.append(a) or make(*a, **k))

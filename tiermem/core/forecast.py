@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from tiermem.core.block import Block
@@ -133,6 +134,7 @@ def _scaled(measured: float, now: float, then: float) -> float:
     return measured * now / then
 
 
+@lru_cache(1 << 14)  # asked for each plan
 def _elements(block: Block) -> float:
     """Returns the elements of a block's matrices, those of four bytes as many as they cost."""
     found = 0.0

@@ -183,6 +183,11 @@ class Loop:
             self._by_residents[kept] = out
         return self._by_residents[kept]
 
+    def keep_ways(self, plan: Plan) -> None:
+        """Keeps the ways to lay it out with a plan for the longest: those asked for first go."""
+        if (ways := self.ways.pop(plan.residents, None)) is not None:
+            self.ways[plan.residents] = ways
+
     def _has_copies(self, plan: Plan) -> bool:
         """Whether all that streams from files with a plan has copies in DRAM, so is not read."""
         if self.files is None:

@@ -68,6 +68,7 @@ class _Pass:
     """The estimates of the passes of one name."""
 
     blocks: dict[int, Recent] = field(default_factory=dict)
+    left_out: bool = False  # whether the first was not measured
     samples: int = 0
     asked: int = 0  # of which some may not have been read yet
     since: int = 0
@@ -78,11 +79,17 @@ class _Pass:
     whole: Recent = field(default_factory=Recent)
     compute: Recent = field(default_factory=Recent)
 
+    @property
+    def sure(self) -> bool:
+        """Whether it was measured often enough to be counted on."""
+        return bool(self.samples) and self.samples + self.left_out >= _SURE
+
 
 class Estimates:
     """Seconds of compute by pass and block, and of transfers by link and block.
 
-    A pass is measured the first two times, then one time in sixteen; after one that took a
+    A pass is measured the first two times (or the second alone, where the first was left out), then
+    one time in sixteen; after one that took a
     quarter more or less than foreseen (where it was measured; by the host's clock, two in a row)
     it is measured the next four times as well, so that the medians follow. Memory is bounded: 256
     passes, and of each the blocks that still occur in it.
@@ -123,9 +130,24 @@ class Estimates:
             known.calm -= 1
         if known.extra:
             known.extra -= 1
-        elif max(known.asked, known.samples) >= _SAMPLES_AT_FIRST and known.since < _EVERY:
+        elif self._is_known(known) and known.since < _EVERY:
             return False
         known.since = 0
+        return True
+
+    def leave_out(self, key: Hashable) -> bool:
+        """Notes that the first pass of a name is not measured, since plans can be made without.
+
+        In a first pass tiermem and torch have other things to do for the first time, so it says
+        the least of all, and measuring it makes it longer still.
+
+        Returns:
+            Whether it is left out; else it is not the first, or is needed.
+        """
+        known = self._passes.get(key)
+        if known is None or known.left_out or known.samples or known.asked or not self.flops:
+            return False
+        known.left_out = True
         return True
 
     def asked(self, key: Hashable) -> None:
@@ -133,6 +155,11 @@ class Estimates:
         known = self._passes.get(key)
         if known is not None:
             known.asked += 1
+
+    @staticmethod
+    def _is_known(known: _Pass) -> bool:
+        """Whether passes of a name are measured now and then only."""
+        return max(known.asked, known.samples) + known.left_out >= _SAMPLES_AT_FIRST
 
     def took(self, key: Hashable, seconds: float) -> None:
         """Enters the time from the begin of a pass that was not measured to that of the next.
@@ -204,7 +231,7 @@ class Estimates:
         known.samples += 1
         if surprised and known.samples > _SAMPLES_AT_FIRST and not known.calm:
             known.extra, known.calm = _EXTRA, _CALM
-        if known.samples >= _SURE and _stale(known.blocks.values()):
+        if known.sure and _stale(known.blocks.values()):
             self.version += 1
 
     def _flow(self, flows: Mapping[str, tuple[int, float]]) -> bool:
@@ -236,7 +263,7 @@ class Estimates:
         Of a block that has not been seen in it, those of a typical one are returned.
         """
         known = self._passes.get(key)
-        if known is None or known.samples < _SURE or not known.blocks:
+        if known is None or not known.sure or not known.blocks:
             return None
         recent = known.blocks.get(block)
         return known.typical if recent is None else recent.value
@@ -244,7 +271,7 @@ class Estimates:
     def computes(self, key: Hashable) -> float | None:
         """Returns the seconds a pass computes; None if it is not known yet."""
         known = self._passes.get(key)
-        if known is None or known.samples < _SURE or not known.blocks:
+        if known is None or not known.sure or not known.blocks:
             return None
         return known.compute.value
 
@@ -277,6 +304,11 @@ class Estimates:
         """Returns the bytes a second of a link, by the best that was measured."""
         return max(self.rate(link), self.best_rate(link) or 0.0)
 
+    def passed(self, key: Hashable) -> bool:
+        """Whether a pass of that name was measured, or left out."""
+        known = self._passes.get(key)
+        return known is not None and (known.left_out or known.samples > 0)
+
     def samples(self, key: Hashable) -> int:
         """Returns how many passes of that name were measured."""
         known = self._passes.get(key)
@@ -285,7 +317,7 @@ class Estimates:
     def sure(self, key: Hashable) -> bool:
         """Whether passes of that name were measured often enough to be counted on."""
         known = self._passes.get(key)
-        return known is not None and known.samples >= _SURE and bool(known.blocks)
+        return known is not None and known.sure and bool(known.blocks)
 
     def can_foresee(self, key: Hashable) -> bool:
         """Whether plans for passes of that name can be made before more of them is measured."""

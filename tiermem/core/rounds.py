@@ -150,6 +150,32 @@ def first_in_place(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
         taken[low:high] = [(begin, end)]
 
 
+def opening(rounds: Rounds) -> list[Fetch]:
+    """Returns what HBM can be filled with before the first pass, by its first use.
+
+    Of each block that is its first fetch, if it comes to bytes that nothing has before.
+
+    Args:
+        rounds: What is fetched, where nothing of what streams is in HBM at first.
+    """
+    fetches = rounds.fetches[0]
+    first = {fetch.block: fetch for fetch in reversed(fetches)}
+    found = (fetch for fetch in first_in_place(fetches) if first[fetch.block] is fetch)
+    return sorted(found, key=lambda fetch: fetch.use)
+
+
+def opened(rounds: Rounds) -> Rounds | None:
+    """Returns what is fetched once HBM has been filled with what :func:`opening` returns.
+
+    None where the first pass comes again, which it does not without that.
+    """
+    if not rounds.again:
+        return None
+    filled = set(map(id, opening(rounds)))
+    first, *others = rounds.fetches
+    return Rounds([[f for f in first if id(f) not in filled], *others], rounds.again)
+
+
 def postponed(rounds: Rounds, count: int, lengths: Sequence[int]) -> Rounds:
     """Leaves the last fetches of each pass that are for the next one to the begin of that.
 

@@ -142,6 +142,7 @@ class WrappedModel:
             self._move_in(sources)
             self._inventory = inventory
             self._install()
+            self.modules.look_at_new_code()  # what takes longer for the first time
             runtime.models[id(model)] = self
             runtime.models.wrapping = self.before = None
         except BaseException as error:

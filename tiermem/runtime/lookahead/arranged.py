@@ -11,14 +11,14 @@ any time between them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tiermem.core.block import Tier
 from tiermem.core.laps import LaidOut, Missing, Place, Ways, lay_out, play, postpone_more
 from tiermem.core.residency import Record, State
-from tiermem.core.rounds import Fetch, Round, Rounds, first_in_place, postponed
+from tiermem.core.rounds import Fetch, Round, Rounds, opened, opening, postponed
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.lookahead.lates import Lates
 from tiermem.runtime.lookahead.loop_times import SLOT_LATENCY, seconds_from_dram
@@ -82,13 +82,30 @@ class _Loop:
 
 
 @dataclass(slots=True, eq=False)
+class _Known:
+    """The ways to lay a loop out, and the one that was taken last.
+
+    Attributes:
+        ways: All of them, whatever the times are.
+        compute: Seconds of each use, for which one was taken.
+        transfer: Seconds that each block which streams took to arrive, by id.
+        out: The one that was taken; None where there was none.
+    """
+
+    ways: Ways
+    compute: Sequence[float] = ()
+    transfer: Mapping[int, float] = field(default_factory=dict)
+    out: LaidOut | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _Force:
     """The loop that HBM is laid out for.
 
     Attributes:
         loop: Which one that is.
         rounds: What is fetched in each pass.
-        steps: What is done at each place of each of them.
+        steps: What is done at each place of those passes that have come.
         seen: The same loop as it was seen last from each pass of a round, and from those between.
         at: The pass under way, or to come where none is.
         idle: Whether the pass under way uses only what stays, and does not count.
@@ -98,7 +115,7 @@ class _Force:
 
     loop: _Loop
     rounds: Rounds
-    steps: list[list[Step]]
+    steps: dict[int, list[Step]] = field(default_factory=dict)
     seen: dict[tuple[int, bool], _Loop] = field(default_factory=dict)
     at: int = 0
     idle: bool = False
@@ -113,6 +130,21 @@ class _Force:
                 return False
             self.seen[name] = loop
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """What HBM was filled with before the first pass.
+
+    Attributes:
+        offsets: Of each block that came, where to.
+        out: The layout it was for.
+        rounds: What passes fetch after that.
+    """
+
+    offsets: Mapping[int, int]
+    out: LaidOut
+    rounds: Rounds
 
 
 @dataclass(slots=True, eq=False)
@@ -146,8 +178,9 @@ class Arranger:
         self._loops: dict[_Name, _Loop | None] = {}
         self._layouts: dict[_Loop, tuple[Round, LaidOut] | None] = {}
         self._seen = 0  # the version of ``lates`` that layouts are for
-        self._ways: dict[tuple[object, ...], Ways] = {}
+        self._known: dict[tuple[object, ...], _Known] = {}
         self._force: _Force | None = None
+        self._filled: _Filled | None = None
         self._pauses: dict[frozenset[Hashable], _Pause] = {}
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
@@ -173,7 +206,11 @@ class Arranger:
             return None
         force.departures = -1
         force.idle = loop.idle is not None
-        return loop.idle or force.steps[force.at]
+        if loop.idle is not None:
+            return loop.idle
+        if force.at not in force.steps:  # each once, as it comes
+            force.steps[force.at] = self._steps_of(force)
+        return force.steps[force.at]
 
     def opening(self, schedule: Schedule, plan: StreamPlan) -> list[Fetch]:
         """Returns what HBM can be filled with before the first pass, in the order of its use.
@@ -187,9 +224,13 @@ class Arranger:
         """
         loop = None if None in plan.compute else self._loop(schedule, plan)
         force = self._arranged(loop) if loop is not None else None
-        if force is None:
+        if loop is None or force is None:
             return []
-        return sorted(first_in_place(force.rounds.fetches[0]), key=lambda fetch: fetch.use)
+        found = self._layouts[loop]
+        fetches = opening(force.rounds)
+        if found is not None and (rounds := opened(force.rounds)) is not None:
+            self._filled = _Filled({f.block: f.offset for f in fetches}, found[1], rounds)
+        return fetches
 
     def ended(self) -> None:
         """Notes that the pass under way went as it was laid out, to its end."""
@@ -222,9 +263,10 @@ class Arranger:
     def repair(self) -> None:
         """Forgets what HBM is laid out for, after an exception anywhere."""
         self._put_into_force(None)
+        self._filled = None
         self._loops.clear()
         self._layouts.clear()
-        self._ways.clear()
+        self._known.clear()
 
     # -- inside ----------------------------------------------------------
 
@@ -337,13 +379,16 @@ class Arranger:
         lengths = [len(order) for order in loop.orders]
         one = Round(lengths, [late.lag for late in lates], further)
         name = loop.orders, tuple(one.freed), frozenset(sizes), tuple(runs)
-        ways = self._ways.pop(name, None) or Ways(loop.order, one, sizes, runs)
-        self._ways[name] = ways  # what was found for other times is found again
-        _drop_oldest(self._ways, _MOST_WAYS)
-        found = lay_out(ways, loop.compute, transfer, SLOT_LATENCY)
-        if found is None:
-            return None
-        return one, postpone_more(found, ways, loop.compute, transfer, SLOT_LATENCY)
+        known = self._known.pop(name, None) or _Known(Ways(loop.order, one, sizes, runs))
+        self._known[name] = known  # what was found for other times is found again
+        _drop_oldest(self._known, _MOST_WAYS)
+        if (known.compute, known.transfer) != (loop.compute, transfer):
+            known.out, ways, times = None, known.ways, (loop.compute, transfer, SLOT_LATENCY)
+            found = lay_out(ways, *times)
+            if found is not None:
+                known.out = postpone_more(found, ways, *times)
+            known.compute, known.transfer = loop.compute, transfer
+        return None if known.out is None else (one, known.out)
 
     def _is_simple(self, loop: _Loop) -> bool:
         """Whether all that a loop uses is defined and, where it may move, in DRAM to stay."""
@@ -374,6 +419,9 @@ class Arranger:
         for extent in list(self._parts.table.hbm.extents()):
             if not self._clear(self._parts.table.at(extent.offset), loop.residents, inside):
                 return None
+        filled, self._filled = self._filled, None
+        if filled is not None and filled.out is out and self._is_there(filled.offsets):
+            return _Force(loop, filled.rounds)
         missing = self._missing(loop)
         if missing is None:
             self._parts.evictor.pack()
@@ -383,8 +431,16 @@ class Arranger:
             rounds = play(out.visits, out.layout, one, inside, missing)
         if rounds is None:
             return None
-        rounds = postponed(rounds, out.postponed, one.lengths)
-        return _Force(loop, rounds, self._steps_of(loop, rounds))
+        return _Force(loop, postponed(rounds, out.postponed, one.lengths))
+
+    def _is_there(self, offsets: Mapping[int, int]) -> bool:
+        """Whether just these blocks are in HBM, but for what is there for good, at these places."""
+        left = dict(offsets)
+        for record in self._parts.table:
+            place = None if record.fixed else record.extent
+            if left.pop(record.block.id, -1) != (-1 if place is None else place.offset):
+                return False
+        return not left
 
     def _inside(self, out: LaidOut) -> dict[int, Place]:
         """Returns what streams and lies just where the layout wants it as a round begins."""
@@ -437,15 +493,13 @@ class Arranger:
             found.append(Missing(block, first[block], begin + size - nbytes, nbytes))
         return sorted(found, key=lambda missing: missing.first)
 
-    def _steps_of(self, loop: _Loop, rounds: Rounds) -> list[list[Step]]:
-        """Returns the steps of each pass: as it begins, then after each use."""
-        get, found = self._parts.table.get, []
-        for number, fetches in enumerate(rounds.fetches):
-            steps = steps_over(loop.orders[number % len(loop.orders)], get)
-            for fetch in fetches:
-                steps[fetch.event].swaps.append(self._swap_of(fetch, loop, number))
-            found.append(steps)
-        return found
+    def _steps_of(self, force: _Force) -> list[Step]:
+        """Returns the steps of the pass to come: as it begins, then after each use."""
+        loop, number = force.loop, force.at
+        steps = steps_over(loop.orders[number % len(loop.orders)], self._parts.table.get)
+        for fetch in force.rounds.fetches[number]:
+            steps[fetch.event].swaps.append(self._swap_of(fetch, loop, number))
+        return steps
 
     def _swap_of(self, fetch: Fetch, loop: _Loop, number: int) -> Swap:
         """Returns the swap that makes a fetch in a pass."""

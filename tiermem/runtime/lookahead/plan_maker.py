@@ -44,6 +44,9 @@ _NOTHING = 2e-3
 _DECIDED = 0.1
 """Of a round: what is saved at least by a plan with which it is laid out, over one with which it
 is not: the model of those leaves out what they wait for."""
+_COPIES_BIND = 10.0
+"""Of a pass's compute: what its copies take where the plan that was chosen for such passes does for
+other times of which that is true as well."""
 _MOST_LOADS = 32
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _OF_THE_REST = 0.65
@@ -95,6 +98,8 @@ class PlanMaker:
         self._load = 0
         self._run = 0
         self._in_force: tuple[tuple[object, int], Plan] | None = None
+        self._bound: tuple[object, Plan] | None = None
+        self._there: tuple[object, set[int]] = (None, set())
         self._waiting: set[int] = set()
         self._through_dram = True
         self._staying = Staying()
@@ -268,7 +273,7 @@ class PlanMaker:
         if 2 * sum(map(sizes.__getitem__, held)) > room >= 2 * max(map(sizes.__getitem__, held)):
             held = set()  # one after the other, each while a few others are used
         if beside:
-            held |= there_throughout(schedule.order, sizes, room)
+            held |= self._there_throughout(schedule, sizes, room)
             held |= self._lates.throughout(schedule.spans, sizes, room)
         unsteady = self._waste.unsteady() & sizes.keys() - held
         seldom = schedule.seldom & sizes.keys() - held - unsteady
@@ -289,6 +294,14 @@ class PlanMaker:
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
         parks = plan.parks and in_dram is not None
         return Plan(residents, reserve, slot, in_dram, parks)
+
+    def _there_throughout(self, schedule: Schedule, sizes: dict[int, int], room: int) -> set[int]:
+        """Returns the blocks that are in HBM for most of the time; what was asked last is known."""
+        order = schedule.order
+        asked = tuple(order), tuple(map(sizes.get, order)), room
+        if self._there[0] != asked:
+            self._there = asked, there_throughout(order, sizes, room)
+        return self._there[1]
 
     def _with_those_before(self, plan: Plan, sizes: dict[int, int], room: int) -> Plan:
         """Returns a plan with which all stays, with what has stayed until now where all blocks fit.
@@ -332,6 +345,17 @@ class PlanMaker:
         # from a disk every change is read: another kind of work keeps the plan
         way = steady, 0 if files else len(spans), self._lates.version
         alike = frozenset(sizes), room, version, way
+        bound = None
+        if beside and learned and not files and len(spans) == 1:
+            bound = frozenset(sizes), room, way
+        if bound is not None:
+            computes = sum(known) * schedule.first_length / len(known)
+            if self._copies(sizes, room) <= _COPIES_BIND * computes:
+                bound = None
+            elif self._in_force is not None and self._bound == (bound, self._in_force[1]):
+                # other times choose no other plan: the one with which the fewest bytes move
+                self._waiting.discard(self._load)
+                return self._in_force[1]
         before = plan = None
         spared = spare
         found = self._settled.pop(self._load, None)
@@ -361,7 +385,9 @@ class PlanMaker:
         if learned and not files:
             key = schedule.passes[0][1] if schedule.passes else None
             plan = self._worth_moving(loop.slower, plan, key)
+            loop.keep_ways(plan)
         self._in_force = alike[:2], plan
+        self._bound = None if bound is None else (bound, plan)
         return plan
 
     def _nearer(self, loop: Loop, plan: Plan) -> Plan:

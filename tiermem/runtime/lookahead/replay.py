@@ -141,6 +141,7 @@ class Replay:
             arranged = self.arranger.begin(outlook)
         if arranged is not None:
             self.recordings.pause()
+            self._pass_timer.leave_first_out()
         steps = arranged or self.recordings.begin(outlook)
         if steps is None:
             return False

@@ -167,6 +167,16 @@ class PassTimer:
                 self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
 
+    def leave_first_out(self) -> None:
+        """Does not measure the pass under way if it is the first of its name.
+
+        See :meth:`Estimates.leave_out`.
+        """
+        sample = self._open
+        if sample is not None and self.estimates.leave_out(sample.key):
+            self._open, self.sampling = None, False  # its length is not that of others all the same
+            self._discard(sample)
+
     def cut_short(self) -> None:
         """Drops what is being measured, after an exception anywhere."""
         self._free(*self._stamps())
@@ -399,7 +409,7 @@ class PassTimer:
 
     def _commit(self, sample: _Sample) -> None:
         clock, estimates = self._clock, self.estimates
-        first = not estimates.samples(sample.key)
+        first = not estimates.passed(sample.key)
         fills = []
         for fill in sample.fills:
             if clock.passed(fill.begin) and clock.passed(fill.end):
