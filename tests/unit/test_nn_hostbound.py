@@ -135,6 +135,31 @@ def test_seconds_of_host_and_link(sizes: list[int], room: int, host: float) -> N
     assert took == pytest.approx(host + share * len(sizes) * hostbound._USE)
 
 
+def test_a_slow_host_counts_as_well_as_a_quick_one() -> None:
+    streamed, rate, quick, slow = Streamed([10] * 8, 40), 1.0, 10.0, 20.0
+    took, link = streamed.seconds(quick, rate)
+    assert link == 60 > slow + 1 > took
+    assert streamed.on_hosts(quick, rate) == (2 * link, True)
+    took, _ = streamed.seconds(50.0, rate)
+    assert streamed.on_hosts(50.0, rate) == (pytest.approx(link + 2 * took), False)
+
+
+def test_of_all_sizes_the_one_is_taken_that_is_best_on_both_hosts() -> None:
+    model = stack()
+    for rate in (1e10, 3e10, 1e11, 1e12):
+        known = inventory(model, rate)
+        each = [BlockPlan(known, HBM)]
+        each += [BlockPlan(known, HBM, HBM // share) for share in blocks.SHARES]
+        each = [plan for plan in each if plan.can_replace(each[0])]
+
+        def cost(plan: BlockPlan, known: Inventory = known) -> float:
+            host, link = plan.streamed().seconds(known.host, known.rate)
+            return max(host, link) + max(2 * host, link)
+
+        best = min(each, key=cost)
+        assert known.plan(HBM).params.keys() == best.params.keys()
+
+
 def test_the_rate_is_that_of_the_profile_or_of_a_fast_link() -> None:
     known = {"dram->hbm": 25e9, "nvme->hbm": 7e9}
     assert rate_up(lambda link, _: known[link], files=False) == 25e9
@@ -236,7 +261,7 @@ def test_a_t5_has_about_one_block_a_layer() -> None:
     ("name", "sizes"),
     [
         ("Llama", {"hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": 8}),
-        ("ViT", {"hidden_size": 1664, "intermediate_size": 8192}),
+        ("ViT", {"hidden_size": 4096, "intermediate_size": 16384}),
     ],
 )
 def test_models_that_the_link_binds_keep_their_blocks(name: str, sizes: Any) -> None:

@@ -124,17 +124,16 @@ class Inventory:
         return kept
 
     def _choose(self, hbm: int) -> BlockPlan:
-        """Chooses blocks: coarser ones where the host binds a forward."""
+        """Chooses blocks: coarser ones where the host binds a forward, or would if it were slow."""
         best = fine = BlockPlan(self, hbm)
         if self.blocks != "auto" or self.trained:
             return fine
-        host, link = fine.streamed().seconds(self.host, self.rate)
-        if host <= link:
+        least, link_binds = fine.streamed().on_hosts(self.host, self.rate)
+        if link_binds:
             return fine
-        least = host
         for share in SHARES:
             plan = BlockPlan(self, hbm, hbm // share)
-            seconds = max(plan.streamed().seconds(self.host, self.rate))
+            seconds, _ = plan.streamed().on_hosts(self.host, self.rate)
             if seconds < least and plan.can_replace(fine):
                 best, least = plan, seconds
         return best

@@ -26,15 +26,19 @@ _FASTEST = FASTEST_UP
 """Of a link from DRAM of which nothing is known: copies are not thought to take longer than they
 do, where no machine profile says it."""
 _COPY = 64 << 20  # bytes of a copy whose speed is asked for
-SHARES = (12, 8)
+SHARES = (16, 12, 10, 8)
 """Parts of HBM that coarser blocks are no larger than, the finer first."""
+_HOSTS = (1.0, 2.0)
+"""How long a quick and a slow host take: those of one kind of machine differ by that, and change by
+it from minute to minute where others use them as well."""
 _OPERATION = 8e-6
 """Seconds of the host for a call or an operator in a forward's code: 3 to 14 us, 8 in the mean, for
 23 architectures of transformers in HBM at one token on H100 machines."""
 _AROUND = 12
 """As many operations does a use of a parameter cost that wraps others (torchao, eight bits)."""
-_USE = 80e-6
-"""Seconds of the host for a use of a block with its copy: 40 to 110 us there."""
+_USE = 130e-6
+"""Seconds of the host for a use of a block with its copy, and for what it costs the code around it,
+whose caches it empties: 110 to 250 us on H100 and H200 machines, 130 where the host is quick."""
 _SLOTS = 2  # one in use and one on its way
 _FAR_LARGER = 2  # as many blocks stay rather than set the size of slots: an embedding and a head
 _MOST_WRAPPERS = 16  # of a function that is decorated, one in another
@@ -77,6 +81,19 @@ class Streamed:
         moved = min(total, total - self.room + slots) if total > self.room else 0
         copies = len(self.sizes) * moved / total if total else 0.0
         return host + _USE * copies, moved / rate
+
+    def on_hosts(self, host: float, rate: float) -> tuple[float, bool]:
+        """Returns the seconds of a pass on a quick and a slow host together.
+
+        Args:
+            host: As there, on a quick one.
+            rate: As there.
+
+        Returns:
+            The sum, and whether the link binds on both.
+        """
+        host, link = self.seconds(host, rate)
+        return sum(max(slower * host, link) for slower in _HOSTS), _HOSTS[-1] * host <= link
 
 
 def host_seconds(model: nn.Module) -> float:
