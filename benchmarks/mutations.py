@@ -30,6 +30,7 @@ LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
+_USED_APART = "tests/unit/test_nn_used_apart.py"
 _KEPT_VIEWS = ("tests/unit/test_nn_kept_views.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
 _ADAM = ("tests/unit/test_optim_adam_kernel.py",)
@@ -2722,8 +2723,8 @@ MUTATIONS = (
             ),
             (
                 "what every layer uses streams",
-                "            held |= there_throughout(",
-                "            there_throughout(",
+                "            held |= self._there_throughout(",
+                "            self._there_throughout(",
             ),
         )
     ),
@@ -4194,6 +4195,84 @@ MUTATIONS = (
                 "nn/groups/group.py",
                 " or slot.viewed\n",
                 "\n",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"used apart: {name}", f"tiermem/{file}", old, new, (_USED_APART,))
+        for name, file, old, new in (
+            (
+                "weights stay to the end of the pass",
+                "nn/passes/awayuses.py",
+                "                    self.soft.pop(key).rest()\n",
+                "                    pass\n",
+            ),
+            (
+                "those that a call returns leave",
+                "nn/passes/awayuses.py",
+                "any(result is member.tensor for member in group.pointing.members)\n",
+                "False\n",
+            ),
+            (
+                "those that an object may hold leave",
+                "nn/passes/awayuses.py",
+                "    return result is not None\n",
+                "    return False\n",
+            ),
+            (
+                "a call ends those of the calls around it",
+                "nn/passes/awayuses.py",
+                "            for key in [*self.soft][before:]:\n",
+                "            for key in [*self.soft]:\n",
+            ),
+            (
+                "a call around others ends none",
+                "nn/wrap/scope.py",
+                "        if len(self._soft) > soft:\n"
+                "            self.runtime.away.rest(soft, result)\n"
+                "        return result\n\n\nclass Compile",
+                "        return result\n\n\nclass Compile",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"first pass: {name}", f"tiermem/{file}", old, new, (test,))
+        for name, file, old, new, test in (
+            (
+                "of each block any fetch is made ahead",
+                "core/rounds.py",
+                " if first[fetch.block] is fetch)\n",
+                ")\n",
+                "tests/property/test_laps.py",
+            ),
+            (
+                "what was made ahead is made again",
+                "core/rounds.py",
+                "[f for f in first if id(f) not in filled]",
+                "[*first]",
+                "tests/property/test_laps.py",
+            ),
+            (
+                "it is played anew",
+                "runtime/lookahead/arranged.py",
+                "        if filled is not None and filled.out is out and",
+                "        if False and filled and",
+                "tests/unit/test_runtime_first_fill.py",
+            ),
+            (
+                "it is measured",
+                "runtime/lookahead/replay.py",
+                "            self._pass_timer.leave_first_out()\n",
+                "",
+                "tests/unit/test_runtime_first_fill.py",
+            ),
+            (
+                "its length is taken for that of others",
+                "runtime/metrics/pass_timer.py",
+                "            self._open, self.sampling = None, False  # its",
+                "            self._length.slowed = False\n"
+                "            self._open, self.sampling = None, False  # its",
+                "tests/unit/test_runtime_first_fill.py",
             ),
         )
     ),

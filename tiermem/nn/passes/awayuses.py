@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,7 @@ class AwayUses:
         manager: Where the blocks are.
         here: Where the calling thread is.
         addresses: The addresses that users were given for tensors.
+        soft: Groups that are left pointed at their blocks, by their ids, in that order.
         counted: Whether torch counts all that the code of the modules writes, as far as is known.
     """
 
@@ -36,7 +37,7 @@ class AwayUses:
         self.manager = runtime.manager
         self.here: Here = runtime.here
         self.addresses = Addresses()
-        self._soft: dict[int, Group] = {}
+        self.soft: dict[int, Group] = {}
         self._viewed: list[Group] = []
         self.counted = True
 
@@ -170,12 +171,16 @@ class AwayUses:
                 group.left_open()
 
     def _keep_soft(self, group: Group) -> None:
-        """Leaves a group pointed at its block: to the next pass, or as backward goes on."""
+        """Leaves a group pointed at its block.
+
+        To the end of the module's call in which it was used (:meth:`rest`), or to the next pass;
+        while backward goes on, for a few uses.
+        """
         backward = self._runtime.backward
         if backward.under_way and torch._C._current_graph_task_id() != -1:
             backward.keep_soft(group)
         else:
-            self._soft[id(group)] = group
+            self.soft.setdefault(id(group), group)
 
     def thawed(self, tensor: torch.Tensor) -> None:
         """Takes a parameter's gradients from now on, since its ``requires_grad`` was set."""
@@ -184,15 +189,45 @@ class AwayUses:
 
     def end(self) -> None:
         """Ends what was left pointed; the caller has the manager's lock."""
-        for group in self._soft.values():
+        for group in self.soft.values():
             group.rest()
-        self._soft = {}
+        self.soft.clear()
+
+    def rest(self, before: int, result: object) -> None:
+        """Ends what was left pointed in a module's call that ends, in a pass without gradients.
+
+        What runs in it may hold several weights at once and hand them to code that torch does not
+        see; what runs after it has them only if they were returned.
+
+        Args:
+            before: How many groups were left pointed as the call began.
+            result: Of the call.
+        """
+        if torch.is_grad_enabled() or self.manager.threads.several or not self.here.inside:
+            return
+        with self.manager.lock:
+            for key in [*self.soft][before:]:
+                if not _is_in(self.soft[key], result):
+                    self.soft.pop(key).rest()
 
     def forget(self, gone: set[int]) -> None:
         """Forgets groups, given by their ids, that are taken out."""
-        self._soft = {key: group for key, group in self._soft.items() if key not in gone}
+        for key in gone:
+            self.soft.pop(key, None)
         self._viewed = [group for group in self._viewed if id(group) not in gone]
 
     def reset(self) -> None:
         """Forgets all, after an exception anywhere: no group is soft, and no view waits."""
-        self._soft, self._viewed = {}, []
+        self.soft.clear()
+        self._viewed = []
+
+
+def _is_in(group: Group, result: object) -> bool:
+    """Whether a call returns a tensor of a group, or may do so in an object of some class."""
+    if isinstance(result, torch.Tensor):
+        return any(result is member.tensor for member in group.pointing.members)
+    if isinstance(result, (tuple, list)):
+        return any(_is_in(group, part) for part in result)
+    if isinstance(result, Mapping):
+        return any(_is_in(group, part) for part in result.values())
+    return result is not None

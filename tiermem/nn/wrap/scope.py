@@ -187,8 +187,8 @@ class CallInterceptor(Interceptor):
 
     __slots__ = (
         "_activations", "_begins", "_bypass", "_enters", "_gate", "_groups", "_here", "_inside",
-        "_lock", "_manager", "_push", "_quick", "_saved", "_stream", "_threads", "_unwritten",
-        "compiled",
+        "_lock", "_manager", "_push", "_quick", "_saved", "_soft", "_stream", "_threads",
+        "_unwritten", "compiled",
     )  # fmt: skip
 
     method = _CALL
@@ -205,6 +205,7 @@ class CallInterceptor(Interceptor):
         self._threads, self._stream = self._manager.threads, self._manager.parts.copy.stream
         self._saved, self._activations = self.runtime.saved, self.runtime.activations
         self._push, self._unwritten = self._saved.push, self.runtime.unwritten
+        self._soft = self.runtime.away.soft
         self._groups, self._inside = scope.groups, scope.inside
         self._begins, self._bypass = scope.begins, scope.wrapped.bypass
         self._enters = scope.begins and self._activations.store is not None
@@ -227,7 +228,7 @@ class CallInterceptor(Interceptor):
             self.runtime.repair()
         if not self._here.inside:
             return self._begin(args, kwargs)
-        groups, inside = self._groups, self._inside
+        groups, inside, soft = self._groups, self._inside, len(self._soft)
         entered = pushed = held = theirs = ended = False
         result = None
         try:
@@ -259,6 +260,8 @@ class CallInterceptor(Interceptor):
                 theirs = False
                 if self._begins if pushed else is_grad_enabled():
                     self._watch(self.scope, self.runtime, result, pushed)
+                if len(self._soft) > soft:
+                    self.runtime.away.rest(soft, result)
                 return result
             finally:
                 if pushed:
@@ -430,10 +433,13 @@ class AroundInterceptor(CallInterceptor):
         self._push = self._saved.push_for_operation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; inside another call there is nothing to do."""
-        if self._here.inside:
-            return self.inner(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        """Calls the module; inside another call there is hardly anything to do."""
+        if not self._here.inside:
+            return super().__call__(*args, **kwargs)
+        soft, result = len(self._soft), self.inner(*args, **kwargs)
+        if len(self._soft) > soft:
+            self.runtime.away.rest(soft, result)
+        return result
 
 
 class CompileInterceptor(Interceptor):
