@@ -79,7 +79,7 @@ def blank(manager: BlockManager, block: Block) -> None:
 
 
 @contextmanager
-def written(manager: BlockManager, block: Block | None) -> Iterator[list[torch.Tensor]]:
+def written(manager: BlockManager, block: Block | None) -> Iterator[Sequence[torch.Tensor]]:
     """Gives a block's tensors to be written; none for no block."""
     if block is None:
         yield []
@@ -89,6 +89,16 @@ def written(manager: BlockManager, block: Block | None) -> Iterator[list[torch.T
         yield slot.views
     finally:
         manager.release(block, dirty=True)
+
+
+@contextmanager
+def _in_place(group: Group) -> Iterator[Sequence[torch.Tensor]]:
+    """Gives the tensors of a block that HBM has no room for where they lie, to be written."""
+    views = group.lender.lend_in_place(group)
+    try:
+        yield views
+    finally:
+        group.lender.lent_in_place(group)
 
 
 def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorReader) -> None:
@@ -101,9 +111,10 @@ def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorRea
     """
     manager = group.manager
     with manager.lock:
-        if {index for index, _ in picks} == set(range(len(group.block.tensors))):
+        whole = {index for index, _ in picks} == set(range(len(group.block.tensors)))
+        if whole and not group.in_place:
             blank(manager, group.block)
-        with written(manager, group.block) as views:
+        with _in_place(group) if group.in_place else written(manager, group.block) as views:
             for index, run in picks:
                 run.into(reader, views[index])
         # what a graph has saved of them is refused by backward from now on

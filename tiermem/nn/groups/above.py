@@ -96,6 +96,14 @@ class Lender(Protocol):
         """Ends the operation that :meth:`lend` began."""
         ...
 
+    def lend_in_place(self, group: Group) -> Sequence[torch.Tensor]:
+        """Lends a group's tensors in DRAM, where they lie, for one operation."""
+        ...
+
+    def lent_in_place(self, group: Group) -> None:
+        """Ends the operation that :meth:`lend_in_place` began."""
+        ...
+
     def bring(self, group: Group, show: Callable[[Slot], None], *, dirty: bool) -> None:
         """Brings a block up for a tensor that is to look into it."""
         ...

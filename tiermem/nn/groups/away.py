@@ -20,9 +20,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import distributed
 
-from tiermem.errors import CapacityError, ClosedError, ParameterError, WrapError
+from tiermem.errors import CapacityError, ClosedError, InvariantError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.compat.views import VIEWS
+from tiermem.nn.groups.inplace import no_room
 from tiermem.nn.groups.inspect import OR_SHARDED
 from tiermem.nn.groups.olddata import REPLACED, give, keep_old, share
 from tiermem.nn.groups.replaced import named, why_not
@@ -36,6 +37,8 @@ _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
+_ALIASES = {*_UNSEEN_WRITES, _GET_DATA, torch.Tensor.detach, torch.Tensor.storage}
+"""What returns a tensor's memory itself, beside its views."""
 NEW_PARAMETER = nn.Parameter.__new__.__code__
 _BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
 _FLATTENS = "_detach_if_needed"
@@ -173,7 +176,9 @@ class Away(StandIn):
             use.close(func)
 
     def _open(self) -> Opened:
-        if id(self) in group_of:
+        if (group := group_of.get(id(self))) is not None:
+            if group.in_place and not torch.is_grad_enabled():
+                return InPlace(self, group)
             return Held(self)
         itself: Any = self
         if is_placeholder(itself):
@@ -229,6 +234,29 @@ class Held(Opened):
         """Releases the block; a result may hold an address through which it is written."""
         dirty = func in _UNSEEN_WRITES or writes(func)
         self.group.lender.lent(self.group, self.pushed, dirty=dirty, views=func in VIEWS)
+
+
+class InPlace(Opened):
+    """The block of a parameter is used in DRAM for one operation, since HBM has no room for it."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, away: Any, group: Group) -> None:
+        member = group.pointing.member_of(away)
+        if member is None:
+            raise InvariantError(f"a tensor of block {group.block.name!r} is none of its members")
+        super().__init__(group.lender.lend_in_place(group)[member.index].detach())
+        self.group = group
+
+    def close(self, func: Callable[..., Any]) -> None:
+        """Ends the use; nobody gets a view of the home.
+
+        Raises:
+            CapacityError: If the operation has returned one.
+        """
+        self.group.lender.lent_in_place(self.group)
+        if func in VIEWS or func in _ALIASES:
+            raise no_room(self.group.manager, self.group)
 
 
 def _group(away: Any) -> Group:

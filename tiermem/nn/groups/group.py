@@ -56,6 +56,7 @@ class Group(Holder):
         freed: Whether its module was taken out of the tiers.
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
+        in_place: Whether HBM has no room for it: kernels read it in DRAM, where it lies.
         few: Whether its gradients are one unit if they can, since steps bind the host.
         left_open: Puts the interceptors of its modules back; None where none were taken out.
         graph_views: How many views graphs that are left to torch have of it; -1 where unknown.
@@ -77,7 +78,7 @@ class Group(Holder):
         self.pointing = Pointing(block)
         self.writes = Writes(always=writes_hidden)
         self.lender: Lender
-        self.freed = self.stays = self.resident = self.few = False
+        self.freed = self.stays = self.resident = self.few = self.in_place = False
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.carried: list[Member] = []

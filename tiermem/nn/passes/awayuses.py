@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from tiermem.errors import CapacityError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.addresses import Addresses
 from tiermem.nn.groups.group import Group
+from tiermem.nn.groups.inplace import no_room
 from tiermem.nn.groups.need import beside_optimizer
 from tiermem.runtime.base.functorch import transforming
 from tiermem.runtime.memory.slots import Slot
@@ -51,6 +52,8 @@ class AwayUses:
         """Fetches a group whose parameter is looked up while its block is not held."""
         # every torch operation on the parameter brings its block for its own time; it is pointed
         # there for code that torch does not see, which may write if it runs outside every pass
+        if group.in_place:
+            return  # an operation on it says that there is no room; its shape can be asked for
         self._close(group)
         inside = self.here.inside or torch._C._current_graph_task_id() != -1
         while True:
@@ -105,6 +108,30 @@ class AwayUses:
         if waits:
             self._viewed.append(group)
         self._keep_soft(group)
+
+    @inside
+    def lend_in_place(self, group: Group) -> Sequence[torch.Tensor]:
+        """Lends the tensors of a group that is read in DRAM, for one operation on one of them.
+
+        Raises:
+            CapacityError: If they cannot be looked at there now, so that they would have to fit.
+        """
+        self.manager.gate.guard()
+        self.manager.threads.note()
+        with self.manager.lock:
+            homes = self.manager.parts.homes
+            if homes.keeper is not None:  # the operation may write
+                homes.keeper.before_write(group.record)
+            tensors = self.manager.zero_copy.lend(group.block, again=True)
+        if not tensors:
+            raise no_room(self.manager, group)
+        return tensors
+
+    @inside
+    def lent_in_place(self, group: Group) -> None:
+        """Ends :meth:`lend_in_place`."""
+        with self.manager.lock:
+            self.manager.zero_copy.lent(group.block)
 
     def _may_wait(self) -> bool:
         """Whether a pass is under way as whose end views can be looked at."""

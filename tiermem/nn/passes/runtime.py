@@ -156,6 +156,8 @@ class ModuleRuntime:
         """
         wanted, trained = [], []
         for group in groups:
+            if group.in_place:
+                continue  # no copy of it comes up
             with torch._C.DisableTorchFunctionSubclass():
                 is_trained = written and any(e.param.requires_grad for e in group.entries)
             if is_trained:

@@ -22,6 +22,7 @@ from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
+from tiermem.nn.wrap.inplace import InPlaceInterceptor, can_be_read_in_place
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
@@ -266,11 +267,22 @@ class InterceptedModules:
             if apart:
                 largest = max(apart, key=lambda group: group.block.nbytes)
                 held[id(largest)] = largest
-            moves = [group for group in held.values() if not record(group.block).fixed]
+            groups = [group for group in held.values() if not group.in_place]
+            moves = [group for group in groups if not record(group.block).fixed]
             total = sum(group.block.nbytes for group in moves)
             if total > best[0]:
                 best = (total, moves)
         return best
+
+    def leave_in_place(self, group: Group) -> bool:
+        """Has a block read in DRAM, where it lies, if all its modules' calls can do that."""
+        users = [
+            (self._modules[name], scope)
+            for name, scope in self.scopes.items()
+            if group in scope.groups
+        ]
+        group.in_place = can_be_read_in_place(group, users, self._wrapped.runtime.manager)
+        return group.in_place
 
     def _nested(self) -> Iterator[list[Scope]]:
         """Yields the scopes of calls that are inside each other, the outermost first."""
@@ -298,6 +310,8 @@ class InterceptedModules:
             scope = scopes.get(id(module))
             for group in scope.groups if scope is not None else ():
                 block = group.block.id
+                if group.in_place:
+                    continue
                 if scope is not None and (block not in seen or scope.begins):
                     found.append((block, few_tokens(module, scope)))
                     seen.add(block)
@@ -423,6 +437,8 @@ class InterceptedModules:
 
 def _call_kind(module: nn.Module, scope: Scope) -> type[CallInterceptor]:
     """Returns what stands in front of a module's calls."""
+    if any(group.in_place for group in scope.groups):
+        return InPlaceInterceptor
     if is_lookup(module, scope):
         return LookupInterceptor
     return ExpertsInterceptor if is_experts(module, scope) else CallInterceptor

@@ -212,14 +212,15 @@ def _close(runtime: ModuleRuntime, lending: Lending) -> None:
 def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: list[str]) -> None:
     """Takes the tensors of one block back; cut short anywhere, it can be called again."""
     mine = [use for use in lending.opened if use.entry.group is group]
-    slot = runtime.manager.acquire(group.block)
+    slot = None if group.in_place else runtime.manager.acquire(group.block)
+    views = group.lender.lend_in_place(group) if slot is None else slot.views
     dirty = False
     try:
         for use in mine:
             entry = use.entry
             if not entry.materialized:
                 continue
-            view = slot.views[entry.index]
+            view = views[entry.index]
             value = entry.param.data
             if value.shape != view.shape or value.dtype is not view.dtype:
                 wrong.append(
@@ -245,13 +246,17 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
             group.recapture(entry)
             runtime.backward.incoming.track(entry)  # it may have been unfrozen meanwhile
         group.follow()
-        group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
-        with runtime.manager.lock:
-            if runtime.manager.parts.table.all_fit:  # else others could not come
-                slot.saved = group.pointing.tensors
-            group.rest()
+        if slot is not None:
+            group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
+            with runtime.manager.lock:
+                if runtime.manager.parts.table.all_fit:  # else others could not come
+                    slot.saved = group.pointing.tensors
+                group.rest()
     finally:
-        runtime.manager.release(group.block, dirty=dirty)
+        if slot is None:
+            group.lender.lent_in_place(group)
+        else:
+            runtime.manager.release(group.block, dirty=dirty)
     for use in mine:
         try:
             _take_gradient(runtime, use.entry, use.gradient)

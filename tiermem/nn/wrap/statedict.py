@@ -264,7 +264,7 @@ class StateDicts:
         for which in ("_parameters", "_buffers"):
             for tensor in module.__dict__[which].values():
                 group = self.group_of.get(id(tensor))
-                if group is not None:
+                if group is not None and not group.in_place:  # else each operation looks there
                     groups[id(group)] = group
         held = []
         self._manager.gate.guard()

@@ -261,6 +261,9 @@ class WrappedModel:
     def _check_hbm(self, inventory: Inventory) -> None:
         """Refuses a device budget in which the model could not run.
 
+        In evaluation, what alone is too large is left in DRAM and read there
+        (:mod:`tiermem.nn.wrap.inplace`).
+
         Args:
             inventory: Of the model; it is told what calls hold.
 
@@ -269,14 +272,19 @@ class WrappedModel:
         """
         fixed = self.runtime.manager.parts.table.fixed_nbytes()
         worst, chain = self.modules.worst_chain()
+        while chain and not self.runtime.manager.can_hold(fixed + worst):
+            largest = max(chain, key=lambda g: g.block.nbytes)
+            if self.model.training or not self.modules.leave_in_place(largest):
+                break
+            worst, chain = self.modules.worst_chain()
         inventory.worst_chain = worst
         least = fixed + worst
         if not chain or self.runtime.manager.can_hold(least):
             return
         budget = self.runtime.manager.parts.table.hbm.capacity
-        largest = max(chain, key=lambda g: g.block.nbytes).block
+        block = max(chain, key=lambda g: g.block.nbytes).block
         raise CapacityError(
-            f"block {largest.name!r} ({format_size(largest.nbytes)}) cannot be used in tier hbm "
+            f"block {block.name!r} ({format_size(block.nbytes)}) cannot be used in tier hbm "
             f"with a budget of {format_size(budget)}: together with what is needed at the same "
             f"time it takes {format_size(least)}",
             f"give hbm= at least {least}",

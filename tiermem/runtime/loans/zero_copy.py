@@ -56,35 +56,57 @@ class ZeroCopy:
         Raises:
             ClosedError: After ``close()``, or in a forked child.
         """
+        if self._parts.table.all_fit:
+            return None
+        tensors = self.lend(block, again=again)
+        if not tensors:
+            return None
+        marked = False
+        try:
+            found = look(tensors)
+            marked = self.lent(block)
+        finally:
+            if not marked:  # an error, or Ctrl-C: there may be kernels without an event to wait for
+                self._parts.copy.synchronize()
+        counters = self._parts.counters
+        counters.reads_in_place += 1
+        counters.read_in_place += nbytes
+        return found
+
+    def lend(self, block: Block, *, again: bool) -> Sequence[torch.Tensor]:
+        """Lends kernels of the current stream a block's home copy in DRAM, until :meth:`lent`.
+
+        Args:
+            block: The block.
+            again: As for :meth:`read`.
+
+        Returns:
+            Its tensors as the device sees them; none where they cannot be looked at now.
+
+        Raises:
+            ClosedError: After ``close()``, or in a forked child.
+        """
         self._gate.guard()
-        parts, transfers = self._parts, self._parts.transfers
+        parts = self._parts
         record = parts.table[block.id]
         if (
             record.home is not Tier.DRAM
             or block.id in parts.deferred
-            or parts.table.all_fit
             or parts.copy.capturing()
             or not self._at_home(record, again=again)
         ):
-            return None
+            return ()
         tensors = self._tensors(record)
-        if not tensors:
-            return None
-        parts.copy.use(transfers.home_ready.get(block.id))
-        marked = False
-        try:
-            found = look(tensors)
-            # the next write there waits for these kernels, as it would for a copy
-            event = parts.copy.mark()
-            if event is not None:
-                transfers.home_ready[block.id] = event
-            marked = True
-        finally:
-            if not marked:  # an error, or Ctrl-C: there may be kernels without an event to wait for
-                parts.copy.synchronize()
-        parts.counters.reads_in_place += 1
-        parts.counters.read_in_place += nbytes
-        return found
+        if tensors:
+            parts.copy.use(parts.transfers.home_ready.get(block.id))
+        return tensors
+
+    def lent(self, block: Block) -> bool:
+        """Has the next write there wait for the kernels, as it would for a copy; returns True."""
+        event = self._parts.copy.mark()
+        if event is not None:
+            self._parts.transfers.home_ready[block.id] = event
+        return True
 
     def forget(self, block_id: int) -> None:
         """Drops the tensors of a block."""

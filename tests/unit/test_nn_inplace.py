@@ -1,0 +1,283 @@
+"""Weights that HBM has no room for are read in DRAM, and the model computes the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support_nn import same_bits
+from torch import nn
+
+import tiermem
+
+ROWS, WIDTH, DEPTH = 1000, 32, 6
+HEAD = ROWS * WIDTH * 4
+LAYER = 4096 + 4096  # of a square layer and its bias, in whole pages
+IDS = torch.arange(0, ROWS, 7)[None]
+
+
+class Scaled(nn.Embedding):
+    """An embedding whose forward looks at its weight, as Gemma 3's does."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * torch.tensor(4.0).to(self.weight.dtype)
+
+
+class Model(nn.Module):
+    """A few small layers between an embedding and a head that may share its weight."""
+
+    def __init__(self, embed: type[nn.Embedding], *, tied: bool, bias: bool) -> None:
+        super().__init__()
+        self.embed = embed(ROWS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, ROWS, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def inner(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.inner(ids))
+        return out
+
+
+KINDS: dict[str, Callable[[], Model]] = {
+    "tied": lambda: Model(nn.Embedding, tied=True, bias=False),
+    "scaled": lambda: Model(Scaled, tied=True, bias=False),
+    "apart": lambda: Model(nn.Embedding, tied=False, bias=True),
+}
+
+
+def build(kind: str = "tied") -> Model:
+    torch.manual_seed(0)
+    return KINDS[kind]().eval()
+
+
+@contextmanager
+def twins(kind: str = "tied", hbm: int = HEAD // 2, **settings: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields a model in the tiers, an ordinary one with the same weights, and the tiers."""
+    model, plain = build(kind), build(kind)
+    with tiermem.TierManager("cpu", hbm=hbm, dram=4 * HEAD, **settings) as tier:
+        yield tier.wrap(model), plain, tier
+
+
+def came_up(tier: tiermem.TierManager) -> int:
+    return tier.stats().links["dram->hbm"].nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_head_that_does_not_fit_gives_the_same_bits(kind: str, inference: bool) -> None:
+    with twins(kind) as (model, plain, tier):
+        with torch.inference_mode() if inference else torch.no_grad():
+            for ids in (IDS, IDS[:, :1], IDS):
+                assert same_bits(model(ids), plain(ids))
+        assert tier.stats().reads_in_place >= 6
+        assert tier.stats().peak["hbm"] <= HEAD // 2
+        assert came_up(tier) <= DEPTH * LAYER, "nothing but the layers, once"
+
+
+def test_parts_of_the_model_can_be_called_by_themselves() -> None:
+    with twins() as (model, plain, _), torch.no_grad():
+        x = model.inner(IDS)
+        assert same_bits(x, plain.inner(IDS))
+        assert same_bits(model.head(x[:, -1:]), plain.head(x[:, -1:]))
+        assert same_bits(model.embed(IDS), plain.embed(IDS))
+
+
+def test_hooks_see_weights_with_the_values() -> None:
+    seen = list[torch.Tensor]()
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.append(module.weight.detach().sum())  # type: ignore[operator, union-attr]
+
+    with twins() as (model, plain, _), torch.no_grad():
+        for net in (model, plain):
+            net.head.register_forward_pre_hook(look)
+            net.head.register_forward_hook(look)
+            net(IDS)
+        assert len(seen) == 4 and len({float(found) for found in seen}) == 1
+        assert model.head.weight is model.embed.weight, "it has its own again"
+
+
+def test_what_a_call_returns_is_no_view_of_the_home() -> None:
+    class Bare(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    torch.manual_seed(0)
+    head = Bare(WIDTH, ROWS, bias=False)
+    model = nn.Sequential(head, nn.Linear(WIDTH, WIDTH)).eval()
+    plain = deepcopy(head)
+    with tiermem.TierManager("cpu", hbm=HEAD // 2, dram=4 * HEAD) as tier, torch.no_grad():
+        tier.wrap(model)
+        model[0](IDS).zero_()
+        assert same_bits(model[0](IDS), plain(IDS))
+
+
+def test_its_shape_and_state_can_be_looked_at() -> None:
+    with twins() as (model, plain, tier):
+        assert model.head.weight.shape == (ROWS, WIDTH)
+        assert model.head.weight.dtype == torch.float32
+        for name, value in model.state_dict().items():
+            assert same_bits(value, plain.state_dict()[name])
+        tier.unwrap(model)
+        assert same_bits(model(IDS), plain(IDS))
+
+
+def test_new_values_are_read() -> None:
+    with twins() as (model, plain, _), torch.no_grad():
+        assert same_bits(model(IDS), plain(IDS))
+        other = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+        other["head.weight"] = other["embed.weight"]
+        for net in (model, plain):
+            net.load_state_dict(other)
+        assert same_bits(model(IDS), plain(IDS))
+
+
+def test_what_a_program_may_do_with_the_model(tmp_path: Path) -> None:
+    with twins() as (model, plain, tier), torch.no_grad():
+        assert same_bits(deepcopy(model).head.weight, plain.head.weight)
+        with tier.materialize(model.head):
+            assert same_bits(model.head.weight.t().clone(), plain.head.weight.t())
+        assert same_bits(model(IDS), plain(IDS))
+        tier.save(tmp_path / "saved")
+        model.head.weight.zero_()
+        tier.load(tmp_path / "saved")
+        assert same_bits(model(IDS), plain(IDS))
+        for (name, one), (_, other) in zip(
+            model.named_parameters(), plain.named_parameters(), strict=True
+        ):
+            assert same_bits(one.norm(), other.norm()), name
+
+
+def test_a_language_model_generates_the_same_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=4000,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    plain = transformers.Qwen3ForCausalLM(config).eval()
+    model = deepcopy(plain)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    ids = torch.randint(0, 4000, (2, 5), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    with tiermem.TierManager("cpu", hbm=nbytes // 4, dram=4 * nbytes) as tier:
+        tier.wrap(model)
+        assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_gradients_are_refused_with_what_to_do() -> None:
+    with twins() as (model, plain, _):
+        with pytest.raises(tiermem.CapacityError, match=r"no_grad\(\), or give hbm= at least"):
+            model(IDS)
+        with torch.no_grad():
+            assert same_bits(model(IDS), plain(IDS))
+
+
+def test_operations_on_the_weight_by_itself() -> None:
+    with twins() as (model, plain, _), torch.no_grad():
+        x = model.inner(IDS)
+        for net in (model, plain):
+            weight = net.head.weight
+            assert weight.mul_(1.5) is weight
+            nn.init.normal_(weight, generator=torch.Generator().manual_seed(1))
+            weight.add_(1.0)
+        linear = nn.functional.linear
+        assert same_bits(linear(x, model.embed.weight), linear(x, plain.embed.weight))
+        assert same_bits(model.head.weight.norm(), plain.head.weight.norm())
+        assert same_bits(model(IDS), plain(IDS))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda w: w.t(),
+        lambda w: w[3:5],
+        lambda w: w.detach(),
+        lambda w: w.data,
+        lambda w: w.data_ptr(),
+        lambda w: w.untyped_storage(),
+    ],
+)
+def test_views_of_it_are_refused(look: Callable[[torch.Tensor], object]) -> None:
+    """They would be views of the home, and could be written where nobody sees it."""
+    with twins() as (model, plain, tier), torch.no_grad():
+        with pytest.raises(tiermem.CapacityError, match="give hbm= at least"):
+            look(model.head.weight)
+        assert same_bits(model(IDS), plain(IDS))
+        assert not any(record.leases for record in tier._manager.parts.table)
+
+
+def test_a_model_in_training_is_refused_as_before() -> None:
+    model = build().train()
+    with (
+        tiermem.TierManager("cpu", hbm=HEAD // 2, dram=4 * HEAD) as tier,
+        pytest.raises(tiermem.CapacityError, match="give hbm= at least"),
+    ):
+        tier.wrap(model)
+    assert same_bits(model.eval()(IDS), build()(IDS))
+
+
+def test_an_optimizer_is_refused() -> None:
+    with twins() as (model, plain, tier):
+        with pytest.raises(tiermem.CapacityError, match="give hbm= at least"):
+            tier.optimizer(model, torch.optim.AdamW, lr=0.1)
+        with torch.no_grad():
+            assert same_bits(model(IDS), plain(IDS))
+
+
+def test_what_other_modules_hold_cannot_be_read_in_place() -> None:
+    """A layer's own parameter of any kind of code that asks for more than its calls' weights."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(ROWS, WIDTH))
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) @ self.table.t()
+
+    with (
+        tiermem.TierManager("cpu", hbm=HEAD // 2, dram=4 * HEAD) as tier,
+        pytest.raises(tiermem.CapacityError, match="give hbm= at least"),
+    ):
+        tier.wrap(Own().eval())
+
+
+def test_layers_that_do_not_fit_are_read_as_well() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(5)]).eval()
+    plain, x = deepcopy(model), torch.randn(3, 128)
+    with tiermem.TierManager("cpu", hbm=1 << 16, dram=1 << 20) as tier, torch.no_grad():
+        tier.wrap(model)
+        for _ in range(3):
+            assert same_bits(model(x), plain(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_such_passes_are_laid_out(kind: str) -> None:
+    with twins(kind, hbm=4 * LAYER) as (model, plain, tier), torch.no_grad():
+        tier._manager.prefetcher.fetcher.beside = True
+        tier._manager.parts.pass_timer.estimates.flops = 1e12
+        for _ in range(6):
+            assert same_bits(model(IDS), plain(IDS))
+        run = tier._manager.replay.run
+        assert run is not None and run.arranged

@@ -1,0 +1,33 @@
+"""What is said of a block that HBM has no room for, where it cannot be read in DRAM either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiermem.config import format_size
+from tiermem.errors import CapacityError
+
+if TYPE_CHECKING:
+    from tiermem.nn.groups.group import Group
+    from tiermem.runtime.manager import BlockManager
+
+
+def no_room(manager: BlockManager, group: Group) -> CapacityError:
+    """Returns the error of a use for which a block that is read in DRAM would have to fit in HBM.
+
+    Args:
+        manager: Where it is.
+        group: Of the block.
+    """
+    block, table = group.block, manager.parts.table
+    advice = f"give hbm= at least {table.fixed_nbytes() + block.nbytes}"
+    if torch.is_grad_enabled():
+        advice = f"call the model inside torch.no_grad(), or {advice}"
+    return CapacityError(
+        f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm with a "
+        f"budget of {format_size(table.hbm.capacity)}: it is read in tier dram, where it lies, by "
+        "operations that take no gradients and return no views of it",
+        advice,
+    )
