@@ -70,7 +70,7 @@ def test_times_are_learned() -> None:
         rows = tier.pace()  # in the order of use
         assert len({row.block for row in rows}) == len(rows) == 8
         for row in rows:
-            assert row.samples >= 2 and row.nbytes == BLOCK
+            assert row.samples >= 1 and row.nbytes == BLOCK
             assert 1e9 < row.nbytes / row.transfer_seconds < 200e9, row
         seconds = [row.compute_seconds for row in rows]
         # the first one has what the device waits for until the host has begun the pass, and on a

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.core.block import Block, Extent, Role, Tier
-from tiermem.core.pace import Estimates
+from tiermem.core.pace import Estimates, _Pass
 from tiermem.core.residency import Record, State
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.metrics.counters import Counters
@@ -600,6 +600,31 @@ def test_what_measuring_takes_the_host_is_no_change() -> None:
     """A forward that the host limits took half as long again where it was measured."""
     found = sampled([(0.12, 0.08)] * 160)
     assert sum(found) <= 3 + 160 // 16
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("passed", [True, False])
+def test_what_a_program_does_between_passes_is_no_part_of_them(left: bool, passed: bool) -> None:
+    """Where the device has come to the end by then; else the host's clock says it."""
+    player = Player(None if passed else random.Random(1))
+    if player.clock.rng is not None:
+        player.clock.rng.random = lambda: 1.0  # type: ignore[method-assign]
+    player.estimates.wants = lambda _key: False  # type: ignore[method-assign]
+    player.estimates._passes["f"] = _Pass()
+    for _ in range(3):
+        player.clock.host_now += 1.0
+        player.pass_timer.begin("f")
+        player.clock.now += 2.0
+        player.clock.host_now += 2.0
+        if left:
+            player.pass_timer.left()
+            player.pass_timer.left()  # once more does no harm
+        player.clock.now += 5.0
+        player.clock.host_now += 5.0
+    assert player.estimates.longest("f") == (2.0 if left and passed else 8.0)
+    assert len(player.clock.times) <= 2
+    player.pass_timer.cut_short()
+    assert not player.clock.times
 
 
 def test_the_speed_of_a_link_is_that_of_the_bytes_on_it() -> None:

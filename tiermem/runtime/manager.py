@@ -387,9 +387,11 @@ class BlockManager:
         """Ends the pass under way; without this call it ends when the next begins."""
         pass_timer, prefetcher = self.parts.pass_timer, self.prefetcher
         prefetcher.ended = True
-        if pass_timer.sampling or pass_timer.pending or prefetcher.overdue:
-            with self.lock:
-                if pass_timer.ended() or prefetcher.overdue:
+        with self.lock:
+            pass_timer.left()
+            if pass_timer.sampling or pass_timer.pending or prefetcher.overdue:
+                found = pass_timer.ended()
+                if found or prefetcher.overdue:
                     prefetcher.plan_next()
 
     def poll(self) -> None:

@@ -86,17 +86,21 @@ class _Totals:
 
 @dataclass(slots=True, eq=False)
 class _Length:
-    """How long the pass under way takes by the host's clock.
+    """How long the pass under way takes.
 
     Attributes:
         key: Its name; None before the first.
-        began: Seconds.
+        began: Seconds on the host's clock.
         slowed: Whether measuring takes some of that time.
+        first: Where the compute stream was as it began; None where that is not known.
+        last: The same as it ended, its last work having been submitted.
     """
 
     key: Hashable = None
     began: float = 0.0
     slowed: bool = False
+    first: Stamp | None = None
+    last: Stamp | None = None
 
 
 _NOT_ARRIVED: tuple[Stamp | None, int] = (None, 0)
@@ -150,7 +154,9 @@ class PassTimer:
         # change, be measured again for that, and so on
         length = self._length
         if length.key is not None and not length.slowed:
-            self.estimates.took(length.key, now - length.began)
+            self.estimates.took(length.key, self._took(now))
+        self._free(length.first, length.last)
+        length.first = length.last = None
         length.key, length.began = key, now
         if self._older or self._fills:
             for fill in self._older.values():
@@ -166,6 +172,17 @@ class PassTimer:
             if self.sampling:
                 self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
+        if now and self._clock.usable():
+            length.first = self._clock.stamp()
+
+    def left(self) -> None:
+        """Notes that the pass under way has submitted its last work.
+
+        What a program does until the next one is no part of it, then.
+        """
+        length = self._length
+        if length.first is not None and length.last is None and self._clock.usable():
+            length.last = self._clock.stamp()
 
     def leave_first_out(self) -> None:
         """Does not measure the pass under way if it is the first of its name.
@@ -182,6 +199,7 @@ class PassTimer:
         self._free(*self._stamps())
         self._open = self._begin = None
         self._before = _NOT_ARRIVED
+        self._length.first = self._length.last = None
         self._waiting.clear()
         self._fills, self._older = {}, {}
         self.sampling = self.pending = False
@@ -345,7 +363,7 @@ class PassTimer:
 
     def _stamps(self) -> set[Stamp | None]:
         """Returns the stamps that are not freed, each once."""
-        found = {self._before[0], self._begin}
+        found = {self._before[0], self._begin, self._length.first, self._length.last}
         fills = [*self._fills.values(), *self._older.values()]
         for sample in [*self._waiting, *([] if self._open is None else [self._open])]:
             found.add(sample.end)
@@ -356,6 +374,18 @@ class PassTimer:
         for fill in fills:
             found.update((fill.begin, fill.end))
         return found
+
+    def _took(self, now: float) -> float:
+        """Returns the seconds of the pass that ends, to its end on the device where that is known.
+
+        Args:
+            now: Seconds on the host's clock, as the next one begins.
+        """
+        first, last, clock = self._length.first, self._length.last, self._clock
+        known = first is not None and last is not None and clock.usable()
+        if not (known and clock.passed(last) and clock.passed(first)):
+            return now - self._length.began
+        return min(now - self._length.began, self._seconds(first, last))
 
     def _seconds(self, begin: Stamp, end: Stamp) -> float:
         """Returns the seconds between two stamps that have passed; 0 where the second came first.
