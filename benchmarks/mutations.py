@@ -30,6 +30,7 @@ LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
+_TOO_LARGE = "tests/unit/test_nn_inplace.py"
 _USED_APART = "tests/unit/test_nn_used_apart.py"
 _KEPT_VIEWS = ("tests/unit/test_nn_kept_views.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
@@ -1175,8 +1176,8 @@ _ELSEWHERE = (
     Mutation(
         "plans are made as passes begin, not as they end",
         _RUNTIME + "manager.py",
-        "if pass_timer.ended() or prefetcher.overdue:",
-        "if pass_timer.ended() and False:",
+        "if found or prefetcher.overdue:",
+        "if False:",
         ("tests/unit/test_runtime_arranged.py",),
     ),
     Mutation(
@@ -2046,14 +2047,14 @@ _LOOKS = (
     (
         "a kernel that looks at a block in DRAM leaves no event",
         _IN_PLACE,
-        "                transfers.home_ready[block.id] = event\n",
-        "                pass\n",
+        "            self._parts.transfers.home_ready[block.id] = event\n",
+        "            pass\n",
     ),
     (
         "a kernel looks at a block in DRAM before what was written comes home",
         _IN_PLACE,
-        "        parts.copy.use(transfers.home_ready.get(block.id))\n",
-        "",
+        "            parts.copy.use(parts.transfers.home_ready.get(block.id))\n",
+        "            pass\n",
     ),
     (
         "what is owed to a block is not asked for",
@@ -4275,6 +4276,61 @@ MUTATIONS = (
                 "tests/unit/test_runtime_first_fill.py",
             ),
         )
+    ),
+    *(
+        Mutation(f"in place: {name}", f"tiermem/{file}", old, new, (_TOO_LARGE,))
+        for name, file, old, new in (
+            (
+                "a block whose modules do more than call is read in DRAM",
+                "nn/wrap/inplace.py",
+                "        if not isinstance(module, _KINDS) or len(scope.groups) != 1:\n",
+                "        if False:\n",
+            ),
+            (
+                "what is trained is left in DRAM",
+                "nn/wrap/wrapped.py",
+                "            if self.model.training or not self.modules",
+                "            if not self.modules",
+            ),
+            (
+                "a call returns a view of the home",
+                "nn/wrap/inplace.py",
+                "                result = result.clone()  # nobody",
+                "                pass  # nobody",
+            ),
+            (
+                "the module keeps the weights that stand over DRAM",
+                "nn/wrap/inplace.py",
+                '                names["_parameters"] = managed\n',
+                "                pass\n",
+            ),
+            (
+                "operations return views of the home",
+                "nn/groups/away.py",
+                "        if func in VIEWS or func in _ALIASES:\n",
+                "        if False:\n",
+            ),
+            (
+                "its modules are expected to use it in HBM",
+                "nn/wrap/intercepted.py",
+                "                if group.in_place:\n                    continue\n",
+                "",
+            ),
+        )
+    ),
+    Mutation(
+        "what a program does between passes counts as theirs",
+        "tiermem/runtime/metrics/pass_timer.py",
+        "return min(now - self._length.began, self._seconds(first, last))",
+        "return now - self._length.began",
+        ("tests/unit/test_pass_timer.py",),
+    ),
+    Mutation(
+        "blocks are chosen for a quick host alone",
+        "tiermem/nn/groups/hostbound.py",
+        "return sum(max(slower * host, link) for slower in _HOSTS)",
+        "return 2 * max(host, link)",
+        ("tests/unit/test_nn_hostbound.py",),
     ),
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)

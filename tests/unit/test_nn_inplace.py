@@ -243,23 +243,27 @@ def test_an_optimizer_is_refused() -> None:
             assert same_bits(model(IDS), plain(IDS))
 
 
-def test_what_other_modules_hold_cannot_be_read_in_place() -> None:
-    """A layer's own parameter of any kind of code that asks for more than its calls' weights."""
+class Own(nn.Module):
+    """A module whose code may do anything with its parameter."""
 
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(ROWS, WIDTH))
-            self.layer = nn.Linear(WIDTH, WIDTH)
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH))
+        self.inner = nn.Sequential(*inner) if inner else nn.functional.relu
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x) @ self.table.t()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) @ self.table.t()
+        return out
 
+
+@pytest.mark.parametrize("inner", [(), (nn.Linear(WIDTH, WIDTH),)])
+def test_what_other_modules_hold_is_not_read_in_place(inner: tuple[nn.Module, ...]) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(*inner)).eval()
     with (
         tiermem.TierManager("cpu", hbm=HEAD // 2, dram=4 * HEAD) as tier,
         pytest.raises(tiermem.CapacityError, match="give hbm= at least"),
     ):
-        tier.wrap(Own().eval())
+        tier.wrap(model)
 
 
 def test_layers_that_do_not_fit_are_read_as_well() -> None:
