@@ -124,6 +124,25 @@ def test_what_a_call_returns_is_no_view_of_the_home() -> None:
         assert same_bits(model[0](IDS), plain(IDS))
 
 
+def test_an_error_in_its_call_is_the_users() -> None:
+    with twins() as (model, plain, _), torch.no_grad():
+        x = model.inner(IDS)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.head(x[..., :3])
+        with pytest.raises(IndexError, match="out of range"):
+            model.embed(IDS + ROWS)
+        assert same_bits(model(IDS), plain(IDS))
+
+
+def test_other_weights_may_take_its_place() -> None:
+    with twins("apart") as (model, plain, _), torch.no_grad():
+        other = torch.randn(ROWS, WIDTH)
+        for values in ({"head.weight": other}, {"head.bias": other[:, 0]}):
+            found = torch.func.functional_call(model, values, (IDS,))
+            assert same_bits(found, torch.func.functional_call(plain, values, (IDS,)))
+        assert same_bits(model(IDS), plain(IDS))
+
+
 def test_its_shape_and_state_can_be_looked_at() -> None:
     with twins() as (model, plain, tier):
         assert model.head.weight.shape == (ROWS, WIDTH)

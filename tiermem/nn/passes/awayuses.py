@@ -220,6 +220,7 @@ class AwayUses:
             group.rest()
         self.soft.clear()
 
+    @inside
     def rest(self, before: int, result: object) -> None:
         """Ends what was left pointed in a module's call that ends, in a pass without gradients.
 

@@ -55,17 +55,15 @@ class InPlaceInterceptor(CallInterceptor):
         if self._manager.gate.unsure:
             self.runtime.repair()
         entries = self._entries.values()
-        if any(entry.materialized for entry in entries):
+        if any(entry.materialized for entry in entries) or not self._is_its_own():
             return self.inner(*args, **kwargs)
-        if not self._is_its_own():
-            return super().__call__(*args, **kwargs)
         found = None if torch.is_grad_enabled() else self._found(args, kwargs)
         if found is None:
             raise no_room(self._manager, self._groups[0])
         return found[0]
 
     def _is_its_own(self) -> bool:
-        """Whether the module has its own weights (not in ``torch.func.functional_call``)."""
+        """Whether the module has its own weights: not others, as in ``functional_call``."""
         names = self.module.__dict__["_parameters"]
         return all(_item(names, name) is entry.param for name, entry in self._entries.items())
 
