@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_hooks_see_weights_with_the_values() -> None:
     seen = list[torch.Tensor]()
 
     def look(module: nn.Module, *_: Any) -> None:
-        seen.append(module.weight.detach().sum())  # type: ignore[operator, union-attr]
+        seen.append(module.weight.sum())  # type: ignore[operator]
 
     with twins() as (model, plain, _), torch.no_grad():
         for net in (model, plain):
@@ -109,19 +110,79 @@ def test_hooks_see_weights_with_the_values() -> None:
         assert model.head.weight is model.embed.weight, "it has its own again"
 
 
-def test_what_a_call_returns_is_no_view_of_the_home() -> None:
-    class Bare(nn.Linear):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return self.weight
+class Kept(nn.Linear):
+    """Returns and keeps its weight itself."""
 
+    def forward(self, input: torch.Tensor) -> Any:
+        self.kept = self.weight
+        return super().forward(input), self.weight
+
+
+def test_what_a_module_returns_or_keeps_is_the_parameter() -> None:
     torch.manual_seed(0)
-    head = Bare(WIDTH, ROWS, bias=False)
-    model = nn.Sequential(head, nn.Linear(WIDTH, WIDTH)).eval()
-    plain = deepcopy(head)
+    model = nn.Sequential(Kept(WIDTH, ROWS, bias=False), nn.Identity()).eval()
+    plain, x = deepcopy(model), torch.randn(3, WIDTH)
     with tiermem.TierManager("cpu", hbm=HEAD // 2, dram=4 * HEAD) as tier, torch.no_grad():
         tier.wrap(model)
-        model[0](IDS).zero_()
-        assert same_bits(model[0](IDS), plain(IDS))
+        for net in (model, plain):
+            _, weight = net[0](x)
+            assert weight is net[0].weight is net[0].kept
+            weight.mul_(2.0)
+        assert same_bits(model[0](x)[0], plain[0](x)[0])
+
+
+def test_a_forward_may_write_the_weight() -> None:
+    """An embedding whose rows are made shorter as they are looked up, and a hook that writes."""
+
+    def halve(module: nn.Module, _args: Any) -> None:
+        module.weight.mul_(0.5)  # type: ignore[operator]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(ROWS, WIDTH, max_norm=1.0), nn.Linear(WIDTH, WIDTH)).eval()
+    plain = deepcopy(model)
+    with tiermem.TierManager("cpu", hbm=HEAD // 2, dram=4 * HEAD) as tier, torch.no_grad():
+        tier.wrap(model)
+        writes = list[object]()
+        homes = tier._manager.parts.homes
+        homes.keeper = SimpleNamespace(before_write=writes.append)  # type: ignore[assignment]
+        for net in (model, plain):
+            net(IDS)
+            net[0].register_forward_pre_hook(halve)
+        assert same_bits(model(IDS), plain(IDS))
+        homes.keeper = None
+        assert len(writes) >= 3, "a checkpoint under way has what was there before"
+        assert same_bits(model.state_dict()["0.weight"], plain.state_dict()["0.weight"])
+
+
+def replace_data(module: nn.Module, _args: Any) -> None:
+    module.weight.data = torch.zeros(ROWS, WIDTH)  # type: ignore[union-attr]
+
+
+def replace(module: nn.Module, _args: Any) -> None:
+    module.weight = nn.Parameter(torch.zeros(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("hook", [replace_data, replace])
+def test_nothing_takes_the_weights_place_for_a_call_alone(hook: Any) -> None:
+    with twins() as (model, plain, tier), torch.no_grad():
+        handle = model.head.register_forward_pre_hook(hook)
+        with pytest.raises((tiermem.CapacityError, tiermem.ParameterError)):
+            model(IDS)
+        handle.remove()
+        assert same_bits(model(IDS), plain(IDS))
+        tier.unwrap(model)
+        assert same_bits(model(IDS), plain(IDS))
+
+
+def test_transforms_and_frozen_models_with_gradients_on() -> None:
+    x = torch.randn(4, 3, WIDTH)
+    with twins() as (model, plain, _):
+        with torch.no_grad():
+            for transform in (torch.vmap, torch.func.functionalize):
+                assert same_bits(transform(model.head)(x), transform(plain.head)(x))
+                assert same_bits(model.head(x), plain.head(x))
+        model.requires_grad_(False)
+        assert same_bits(model(IDS), plain(IDS))
 
 
 def test_an_error_in_its_call_is_the_users() -> None:
@@ -221,6 +282,8 @@ def test_operations_on_the_weight_by_itself() -> None:
         linear = nn.functional.linear
         assert same_bits(linear(x, model.embed.weight), linear(x, plain.embed.weight))
         assert same_bits(model.head.weight.norm(), plain.head.weight.norm())
+        rows = torch.tensor([1, 5, 7])
+        assert same_bits(model.head.weight[rows], plain.head.weight[rows])
         assert same_bits(model(IDS), plain(IDS))
 
 
@@ -233,6 +296,12 @@ def test_operations_on_the_weight_by_itself() -> None:
         lambda w: w.data,
         lambda w: w.data_ptr(),
         lambda w: w.untyped_storage(),
+        lambda w: w.numpy(),
+        lambda w: torch.einsum("ij->ji", w),
+        lambda w: torch.broadcast_to(w, (1, ROWS, WIDTH)),
+        lambda w: torch.hsplit(w, 2),
+        lambda w: w.as_strided((3,), (1,)),
+        lambda w: torch.ops.aten.t.default(w),
     ],
 )
 def test_views_of_it_are_refused(look: Callable[[torch.Tensor], object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -183,6 +184,27 @@ _FORMS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 def test_what_a_call_returns_stays_there(form: str) -> None:
     torch.manual_seed(0)
     model = User(*_FORMS[form]).eval()
+    plain, x = deepcopy(model), torch.randn(3, WIDTH)
+    with planned(model, 0.6), torch.no_grad():
+        for _ in range(3):
+            assert same_bits(model(x), plain(x))
+
+
+def _in_itself(weight: nn.Parameter) -> dict[str, Any]:
+    found: dict[str, Any] = {"weight": weight}
+    found["self"] = found
+    return found
+
+
+class Lazy(dict[str, Any]):
+    def values(self) -> Any:
+        raise AssertionError("what a call returns is looked at with nobody's code")
+
+
+@pytest.mark.parametrize("form", [_in_itself, lambda w: Lazy(weight=w)])
+def test_any_result_may_be_returned(form: Callable[..., object]) -> None:
+    torch.manual_seed(0)
+    model = User(form, lambda found: found["weight"]).eval()
     plain, x = deepcopy(model), torch.randn(3, WIDTH)
     with planned(model, 0.6), torch.no_grad():
         for _ in range(3):

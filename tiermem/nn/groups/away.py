@@ -37,8 +37,8 @@ _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
-_ALIASES = {*_UNSEEN_WRITES, _GET_DATA, torch.Tensor.detach, torch.Tensor.storage}
-"""What returns a tensor's memory itself, beside its views."""
+_ALIASES = {*_UNSEEN_WRITES, torch.Tensor.storage, torch.Tensor.numpy, torch.Tensor.__array__}
+"""What returns a tensor's memory itself, in no tensor."""
 NEW_PARAMETER = nn.Parameter.__new__.__code__
 _BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
 _FLATTENS = "_detach_if_needed"
@@ -249,14 +249,39 @@ class InPlace(Opened):
         self.group = group
 
     def close(self, func: Callable[..., Any]) -> None:
-        """Ends the use; nobody gets a view of the home.
+        """Ends the use.
 
         Raises:
-            CapacityError: If the operation has returned one.
+            CapacityError: If the operation returns the memory itself.
         """
         self.group.lender.lent_in_place(self.group)
-        if func in VIEWS or func in _ALIASES:
+        if func in _ALIASES:
             raise no_room(self.group.manager, self.group)
+
+    def look_at(self, result: Any) -> None:
+        """Refuses an operation that returns a view: nobody else gets one of the home.
+
+        Raises:
+            CapacityError: If it is one.
+        """
+        parts = result if type(result) in (list, tuple) else (result,)
+        for part in parts:
+            if type(part) in (list, tuple):
+                self.look_at(part)
+            elif (
+                isinstance(part, torch.Tensor)
+                and part is not self.tensor
+                and _memory_of(part) == _memory_of(self.tensor) != 0
+            ):
+                raise no_room(self.group.manager, self.group)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Returns the address of the memory that a tensor looks into; 0 where it has none itself."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # one of functorch's, or around others
+        return 0
 
 
 def _group(away: Any) -> Group:

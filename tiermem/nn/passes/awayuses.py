@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -19,6 +19,11 @@ from tiermem.runtime.memory.slots import Slot
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import Here, ModuleRuntime
     from tiermem.nn.passes.saved import SavedHooks
+
+
+_DEEPEST = 4
+_MOST_PARTS = 256
+"""How far what a call returns is looked through for weights."""
 
 
 class AwayUses:
@@ -74,6 +79,8 @@ class AwayUses:
     @inside
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
+        if group.in_place:
+            raise no_room(self.manager, group)
         self.manager.gate.guard()
         self.manager.threads.note()
         self._close(group)
@@ -123,8 +130,10 @@ class AwayUses:
             if homes.keeper is not None:  # the operation may write
                 homes.keeper.before_write(group.record)
             tensors = self.manager.zero_copy.lend(group.block, again=True)
-        if not tensors:
-            raise no_room(self.manager, group)
+            if not tensors:
+                raise no_room(self.manager, group)
+            self.manager.parts.counters.reads_in_place += 1
+            self.manager.parts.counters.read_in_place += group.block.nbytes
         return tensors
 
     @inside
@@ -250,12 +259,20 @@ class AwayUses:
         self._viewed = []
 
 
-def _is_in(group: Group, result: object) -> bool:
-    """Whether a call returns a tensor of a group, or may do so in an object of some class."""
+def _is_in(group: Group, result: object, depth: int = _DEEPEST) -> bool:
+    """Whether a call returns a tensor of a group, or may do so: in an object of some class, say.
+
+    No code of the result's is run.
+    """
     if isinstance(result, torch.Tensor):
         return any(result is member.tensor for member in group.pointing.members)
-    if isinstance(result, (tuple, list)):
-        return any(_is_in(group, part) for part in result)
-    if isinstance(result, Mapping):
-        return any(_is_in(group, part) for part in result.values())
-    return result is not None
+    parts: Collection[object]
+    if isinstance(result, dict):
+        parts = dict.values(result)
+    elif type(result) in (tuple, list):
+        parts = cast("list[object]", result)
+    else:
+        return not (result is None or isinstance(result, (bool, int, float, str)))
+    if not depth or len(parts) > _MOST_PARTS:
+        return True
+    return any(_is_in(group, part, depth - 1) for part in parts)

@@ -97,6 +97,9 @@ class Opened:
     def close(self, func: Callable[..., Any]) -> None:
         """Ends the use; ``func`` is what was done with it."""
 
+    def look_at(self, result: Any) -> None:
+        """Refuses what the operation has returned, if nobody may have that."""
+
 
 class StandIn:
     """Base of both kinds of stand-ins; comes before a tensor class among the bases."""
@@ -229,6 +232,7 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 cut_short()
         raise
     for value, use in opened.values():
+        use.look_at(result)
         if use.tensor is result:
             return value  # an operation in place returns the tensor it was called on
     return result

@@ -108,6 +108,10 @@ class ZeroCopy:
             self._parts.transfers.home_ready[block.id] = event
         return True
 
+    def sees(self, block: Block) -> bool:
+        """Whether the device sees a block's home; what it takes is made, outside of transforms."""
+        return bool(self._tensors(self._parts.table[block.id]))
+
     def forget(self, block_id: int) -> None:
         """Drops the tensors of a block."""
         self._seen.pop(block_id, None)
