@@ -4217,8 +4217,8 @@ MUTATIONS = (
             (
                 "those that an object may hold leave",
                 "nn/passes/awayuses.py",
-                "        return not (result is None or isinstance(result, (bool, int, float, str)))\n",
-                "        return False\n",
+                "not (result is None or isinstance(result, (bool, int, float, str)))\n",
+                "False\n",
             ),
             (
                 "a call ends those of the calls around it",
