@@ -1176,8 +1176,8 @@ _ELSEWHERE = (
     Mutation(
         "plans are made as passes begin, not as they end",
         _RUNTIME + "manager.py",
-        "if found or prefetcher.overdue:",
-        "if False:",
+        "if pass_timer.ended() or prefetcher.overdue:",
+        "if pass_timer.ended() and False:",
         ("tests/unit/test_runtime_arranged.py",),
     ),
     Mutation(

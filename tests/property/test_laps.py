@@ -196,10 +196,11 @@ def test_every_use_finds_its_block(made: Made, data: st.DataObject) -> None:
         rounds = play(visits, layout, passes.events, inside, missing)
         if rounds is not None:
             late = postponed(rounds, data.draw(st.integers(0, 5)), passes.events.lengths)
-            ahead = opened(late)
+            fetches = opening(late)
+            ahead = opened(late, fetches)
             if ahead is not None and not inside:
                 filled = deepcopy(memory)
-                for fetch in opening(late):
+                for fetch in fetches:
                     filled.put(fetch.block, fetch.offset, fetch.nbytes)
                 check(filled, passes, ahead, stay, len(layout) > 1)
             check(memory, passes, late, stay, len(layout) > 1)

@@ -82,17 +82,21 @@ class _Pass:
     @property
     def sure(self) -> bool:
         """Whether it was measured often enough to be counted on."""
-        return bool(self.samples) and self.samples + self.left_out >= _SURE
+        return bool(self.blocks) and self.samples + self.left_out >= _SURE
+
+    @property
+    def known(self) -> bool:
+        """Whether it is measured now and then only."""
+        return max(self.asked, self.samples) + self.left_out >= _SAMPLES_AT_FIRST
 
 
 class Estimates:
     """Seconds of compute by pass and block, and of transfers by link and block.
 
     A pass is measured the first two times (or the second alone, where the first was left out), then
-    one time in sixteen; after one that took a
-    quarter more or less than foreseen (where it was measured; by the host's clock, two in a row)
-    it is measured the next four times as well, so that the medians follow. Memory is bounded: 256
-    passes, and of each the blocks that still occur in it.
+    one time in sixteen; after one that took a quarter more or less than foreseen (where it was not
+    measured, two in a row) it is measured the next four times as well, so that the medians follow.
+    Memory is bounded: 256 passes, and of each the blocks that still occur in it.
 
     Attributes:
         version: Grows when plans made with the estimates have become stale.
@@ -130,7 +134,7 @@ class Estimates:
             known.calm -= 1
         if known.extra:
             known.extra -= 1
-        elif self._is_known(known) and known.since < _EVERY:
+        elif known.known and known.since < _EVERY:
             return False
         known.since = 0
         return True
@@ -156,19 +160,15 @@ class Estimates:
         if known is not None:
             known.asked += 1
 
-    @staticmethod
-    def _is_known(known: _Pass) -> bool:
-        """Whether passes of a name are measured now and then only."""
-        return max(known.asked, known.samples) + known.left_out >= _SAMPLES_AT_FIRST
-
     def took(self, key: Hashable, seconds: float) -> None:
-        """Enters the time from the begin of a pass that was not measured to that of the next.
+        """Enters how long a pass took that was not measured.
 
         One that took a quarter more or less than usual may be chance; with the next it is a change.
 
         Args:
             key: Name of the pass.
-            seconds: On the host's clock.
+            seconds: From its begin to its end on the device, or by the host's clock to the begin of
+                the next one.
         """
         known = self._passes.get(key)
         if known is None or seconds <= 0.0:
@@ -263,7 +263,7 @@ class Estimates:
         Of a block that has not been seen in it, those of a typical one are returned.
         """
         known = self._passes.get(key)
-        if known is None or not known.sure or not known.blocks:
+        if known is None or not known.sure:
             return None
         recent = known.blocks.get(block)
         return known.typical if recent is None else recent.value
@@ -271,14 +271,14 @@ class Estimates:
     def computes(self, key: Hashable) -> float | None:
         """Returns the seconds a pass computes; None if it is not known yet."""
         known = self._passes.get(key)
-        if known is None or not known.sure or not known.blocks:
+        if known is None or not known.sure:
             return None
         return known.compute.value
 
     def longest(self, key: Hashable) -> float | None:
         """Returns the seconds of the longest of the last passes that were not measured.
 
-        None before any. On the host's clock, to the begin of the next one.
+        None before any.
         """
         known = self._passes.get(key)
         return None if known is None else known.whole.most or None
@@ -317,7 +317,7 @@ class Estimates:
     def sure(self, key: Hashable) -> bool:
         """Whether passes of that name were measured often enough to be counted on."""
         known = self._passes.get(key)
-        return known is not None and known.sure and bool(known.blocks)
+        return known is not None and known.sure
 
     def can_foresee(self, key: Hashable) -> bool:
         """Whether plans for passes of that name can be made before more of them is measured."""

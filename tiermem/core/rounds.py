@@ -164,14 +164,18 @@ def opening(rounds: Rounds) -> list[Fetch]:
     return sorted(found, key=lambda fetch: fetch.use)
 
 
-def opened(rounds: Rounds) -> Rounds | None:
-    """Returns what is fetched once HBM has been filled with what :func:`opening` returns.
+def opened(rounds: Rounds, fetches: Iterable[Fetch]) -> Rounds | None:
+    """Returns what is fetched once HBM has been filled.
 
     None where the first pass comes again, which it does not without that.
+
+    Args:
+        rounds: What is fetched otherwise.
+        fetches: What it has been filled with; see :func:`opening`.
     """
     if not rounds.again:
         return None
-    filled = set(map(id, opening(rounds)))
+    filled = set(map(id, fetches))
     first, *others = rounds.fetches
     return Rounds([[f for f in first if id(f) not in filled], *others], rounds.again)
 

@@ -389,10 +389,8 @@ class BlockManager:
         prefetcher.ended = True
         with self.lock:
             pass_timer.left()
-            if pass_timer.sampling or pass_timer.pending or prefetcher.overdue:
-                found = pass_timer.ended()
-                if found or prefetcher.overdue:
-                    prefetcher.plan_next()
+            if pass_timer.ended() or prefetcher.overdue:
+                prefetcher.plan_next()
 
     def poll(self) -> None:
         """Takes up every transfer that has finished."""

@@ -130,17 +130,15 @@ class AwayUses:
             if homes.keeper is not None:  # the operation may write
                 homes.keeper.before_write(group.record)
             tensors = self.manager.zero_copy.lend(group.block, again=True)
-            if not tensors:
-                raise no_room(self.manager, group)
-            self.manager.parts.counters.reads_in_place += 1
-            self.manager.parts.counters.read_in_place += group.block.nbytes
+        if not tensors:
+            raise no_room(self.manager, group)
         return tensors
 
     @inside
     def lent_in_place(self, group: Group) -> None:
         """Ends :meth:`lend_in_place`."""
         with self.manager.lock:
-            self.manager.zero_copy.lent(group.block)
+            self.manager.zero_copy.lent(group.block, group.block.nbytes)
 
     def _may_wait(self) -> bool:
         """Whether a pass is under way as whose end views can be looked at."""

@@ -87,9 +87,9 @@ def can_be_read_in_place(
         return False
     if any(entry.kind not in ORDINARY for entry in group.entries):
         return False
+    own = {id(entry.param) for entry in group.entries}
     for module, scope in users:
         params = [p for p in dict.values(module.__dict__["_parameters"]) if p is not None]
-        own = {id(entry.param) for entry in group.entries}
         if not isinstance(module, _KINDS) or len(scope.groups) != 1:
             return False
         if any(module.children()) or not all(id(param) in own for param in params):

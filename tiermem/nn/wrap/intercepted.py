@@ -267,8 +267,7 @@ class InterceptedModules:
             if apart:
                 largest = max(apart, key=lambda group: group.block.nbytes)
                 held[id(largest)] = largest
-            groups = [group for group in held.values() if not group.in_place]
-            moves = [group for group in groups if not record(group.block).fixed]
+            moves = [g for g in held.values() if not (g.in_place or record(g.block).fixed)]
             total = sum(group.block.nbytes for group in moves)
             if total > best[0]:
                 best = (total, moves)

@@ -64,13 +64,11 @@ class ZeroCopy:
         marked = False
         try:
             found = look(tensors)
-            marked = self.lent(block)
+            self.lent(block, nbytes)
+            marked = True
         finally:
             if not marked:  # an error, or Ctrl-C: there may be kernels without an event to wait for
                 self._parts.copy.synchronize()
-        counters = self._parts.counters
-        counters.reads_in_place += 1
-        counters.read_in_place += nbytes
         return found
 
     def lend(self, block: Block, *, again: bool) -> Sequence[torch.Tensor]:
@@ -101,12 +99,19 @@ class ZeroCopy:
             parts.copy.use(parts.transfers.home_ready.get(block.id))
         return tensors
 
-    def lent(self, block: Block) -> bool:
-        """Has the next write there wait for the kernels, as it would for a copy; returns True."""
+    def lent(self, block: Block, nbytes: int) -> None:
+        """Has the next write there wait for the kernels, as it would for a copy.
+
+        Args:
+            block: The block.
+            nbytes: Bytes that the kernels read, for the statistics.
+        """
         event = self._parts.copy.mark()
         if event is not None:
             self._parts.transfers.home_ready[block.id] = event
-        return True
+        counters = self._parts.counters
+        counters.reads_in_place += 1
+        counters.read_in_place += nbytes
 
     def sees(self, block: Block) -> bool:
         """Whether the device sees a block's home; what it takes is made, outside of transforms."""

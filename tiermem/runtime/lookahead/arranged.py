@@ -104,6 +104,7 @@ class _Force:
 
     Attributes:
         loop: Which one that is.
+        out: The layout.
         rounds: What is fetched in each pass.
         steps: What is done at each place of those passes that have come.
         seen: The same loop as it was seen last from each pass of a round, and from those between.
@@ -114,6 +115,7 @@ class _Force:
     """
 
     loop: _Loop
+    out: LaidOut
     rounds: Rounds
     steps: dict[int, list[Step]] = field(default_factory=dict)
     seen: dict[tuple[int, bool], _Loop] = field(default_factory=dict)
@@ -224,12 +226,11 @@ class Arranger:
         """
         loop = None if None in plan.compute else self._loop(schedule, plan)
         force = self._arranged(loop) if loop is not None else None
-        if loop is None or force is None:
+        if force is None:
             return []
-        found = self._layouts[loop]
         fetches = opening(force.rounds)
-        if found is not None and (rounds := opened(force.rounds)) is not None:
-            self._filled = _Filled({f.block: f.offset for f in fetches}, found[1], rounds)
+        if (rounds := opened(force.rounds, fetches)) is not None:
+            self._filled = _Filled({f.block: f.offset for f in fetches}, force.out, rounds)
         return fetches
 
     def ended(self) -> None:
@@ -421,7 +422,7 @@ class Arranger:
                 return None
         filled, self._filled = self._filled, None
         if filled is not None and filled.out is out and self._is_there(filled.offsets):
-            return _Force(loop, filled.rounds)
+            return _Force(loop, out, filled.rounds)
         missing = self._missing(loop)
         if missing is None:
             self._parts.evictor.pack()
@@ -431,7 +432,7 @@ class Arranger:
             rounds = play(out.visits, out.layout, one, inside, missing)
         if rounds is None:
             return None
-        return _Force(loop, postponed(rounds, out.postponed, one.lengths))
+        return _Force(loop, out, postponed(rounds, out.postponed, one.lengths))
 
     def _is_there(self, offsets: Mapping[int, int]) -> bool:
         """Whether just these blocks are in HBM, but for what is there for good, at these places."""

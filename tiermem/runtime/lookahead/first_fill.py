@@ -83,8 +83,6 @@ class FirstFill:
                     yield record, room.extent
             return
         for fetch in self._arranger.opening(schedule, plan):
-            if table[fetch.block].extent is not None:
-                continue  # it comes a second time, to another place
             extent = table.hbm.take_at(fetch.offset, fetch.nbytes)
             if extent is None:
                 return  # the device has no more memory: what comes later would be in the way

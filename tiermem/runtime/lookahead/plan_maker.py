@@ -347,15 +347,13 @@ class PlanMaker:
         alike = frozenset(sizes), room, version, way
         bound = None
         if beside and learned and not files and len(spans) == 1:
-            bound = frozenset(sizes), room, way
-        if bound is not None:
             computes = sum(known) * schedule.first_length / len(known)
-            if self._copies(sizes, room) <= _COPIES_BIND * computes:
-                bound = None
-            elif self._in_force is not None and self._bound == (bound, self._in_force[1]):
-                # other times choose no other plan: the one with which the fewest bytes move
-                self._waiting.discard(self._load)
-                return self._in_force[1]
+            if self._copies(sizes, room) > _COPIES_BIND * computes:
+                bound = alike[0], room, way
+        if bound and self._in_force and self._bound == (bound, self._in_force[1]):
+            # other times choose no other plan: the one with which the fewest bytes move
+            self._waiting.discard(self._load)
+            return self._in_force[1]
         before = plan = None
         spared = spare
         found = self._settled.pop(self._load, None)
@@ -387,7 +385,7 @@ class PlanMaker:
             plan = self._worth_moving(loop.slower, plan, key)
             loop.keep_ways(plan)
         self._in_force = alike[:2], plan
-        self._bound = None if bound is None else (bound, plan)
+        self._bound = bound and (bound, plan)
         return plan
 
     def _nearer(self, loop: Loop, plan: Plan) -> Plan:

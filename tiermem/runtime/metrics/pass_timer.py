@@ -172,7 +172,7 @@ class PassTimer:
             if self.sampling:
                 self._open = _Sample(key, self._counters.bytes_by_link())
         length.slowed = self.sampling or self.pending
-        if now and self._clock.usable():
+        if now and not length.slowed and self._clock.usable():
             length.first = self._clock.stamp()
 
     def left(self) -> None:
