@@ -55,11 +55,11 @@ def faults(chance: float, number: int) -> Iterator[list[str]]:
     draw = random.Random(number)
     real = StepUnit.held
 
-    def held(unit: Any, runtime: Any) -> Any:
+    def held(unit: Any, runtime: Any, **options: Any) -> Any:
         if torch._C._current_graph_task_id() != -1 and draw.random() < chance:
             found.append(unit.name)
             raise tiermem.StorageError("cannot read", block=unit.name)
-        return real(unit, runtime)
+        return real(unit, runtime, **options)
 
     StepUnit.held = held  # type: ignore[method-assign,assignment]
     try:

@@ -604,10 +604,10 @@ class Broken:
         self.real = type(unit).held
 
     def __enter__(self) -> None:
-        def held(unit: Any, runtime: Any) -> Any:
+        def held(unit: Any, runtime: Any, **options: Any) -> Any:
             if unit is self.unit:
                 raise self.error
-            return self.real(unit, runtime)
+            return self.real(unit, runtime, **options)
 
         type(self.unit).held = held
 

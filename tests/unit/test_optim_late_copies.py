@@ -91,8 +91,9 @@ def test_what_a_provisional_step_writes_does_not_reach_the_former_home(falling: 
 def test_a_step_is_taken_back_to_what_was_there(falling: Falling) -> None:
     """The way back is the home: its copy is still to come."""
     unit, undo = next(iter(falling.optimizer._units)), Undo()
+    runtime = falling.tier._runtime
     views = falling.manager.parts.slots.current[falling.block.id].views
-    Attempt(unit, falling.tier._runtime)._keep_block(undo, falling.block, views, clean=True)
+    Attempt(unit, runtime, unit.held(runtime))._keep_block(undo, falling.block, views, clean=True)
     falling.slot.fill_(99)
     falling.manager.parts.copy.synchronize()
     undo.take_back()

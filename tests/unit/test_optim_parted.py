@@ -69,7 +69,7 @@ def unreadable(part: Part) -> Any:
     """Makes reads of a part fail; returns its unit, whose ``held`` is to be deleted again."""
     error = tiermem.StorageError("cannot read", block="state", path="swap")
 
-    def held(*_: object) -> Any:
+    def held(*_: object, **__: object) -> Any:
         raise error
 
     part.unit.held = held  # type: ignore[method-assign]

@@ -110,10 +110,10 @@ def test_a_step_cut_short_says_how_far_it_got(tmp_path: Path, overlap: bool) -> 
         real = type(broken).held
         error = tiermem.StorageError("cannot read", block="state", path=str(tmp_path))
 
-        def held(unit: Any, runtime: Any) -> Any:
+        def held(unit: Any, runtime: Any, **options: Any) -> Any:
             if unit is broken:
                 raise error
-            return real(unit, runtime)
+            return real(unit, runtime, **options)
 
         type(broken).held = held  # type: ignore[method-assign,assignment]
         try:

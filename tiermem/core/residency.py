@@ -381,6 +381,29 @@ class ResidencyTable:
         record.at_home = State.VALID
         record.defined = True
 
+    def hand_home_over(self, giver_id: int, taker_id: int, taken: dict[int, None]) -> None:
+        """Makes what a block has at home another one's, which gives its own address for it.
+
+        Nothing can cut that short: one line does it, in which Python calls nothing.
+
+        Args:
+            giver_id: The block; it is at rest, and holds no data from then on.
+            taker_id: One as large, which holds no data.
+            taken: Is given the latter.
+        """
+        giver, taker = self._records[giver_id], self._records[taker_id]
+        if giver.leases or giver.in_hbm in (State.FILLING, State.DRAINING) or not giver.defined:
+            raise self._wrong(giver, "handed over")
+        alike = giver.home is taker.home and giver.block.nbytes == taker.block.nbytes
+        if taker.in_hbm is not _ABSENT or taker.defined or not alike:
+            raise self._wrong(taker, f"given what {giver.block.name!r} has at home")
+        theirs, mine, i = giver.home_extent, taker.home_extent, taker_id
+        # fmt: off
+        (giver.defined, giver.at_home, giver.home_extent, taken[i],
+         taker.at_home, taker.defined, taker.home_extent) = (
+            False, _ABSENT, mine, None, _VALID, True, theirs)
+        # fmt: on
+
     # -- after an exception ----------------------------------------------
 
     def repair(self, orphans: Iterable[Extent] = ()) -> None:

@@ -23,9 +23,10 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.auto import AutoOverlap
-from tiermem.optim.balance import Load, Speed, best_left
+from tiermem.optim.balance import Load, Speed, best_choice
 from tiermem.optim.host.steps import HostSteps
-from tiermem.optim.provisional import Provisional
+from tiermem.optim.leaving import IgnoresWeights, LateStates
+from tiermem.optim.provisional import Made, Provisional
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.stepping import SteppedBackward
 from tiermem.optim.units.finality import accumulates, is_nested
@@ -99,21 +100,27 @@ class Others(Protocol):
 
 
 class LeftToForward:
-    """Chooses the steps that are left to the next forward, which has time for them."""
+    """Chooses the steps that are left to the next forward, and how much state is left by turns."""
 
     def __init__(
-        self, runtime: ModuleRuntime, units: Mapping[int, Sequence[StepUnit]], others: Others
+        self,
+        runtime: ModuleRuntime,
+        units: Mapping[int, Sequence[StepUnit]],
+        others: Others,
+        late: LateStates,
     ) -> None:
-        """Leaves none.
+        """Leaves no steps.
 
         Args:
             runtime: The modules' runtime.
             units: Of the optimizer, by the id of their group; kept up to date.
             others: What the host steps.
+            late: Told how much state is left.
         """
         self._runtime = runtime
         self._units = units
         self._others = others
+        self._late = late
         self._ids: set[int] = set()  # of the groups
         self._rounds, self._next_look = 0, _FIRST_LOOK
         self._hosted: frozenset[int] = frozenset()  # ids of the groups that were the host's then
@@ -122,11 +129,12 @@ class LeftToForward:
         """Whether the step of a group is left to the next forward."""
         return id(group) in self._ids
 
-    def choose_anew(self, made_any: bool) -> None:
+    def choose_anew(self, made_any: bool, settings: Sequence[dict[str, Any]]) -> None:
         """Chooses anew, once it is known how long passes compute.
 
         Args:
             made_any: Whether steps were made in the backward before.
+            settings: Of the steps.
         """
         self._rounds += made_any
         parts = self._runtime.manager.parts
@@ -141,18 +149,24 @@ class LeftToForward:
         if self._rounds >= self._next_look:
             self._next_look = 2 * self._rounds
         up = pace.rate("dram->hbm")
-        self._choose(Speed(forward, backward, up, pace.best_rate("hbm->dram") or up))
+        speed = Speed(forward, backward, up, pace.best_rate("hbm->dram") or up)
+        self._choose(speed, settings)
 
-    def _choose(self, speed: Speed) -> None:
+    def _choose(self, speed: Speed, settings: Sequence[dict[str, Any]]) -> None:
         """Leaves to the next forward what that has time for."""
         hosted, by_group = self._on_host(), self._units
         groups = [group for group in self._runtime.groups if id(group) in by_group]
         loads = []
         for group in groups:
+            units = by_group[id(group)]
             host = self._others.seconds if id(group) in hosted else None
-            loads.append(_load_of(group, by_group[id(group)], host))
+            states = [unit.block for unit in units if self._late.may_leave(unit, settings)]
+            state = sum(block.nbytes for block in states if block is not None)
+            loads.append(_load_of(group, units, host, state))
         now = frozenset(number for number, group in enumerate(groups) if id(group) in self._ids)
-        self._ids = {id(groups[number]) for number in best_left(loads, speed, now)}
+        found = best_choice(loads, speed, now)
+        self._ids = {id(groups[number]) for number in found.left}
+        self._late.share = found.turns
         self._hosted = hosted
 
     def _on_host(self) -> frozenset[int]:
@@ -169,6 +183,7 @@ class StepsAhead:
         revocable: Whether its steps can be taken back.
         listens: Whether the first gradient of the backward under way is still to come.
         provisional: Those that are made and not confirmed.
+        late: Chooses whose state is left as it was.
     """
 
     revocable = True
@@ -181,6 +196,7 @@ class StepsAhead:
         is_begun: Callable[[object], bool],
         may_begin: Callable[[], bool],
         others: Others,
+        ignores: IgnoresWeights,
     ) -> None:
         """Watches the backwards of ``runtime``.
 
@@ -191,15 +207,17 @@ class StepsAhead:
             is_begun: Returns whether a ``step()`` with some ticket has begun.
             may_begin: Returns whether any steps of the optimizer may be made ahead just now.
             others: What the host steps.
+            ignores: Tells of which parameters the state is made without their weights.
         """
         self.provisional = Provisional(runtime, is_begun)
+        self.late = LateStates(runtime, ignores)
         self._runtime = runtime
         self._auto = auto
         self._owed = owed
         self._may_begin = may_begin
         self._others = others
         self._backward = SteppedBackward(runtime)
-        self._left = LeftToForward(runtime, self._backward.units, others)
+        self._left = LeftToForward(runtime, self._backward.units, others, self.late)
         self._habit = Habit()
         self._state: State = {}
         self._host: HostSteps | None = None
@@ -227,7 +245,9 @@ class StepsAhead:
             host: Makes the steps of units that are the host's, if any are.
         """
         self._state, self._host = state, host
+        units = list(units)
         self._backward.extend(units, groups)
+        self.late.extend(units, state)
 
     def prepare(self, *, may_begin: bool) -> None:
         """Called after the first step: reserves what steps in the next backward take.
@@ -242,12 +262,16 @@ class StepsAhead:
         self._prepared = True
         with self._runtime.manager.lock:
             if may_begin and self._habit.expects and self._is_worth_it():
-                reserved = [self.provisional.reserve(*block) for block in self._blocks()]
+                blocks = list(self._blocks())
+                reserved = [self.provisional.reserve(*block) for block in blocks]
                 self._ready = any(reserved)
+                for _, units in blocks if self._ready else ():
+                    self.late.reserve(units)
 
     def close(self) -> None:
         """Stops watching backwards; steps made ahead are dropped."""
         self.provisional.close()
+        self.late.close()
         self._runtime.backward.watchers.remove(self)
         self._runtime.grads.watchers.remove(self)
 
@@ -286,8 +310,11 @@ class StepsAhead:
         """Drops all steps, after an exception at a line of tiermem's; nothing is under way."""
         self._backward.steps = False
         self.provisional.repair()
+        self.late.repair()
 
     def _ends_round(self, *, scales: bool = False) -> None:
+        if self.provisional:
+            self.late.take_turns()
         drops, self._drops = self._drops, self.provisional.drops
         self._habit.ends_round(
             scales=scales, dropped=self._drops != drops, confirms=bool(self.provisional)
@@ -295,15 +322,17 @@ class StepsAhead:
 
     # -- what backward calls ---------------------------------------------
 
-    def begins(self) -> bool:
-        """Called as a backward begins; returns whether steps are likely to be made in it."""
+    def begins(self) -> int:
+        """Called as a backward begins; returns which steps are likely to be made in it, if any."""
         self.listens = True
         self._backward.begins()
-        return (self._made_any or self._ready) and self._is_last(self._habit.backwards + 1)
+        if (self._made_any or self._ready) and self._is_last(self._habit.backwards + 1):
+            return 1 + self.late.turn  # each turn uses other blocks
+        return 0
 
     def foresees(self, order: Sequence[int]) -> Sequence[int]:
         """Returns the order of use of a backward with its steps, from that of one without."""
-        return self._backward.with_steps(order, self._others.has)
+        return self._backward.with_steps(order, self._others.has, self.late.uses_of)
 
     def ends(self) -> None:
         """Called as a backward ends."""
@@ -363,7 +392,8 @@ class StepsAhead:
         now.steps = self._is_last(habit.backwards)
         if now.steps:
             now.prepare()
-            self._left.choose_anew(self._made_any)
+            self._left.choose_anew(self._made_any, now.settings)
+            self.late.begin_backward()
             self._made_any = self._ready = False
 
     def _step(self, group: Group) -> None:
@@ -418,7 +448,8 @@ class StepsAhead:
     def _make_here(self, group: Group, units: Sequence[StepUnit]) -> None:
         began = time.perf_counter_ns()
         try:
-            made = self.provisional.make(group, units, self._state, self._make_one)
+            leave = partial(self.late.leave, self._backward.settings)
+            made = self.provisional.make(group, units, self._state, self._make_one, leave)
         except (StorageError, CapacityError):
             return
         except torch.OutOfMemoryError:
@@ -439,7 +470,7 @@ class StepsAhead:
             blocks += unit.kept_blocks()
         self._backward.write(group, blocks)
 
-    def _make_one(self, unit: StepUnit, at_hand: Callable[[], None]) -> None:
+    def _make_one(self, unit: StepUnit, made: Made, at_hand: Callable[[], None]) -> None:
         unit.step(
             self._runtime,
             self._backward.settings,
@@ -447,6 +478,8 @@ class StepsAhead:
             ticket=self.provisional.ticket,
             meanwhile=at_hand,
             revocable=True,
+            late=made.late,
+            leaves=made.leaves is not None,
         )
 
 
@@ -455,13 +488,14 @@ def _may_be_ahead(group: Group) -> bool:
     return not (group.writes.uncounted or group.writes.merging or group.resident)
 
 
-def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Load:
+def _load_of(group: Group, units: Sequence[StepUnit], host: float | None, state: int) -> Load:
     """Returns what moves with a block and its step; residents do not move.
 
     Args:
         group: Of the block.
         units: Its units.
         host: Seconds per element on the host; None where the device steps them.
+        state: Bytes of state that may be left as they were.
     """
     stay = group.manager.parts.evictor.residents
     kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
@@ -472,6 +506,7 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None) -> Loa
         gradients=sum(block.nbytes for block in gradients),
         kept=sum(block.nbytes for block in kept),
         host=None if host is None else host * elements,
+        state=state,
     )
 
 

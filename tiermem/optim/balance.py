@@ -1,16 +1,21 @@
-"""Which blocks are stepped inside backward, and which in the next forward.
+"""Which blocks are stepped inside backward, which in the next forward, and how much state is left.
 
-Bytes over the link up and down in the two passes, for each byte of weights W, of gradients G and
-of masters and state S (recomputation, everything out of HBM; a step ahead keeps its gradient)::
+Bytes over the link up and down in the two passes, for each byte of weights W, of gradients G, of
+masters M and state S (recomputation, everything out of HBM; a step ahead keeps its gradient)::
 
-    stepped             forward up   down     backward up   down
-    in backward         W            0        W + S         G + W + S
-    in the next forward W + G + S    W + S    W             G
-    by the host         W            0        W             G
+    stepped              forward up       down         backward up    down
+    in backward          W                0            W + M + S      G + W + M + S
+    the same, by turns   W                0            W + M + S + G/2    G + W + M + S/2
+    in the next forward  W + G + M + S    W + M + S    W              G
+    by the host          W                0            W              G
+
+*By turns*: of two steps one leaves the state as it was, and the next one makes both updates, with
+the gradient of the one before (:mod:`tiermem.optim.units.late`).
 
 A pass takes as long as its compute, the busier direction or, in backward, the host. So blocks are
-best left to the forward until its copies take as long as its compute. They lie evenly between the
-others: HBM has room for the state of a block or two ahead. What the host steps is not chosen here
+best left to the forward until its copies take as long as its compute, and state until backward
+copies up as long as down. They lie evenly between the others: HBM has room for the state of a
+block or two ahead. What the host steps is not chosen here
 (:class:`tiermem.optim.host.devicebits.ShareTrial` tries it), only counted.
 """
 
@@ -20,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WORTH = 0.98  # of the time that there would be otherwise, at most
+_AS_GOOD = 1.01
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,14 @@ class Load:
         gradients: Of their gradients.
         kept: Of masters and state.
         host: Seconds that the host takes to step it; None where the device does.
+        state: Of the state among that, where a step may leave it as it was.
     """
 
     weights: int
     gradients: int
     kept: int
     host: float | None = None
+    state: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +65,88 @@ class Speed:
     down: float
 
 
-def best_left(
-    loads: Sequence[Load], speed: Speed, now: frozenset[int] = frozenset()
-) -> frozenset[int]:
-    """Returns which blocks to leave to forward, so that it and backward take the least time.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the device's steps are made.
+
+    Attributes:
+        left: Numbers of the blocks that are left to the next forward.
+        turns: Share of the others whose state is left by turns, from 0 to 1.
+    """
+
+    left: frozenset[int] = frozenset()
+    turns: float = 0.0
+
+
+def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None = None) -> Choice:
+    """Returns the choice with which forward and backward take the least time.
 
     Args:
         loads: Of each block, in the order of forward.
         speed: As measured.
-        now: The present ones; others are returned only if that is worth it.
+        now: The blocks that are left at present; others are chosen only if that is worth it.
     """
     able = [number for number, load in enumerate(loads) if load.host is None]
     choices = [
         frozenset(able[n] for n in _evenly(count, len(able))) for count in range(len(able) + 1)
     ]
-    found = min(choices, key=lambda left: (seconds(loads, speed, left), len(left)))
-    if now <= set(able) and seconds(loads, speed, found) > _WORTH * seconds(loads, speed, now):
-        return now
-    return found
+    found = {left: Passes(loads, left).least(speed) for left in choices}
+    left = min(choices, key=lambda choice: (found[choice], len(choice)))
+    worth = now is None or not now <= set(able)
+    if now is not None and not worth and found[left] > _WORTH * Passes(loads, now).least(speed):
+        left = now
+    return Choice(left, Passes(loads, left).turns(speed))
 
 
-def seconds(loads: Sequence[Load], speed: Speed, left: frozenset[int]) -> float:
-    """Returns how long forward and backward take, if some of the device's blocks are left."""
-    weights = sum(load.weights for load in loads)
-    gradients = sum(load.gradients for load in loads)
-    waits = [loads[number] for number in left]
-    ahead = [load for number, load in enumerate(loads) if number not in left and load.host is None]
-    fetched = sum(load.gradients + load.kept for load in waits)
-    later = sum(load.weights + load.kept for load in waits)
-    stepped = sum(load.host for load in loads if load.host is not None)
-    forward = max(speed.forward, (weights + fetched) / speed.up, later / speed.down)
-    up = weights + sum(load.kept for load in ahead)
-    down = gradients + sum(load.weights + load.kept for load in ahead)
-    return forward + max(speed.backward, up / speed.up, down / speed.down, stepped)
+class Passes:
+    """What forward and backward copy, if some of the device's blocks are left to forward.
+
+    Attributes:
+        state: Bytes of state that steps inside backward may leave.
+    """
+
+    def __init__(self, loads: Sequence[Load], left: frozenset[int]) -> None:
+        """Adds up.
+
+        Args:
+            loads: Of each block, in the order of forward.
+            left: Numbers of the blocks that are left.
+        """
+        waits = [loads[number] for number in left]
+        ahead = [
+            load for number, load in enumerate(loads) if number not in left and load.host is None
+        ]
+        self._weights = sum(load.weights for load in loads)
+        self._gradients = sum(load.gradients for load in loads)
+        self._fetched = sum(load.gradients + load.kept for load in waits)
+        self._later = sum(load.weights + load.kept for load in waits)
+        self._hosted = sum(load.host for load in loads if load.host is not None)
+        self._kept = sum(load.kept for load in ahead)
+        self._written = sum(load.weights + load.kept for load in ahead)
+        self.state = sum(load.state for load in ahead)
+        self._again = sum(load.gradients for load in ahead if load.state)
+
+    def seconds(self, speed: Speed, turns: float = 0.0) -> float:
+        """Returns how long both take.
+
+        Args:
+            speed: As measured.
+            turns: Share of the state that is left by turns.
+        """
+        fetched, later = self._weights + self._fetched, self._later
+        forward = max(speed.forward, fetched / speed.up, later / speed.down)
+        up = self._weights + self._kept + turns * self._again / 2
+        down = self._gradients + self._written - turns * self.state / 2
+        return forward + max(speed.backward, up / speed.up, down / speed.down, self._hosted)
+
+    def least(self, speed: Speed) -> float:
+        """Returns how long both take with the best share of state that is left."""
+        return min(self.seconds(speed, turns) for turns in _SHARES)
+
+    def turns(self, speed: Speed) -> float:
+        """Returns the least share of the state with which both take hardly longer than that."""
+        most = _AS_GOOD * self.least(speed)
+        return next(turns for turns in _SHARES if self.seconds(speed, turns) <= most)
 
 
 def _evenly(count: int, of: int) -> frozenset[int]:

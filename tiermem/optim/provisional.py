@@ -20,6 +20,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.torchsteps import states_of
+from tiermem.optim.units.late import LateState
 from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.shadows import Shadows
@@ -27,8 +28,9 @@ from tiermem.runtime.transfers.deferred import Deferred
 
 _AT_HOME = Residency.VALID
 
-Step = Callable[[StepUnit, Callable[[], None]], None]
-"""Makes the step of a unit; calls what it is given once the unit's blocks are at hand."""
+Leave = Callable[[StepUnit, Undo], LateState | None]
+"""Returns the update that the state of a unit may miss with its step, given what its state had
+outside the tiers; None where it is to have it."""
 
 
 class Elsewhere(Protocol):
@@ -53,18 +55,40 @@ shadows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Made:
+class Made:
     """A unit that was stepped, or is just being stepped.
 
     Attributes:
         unit: The unit.
         ticket: Of its last step before.
         numbers: What its state has outside the tiers.
+        late: The update that its state had missed before.
+        leaves: The one that its state misses with this step.
     """
 
     unit: StepUnit
     ticket: object
     numbers: Undo
+    late: LateState | None = None
+    leaves: LateState | None = None
+
+    def put_late_back(self) -> None:
+        """Has the state miss what it had missed before; it may be called again."""
+        if self.late is not None:
+            self.unit.late = self.late
+            self.late.stand()
+
+    def leave(self) -> None:
+        """Has the state miss what it was left without, once confirmed; it may be called again."""
+        if self.leaves is not None:
+            self.unit.late = self.leaves
+            self.leaves.stand()
+        if self.late is not None:
+            self.late.free()
+
+
+Step = Callable[[StepUnit, Made, Callable[[], None]], None]
+"""Makes the step of a unit; calls what it is given once the unit's blocks are at hand."""
 
 
 class Provisional:
@@ -75,6 +99,7 @@ class Provisional:
             dropped.
         drops: How often any were dropped.
         total: How many units were confirmed.
+        left: How many of them left their state as it was, to be updated with the next step.
     """
 
     def __init__(self, runtime: ModuleRuntime, is_begun: Callable[[object], bool]) -> None:
@@ -85,10 +110,10 @@ class Provisional:
             is_begun: Returns whether a ``step()`` with some ticket has begun: that confirms.
         """
         self.ticket = object()
-        self.drops = self.total = 0
+        self.drops = self.total = self.left = 0
         self._manager = runtime.manager
         self._is_begun = is_begun
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, Made] = {}
         self._used: set[Entry] = set()
         self._elsewhere: list[Elsewhere] = []
         self._debts: list[Deferred] = []
@@ -145,7 +170,9 @@ class Provisional:
             self._shadows.forget_removed()
         return self._shadows.reserve([record.block for record in (weights, *kept)])
 
-    def make(self, group: Group, units: Sequence[StepUnit], state: State, step: Step) -> bool:
+    def make(
+        self, group: Group, units: Sequence[StepUnit], state: State, step: Step, leave: Leave
+    ) -> bool:
         """Steps units of a block, under the manager's lock.
 
         Args:
@@ -153,6 +180,7 @@ class Provisional:
             units: For which :meth:`has_room` was true.
             state: The tiered optimizer's.
             step: Makes the step of one, with :attr:`ticket`; it may raise, or leave it.
+            leave: Chooses whose state is left as it was.
 
         Returns:
             Whether all are made.
@@ -163,9 +191,18 @@ class Provisional:
         try:
             for unit in units:
                 blocks += unit.kept_blocks()
-                self._made[id(unit)] = _Made(unit, unit.made, _numbers_of(unit, state))
+                numbers, late = _numbers_of(unit, state), unit.late
+                leaves = leave(unit, numbers)
+                self._made[id(unit)] = Made(unit, unit.made, numbers, late, leaves)
                 unit.counted.later(ticket)
-                step(unit, partial(self._shadows.turn, [group.block, *unit.kept_blocks()]))
+                if late is not None:
+                    unit.late = None
+                    late.strike()
+                kept = unit.kept_blocks()
+                if leaves is not None:
+                    kept = [block for block in kept if block is not unit.block]
+                step(unit, self._made[id(unit)], partial(self._shadows.turn, [group.block, *kept]))
+                self._forget_state(self._made[id(unit)])
         finally:
             self._making = False
             done = self.ticket is ticket and all(u.made is ticket for u in units)
@@ -176,7 +213,9 @@ class Provisional:
                 self._owe(group.block, blocks)
             elif self.ticket is ticket and not any(block in self._shadows for block in blocks):
                 for unit in units:  # nothing was written
-                    self._made.pop(id(unit), None)
+                    made = self._made.pop(id(unit), None)
+                    if made is not None:
+                        made.put_late_back()
             else:
                 self.drop()
         return done
@@ -197,7 +236,7 @@ class Provisional:
         done = False
         try:
             for unit in units:
-                self._made[id(unit)] = _Made(unit, unit.made, _numbers_of(unit, state))
+                self._made[id(unit)] = Made(unit, unit.made, _numbers_of(unit, state))
                 unit.counted.later(ticket)
             begin(self._elsewhere.append, self._shadows.turn_lent)
             for unit in units:
@@ -231,6 +270,9 @@ class Provisional:
                 made.unit.foreign.forget()
                 made.unit.made = made.ticket
             self._shadows.put_back()
+            for made in self._made.values():
+                self._forget_state(made)
+                made.put_late_back()
             if self._shadows.in_use:
                 self._broken, self.ticket = True, object()
                 return
@@ -244,10 +286,12 @@ class Provisional:
         with self._manager.lock:
             for made in self._made.values():
                 made.unit.counted.confirm(made.unit, self.ticket)
+                made.leave()
             for step in self._elsewhere:  # which have deferred work from here on
                 step.confirm()
             self._shadows.confirm()
             self.total += len(self._made)
+            self.left += sum(made.leaves is not None for made in self._made.values())
             self._end()
 
     def repair(self) -> None:
@@ -265,6 +309,15 @@ class Provisional:
         self._shadows.close()
 
     # -- inside ----------------------------------------------------------
+
+    def _forget_state(self, made: Made) -> None:
+        """Gives up the copy in HBM of state that a step has updated there, and that is left."""
+        block = made.unit.block
+        if made.leaves is None or block is None:
+            return
+        record = self._manager.parts.table.get(block.id)
+        if record is not None and record.in_hbm is Residency.VALID and not record.leases:
+            self._manager.parts.evictor.evict(record)
 
     def _written(self, group: Group, units: Sequence[StepUnit]) -> list[Record]:
         """Returns the blocks that a step of a block writes."""

@@ -21,6 +21,10 @@ from tiermem.runtime.services.sweep import BlockSweep
 _TRIALS = 2
 
 
+def _nothing(_unit: StepUnit) -> list[int]:
+    return []
+
+
 class SteppedBackward:
     """Knows which gradients of a backward are final, and with which settings it steps.
 
@@ -71,13 +75,17 @@ class SteppedBackward:
         self._arrivals.forget()
 
     def with_steps(
-        self, order: Sequence[int], is_elsewhere: Callable[[StepUnit], bool]
+        self,
+        order: Sequence[int],
+        is_elsewhere: Callable[[StepUnit], bool],
+        besides: Callable[[StepUnit], list[int]] = _nothing,
     ) -> list[int]:
         """Returns an order of use with what each step uses, behind the last use of its gradients.
 
         Args:
             order: Ids of blocks, as a backward without steps uses them.
             is_elsewhere: Whether the step of a unit uses no blocks here.
+            besides: Ids of blocks that it uses before its state, beside its own.
         """
         weights = {us[0].group.block.id for us in self.units.values() if us[0].group is not None}
         until = max((at for at, block in enumerate(order) if block in weights), default=-1)
@@ -96,7 +104,8 @@ class SteppedBackward:
             for unit in units:
                 if len(uses) > 1:  # the first has the weights at hand
                     uses.append(group.block.id)
-                uses += *_gradients_of(unit), *(block.id for block in unit.kept_blocks())
+                kept = (block.id for block in unit.kept_blocks())
+                uses += *_gradients_of(unit), *besides(unit), *kept
             # nothing is used twice in a row
             behind[end] = [block for block, _ in groupby(uses)][1:]
         return [b for at, block in enumerate(order) for b in (block, *behind.get(at, ()))]

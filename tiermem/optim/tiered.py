@@ -196,6 +196,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """Makes what is left of the last step (``overlap``), as an access to its blocks would."""
         self._timing.finish()
+        self._timing.catch_up()
 
     @entrance
     def accumulate(self, micro_batches: int) -> None:

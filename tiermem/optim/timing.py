@@ -81,7 +81,7 @@ class StepTiming:
         self.ahead: StepsAhead | None = None
         if self.auto is not None:
             args = self.auto, units.owed, self._is_begun, self._may_step_ahead
-            self.ahead = StepsAhead(runtime, *args, host.as_movable())
+            self.ahead = StepsAhead(runtime, *args, host.as_movable(), tried.ignores_weights)
 
     def begin(self) -> None:
         """Begins to watch what the program does with the state; no user has seen it yet."""
@@ -227,6 +227,11 @@ class StepTiming:
             raise
         self._runtime.busy("optimizer", began)
 
+    def catch_up(self) -> None:
+        """Brings state up to date that steps made ahead have left as it was."""
+        if self.ahead is not None:
+            self.ahead.late.catch_up()
+
     def finish(self) -> None:
         """Makes what is left of the last step, as an access to its blocks would."""
         unfinished, manager = self._unfinished(), self._runtime.manager
@@ -326,7 +331,7 @@ class StepTiming:
 
         Args:
             what: The call, for messages.
-            drop: Whether steps made ahead are dropped.
+            drop: Whether steps made ahead are dropped, and late state is brought up to date.
 
         Raises:
             StepError: If units were stepped inside backward and ``step()`` is to come.
@@ -334,6 +339,7 @@ class StepTiming:
         self.refuse_if_made(what)
         if drop:
             self.drop_ahead()
+            self.catch_up()
         self.finish()
 
     def refuse_clipping(self, what: str) -> None:

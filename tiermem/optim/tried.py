@@ -130,6 +130,20 @@ class TriedClass:
             note_spoils(units, groups, self.probe)
             self._zeros = zeros
 
+    def ignores_weights(self, param: torch.Tensor, number: int, settings: dict[str, Any]) -> bool:
+        """Whether weights have no part in what a step makes of the state of a parameter.
+
+        Only for torch's own classes: of another one a try may not show all ways it takes.
+
+        Args:
+            param: What is stepped.
+            number: Of its group.
+            settings: Of that.
+        """
+        modules = self.cls.__module__, getattr(self.cls.step, "__module__", None) or ""
+        known = all(name.startswith("torch.optim.") for name in modules)
+        return known and self.probe.ignores_weights(param, number, settings)
+
     def try_on(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
         """Tries the class, or a method of it, with the settings of a group.
 

@@ -109,7 +109,10 @@ class Acquirer:
         """
         gate = self._gate
         record = self._get(block_id)
-        if record is None or gate.closed or gate.torn or block_id in self._deferred.owed or modes():
+        deferred = self._deferred
+        if record is None or gate.closed or gate.torn or modes():
+            return None
+        if block_id in deferred.owed or block_id in deferred.standing:
             return None
         state = record.in_hbm
         if (state is not _VALID and state is not _DIRTY) or self._copy.capturing():
@@ -127,7 +130,7 @@ class Acquirer:
             with without_modes():
                 return self.decide(block)
         block_id, gate, deferred = block.id, self._gate, self._deferred
-        if gate.closed or gate.torn or deferred.owed:
+        if gate.closed or gate.torn or deferred.owed or deferred.standing:
             self._let_in(block_id)
         record = self._get(block_id) or self._table[block_id]
         if self._copy.capturing():
@@ -195,7 +198,7 @@ class Acquirer:
         gate, deferred = self._gate, self._deferred
         if gate.closed or gate.torn:
             gate.guard()
-        if block_id in deferred.owed:
+        if block_id in deferred.owed or block_id in deferred.standing:
             deferred.pay(block_id)
         if deferred.elsewhere:
             deferred.collect()

@@ -46,6 +46,7 @@ class GradStore:
         watchers: Notified of every gradient that arrives.
         host_shares: Return whether the host makes steps of an optimizer by now.
         displaced: Whose stand-ins made way for gradients that are not there yet.
+        kept_for: By block of gradients, what takes them over before they are cleared.
     """
 
     def __init__(self, runtime: Passes) -> None:
@@ -59,6 +60,7 @@ class GradStore:
         self._dtypes = self.homes.dtypes
         self.watchers: list[Watcher] = []
         self.host_shares: list[Callable[[], bool]] = []
+        self.kept_for: dict[int, Callable[[], None]] = {}
         self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
 
     def forget(self, entries: Iterable[Entry]) -> None:
@@ -149,7 +151,8 @@ class GradStore:
             unit = entry.unit
             if unit is not None and unit not in units[-1:]:
                 units.append(unit)
-                self.pay(unit)
+                if self.owed(unit):
+                    self.pay(unit)
         self.norms.invalidate(entries)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
@@ -179,6 +182,9 @@ class GradStore:
                 return
         unit.forget_changes()
         for block in unit.blocks:
+            take_over = self.kept_for.get(block.id)
+            if take_over is not None:
+                take_over()
             self.manager.discard(block)
 
     def drop_forgotten(self) -> None:
@@ -216,9 +222,11 @@ class GradStore:
 
     def pay(self, unit: GradUnit | None) -> None:
         """Makes the deferred step that uses the gradients of a unit, if there is one."""
-        if unit is not None and unit.block.id in self._deferred.owed:
-            with self.manager.lock:
-                self._deferred.pay(unit.block.id)
+        if unit is not None:
+            block_id, deferred = unit.block.id, self._deferred
+            if block_id in deferred.owed or block_id in deferred.standing:
+                with self.manager.lock:
+                    deferred.pay(block_id)
 
     def sync(self, entry: Entry) -> None:
         """Follows a user's change of ``param.grad``: another tensor or None ends the stored one."""

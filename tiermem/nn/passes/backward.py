@@ -33,8 +33,12 @@ class BackwardWatcher(Protocol):
         """Whether steps that it makes in backward can be taken back."""
         ...
 
-    def begins(self) -> bool:
-        """Called as one begins; returns if it uses more blocks than weights and gradients."""
+    def begins(self) -> int:
+        """Called as one begins.
+
+        Returns:
+            0 if it uses weights and gradients alone; else a number that tells apart what it uses.
+        """
         ...
 
     def foresees(self, order: Sequence[int]) -> Sequence[int]:
@@ -139,7 +143,7 @@ class BackwardPass:
         runtime.activations.begin_backward()
         self.incoming.begin_backward()
 
-    def _guess(self, stepping: Sequence[bool]) -> Sequence[int]:
+    def _guess(self, stepping: Sequence[int]) -> Sequence[int]:
         """Returns the order of use of a backward of which none has been seen.
 
         Args:

@@ -73,7 +73,7 @@ class PassNames:
         self.load = rounded(tokens(args, kwargs))
         return self.load
 
-    def backward(self, stepping: Sequence[bool]) -> Hashable:
+    def backward(self, stepping: Sequence[int]) -> Hashable:
         """Returns the name of the backward that begins.
 
         Args:

@@ -156,6 +156,8 @@ class Leaving:
         """
         deferred = self._manager.parts.deferred
         with self._manager.lock:
+            with suppress(StorageError):  # likewise
+                deferred.pay_standing()
             for group in self._groups():
                 with suppress(StorageError):  # named by the caller, with all others
                     deferred.pay(group.block.id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,7 @@ from tiermem.optim.rules.trial import trial
 __all__ = ["Make", "StateProbe", "StateTensor", "settings_of"]
 
 _STEPS = 3
+_NAMED = (bool, str, type(None))
 Found = TypeVar("Found")
 
 
@@ -71,6 +74,7 @@ class StateProbe:
         self._known: dict[Any, dict[str, StateTensor]] = {}
         self._spoils: dict[Any, bool] = {}
         self._varying: dict[Any, frozenset[str]] = {}
+        self._ignoring: dict[Any, bool] = {}
 
     def state_of(
         self, param: torch.Tensor, stride: tuple[int, ...], group: int, settings: dict[str, Any]
@@ -126,6 +130,20 @@ class StateProbe:
             )
         return self._varying[key]
 
+    def ignores_weights(self, param: torch.Tensor, group: int, settings: dict[str, Any]) -> bool:
+        """Returns whether weights have no part in what steps make of the state.
+
+        Args:
+            param: Its dtype and number of dimensions count.
+            group: Number of its parameter group.
+            settings: Of that group.
+        """
+        named = [(key, value) for key, value in settings.items() if type(value) in _NAMED]
+        key = (param.dim(), param.dtype, group, zeros_of(settings), *named)
+        if key not in self._ignoring:
+            self._ignoring[key] = self._try_tiny(param, settings, self._ignores, or_else=False)
+        return self._ignoring[key]
+
     def _try_tiny(
         self,
         param: torch.Tensor,
@@ -161,6 +179,26 @@ class StateProbe:
                 if isinstance(value, torch.Tensor):
                     shapes.setdefault(str(name), set()).add(tuple(value.shape))
         return frozenset(name for name, found in shapes.items() if len(found) > 1)
+
+    def _ignores(self, one: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a few steps make the same of the state with any weights, no numbers even."""
+        others = (float("nan"), float("inf"), -3.0, 0.0)
+        for step in range(_STEPS):
+            give_gradients([one], step, sparse=self.sparse)
+            before, weights = copy.deepcopy(dict(optimizer.state[one])), one.detach().clone()
+            run_unseen(optimizer)
+            after, stepped = dict(optimizer.state[one]), one.detach().clone()
+            for other in others:
+                optimizer.state[one] = copy.deepcopy(before)
+                with torch.no_grad():
+                    one.copy_(weights * other if math.isfinite(other) else weights + other)
+                run_unseen(optimizer)
+                if not _alike(after, dict(optimizer.state[one])):
+                    return False
+            optimizer.state[one] = after
+            with torch.no_grad():
+                one.copy_(stepped)
+        return True
 
     def _spoiled(self, factor: float, one: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
         """Whether one of a few steps writes its gradient, which is multiplied by ``factor``."""
@@ -209,6 +247,22 @@ class StateProbe:
         optimizer = ready(self._make([{**copied(settings), "params": [stand_in]}]))
         run_unseen(optimizer)
         return dict(optimizer.state[stand_in])
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states of a parameter have the same bits."""
+    if one.keys() != other.keys():
+        return False
+    for mine, theirs in zip(one.values(), other.values(), strict=True):
+        if not isinstance(mine, torch.Tensor):
+            if type(mine) is not type(theirs) or mine != theirs:
+                return False
+            continue
+        if mine.shape != theirs.shape or mine.dtype is not theirs.dtype:
+            return False
+        if not torch.equal(bits(mine), bits(theirs)):
+            return False
+    return True
 
 
 def _kept(state: dict[str, Any]) -> dict[str, StateTensor]:

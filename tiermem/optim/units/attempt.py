@@ -82,12 +82,13 @@ class Attempt:
         shown: What stands for tensors that were written, and their values, once it is made.
     """
 
-    def __init__(self, unit: StepUnit, runtime: ModuleRuntime) -> None:
+    def __init__(self, unit: StepUnit, runtime: ModuleRuntime, holding: Held) -> None:
         """Notes what can be noted before the unit's blocks are there.
 
         Args:
             unit: Whose step it is.
             runtime: The modules' runtime.
+            holding: What is to be held for it.
         """
         self._unit = unit
         self._runtime = runtime
@@ -99,7 +100,7 @@ class Attempt:
         self.one_call: OneCall | None = None
         self._complete: Callable[[], None] | None = None
         self._cannot = ""
-        self.holding: Held = unit.held(runtime)
+        self.holding = holding
         self.made = False
         self.shown: Sequence[tuple[torch.Tensor | None, torch.Tensor]] = ()
         self._waiting = Waiting(runtime, unit)

@@ -15,6 +15,7 @@ from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
+    from tiermem.optim.units.late import LateState
     from tiermem.optim.units.unit import StepUnit
 
 
@@ -30,14 +31,29 @@ class Held:
         follows: Whether masters took over weights that other code may have written.
     """
 
-    def __init__(self, unit: StepUnit, runtime: ModuleRuntime, *, kept: bool = True) -> None:
+    def __init__(
+        self,
+        unit: StepUnit,
+        runtime: ModuleRuntime,
+        *,
+        kept: bool = True,
+        late: LateState | None = None,
+        alone: bool = False,
+        leaves: bool = False,
+    ) -> None:
         """Starts without leases.
 
         Args:
             unit: Whose step it is.
             runtime: The modules' runtime.
             kept: Whether state and masters are held as well.
+            late: An update that the state has missed: the gradients of it are held as well.
+            alone: Whether those instead of the present ones; weights are not written then.
+            leaves: Whether what is written of the state is given up.
         """
+        self._late = late
+        self._alone = alone
+        self._leaves = leaves
         self._unit = unit
         self._runtime = runtime
         self.kept = unit.kept_blocks() if kept else []
@@ -75,9 +91,11 @@ class Held:
             StorageError: If its bytes cannot be read.
         """
         unit, runtime = self._unit, self._runtime
-        here = [u for u in unit.grad_units() if not u.runs]  # those come with their parts
-        self.gradients = [u for u in here if any(e.has_grad for e in u.entries)]
-        self._lease([u.block for u in self.gradients] + self.kept)
+        if not self._alone:
+            here = [u for u in unit.grad_units() if not u.runs]  # those come with their parts
+            self.gradients = [u for u in here if any(e.has_grad for e in u.entries)]
+        late = [] if self._late is None else [self._late.block]
+        self._lease([*(u.block for u in self.gradients), *late, *self.kept])
         for u, slot in zip(self.gradients, self._slots, strict=False):
             if u.pending:
                 runtime.grads.settle(u, slot)
@@ -152,11 +170,15 @@ class Held:
         if self._group_left is None:
             self._group_left = 0 if group is None else group.holds - 1
         if group is not None and group.holds > self._group_left:
-            unit.foreign.let_go(dirty=written)
+            unit.foreign.let_go(dirty=written and not self._alone)
         self._group_held, self._group_left = False, None
 
     def _is_dirty(self, index: int, slot: Slot, *, written: bool) -> bool:
         """Whether a block was written; writes through ``param.data`` are not counted by torch."""
+        if self._late is not None and index == len(self.gradients):
+            return False  # the gradients of an update that is made with it
+        if self._leaves and slot.block is self._unit.block:
+            return False
         if not written or index >= len(self.gradients):
             return written
         unit, handed = self._unit, self._unit.handed

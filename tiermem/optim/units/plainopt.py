@@ -47,6 +47,11 @@ class PlainOptimizer:
         self._settled: list[tuple[int, str, int, LazyTensor]] = []
         self.numbers = list(dict.fromkeys(number for _, number in unit.members))
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all of the state is in its places, as after most steps."""
+        return bool(self._settled)
+
     def owns(self) -> list[torch.Tensor]:
         """Returns what the plain optimizer is given for each member, in order."""
         return self._owns or [self._unit.own(param) for param, _ in self._members]
@@ -270,6 +275,7 @@ class PlainOptimizer:
     def _load(self, runtime: ModuleRuntime, place: Place) -> torch.Tensor:
         if self._unit.block is None:
             raise RuntimeError(f"{self._unit.name}: no state")
+        self._unit.catch_up()
         slot = runtime.manager.acquire(self._unit.block)
         try:
             with torch.no_grad():
@@ -280,6 +286,7 @@ class PlainOptimizer:
     def _store(self, runtime: ModuleRuntime, place: Place, value: torch.Tensor) -> None:
         if self._unit.block is None:
             raise RuntimeError(f"{self._unit.name}: no state")
+        self._unit.catch_up()
         slot = runtime.manager.acquire(self._unit.block)
         self._settled = []
         try:

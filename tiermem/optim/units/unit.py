@@ -11,20 +11,23 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
+from tiermem.nn.compat.counters import keep_versions
 from tiermem.nn.compat.outside import outside
+from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.rules.separable import Make
+from tiermem.optim.rules.separable import Make, settings_of
 from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.counted import CountedSteps
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.gradients import UnitGradients
 from tiermem.optim.units.handed import HandedGradients
 from tiermem.optim.units.held import Held
+from tiermem.optim.units.late import LateState
 from tiermem.optim.units.master import Masters
 from tiermem.optim.units.onecall import writes_in_one_call
 from tiermem.optim.units.plainopt import PlainOptimizer
@@ -56,6 +59,7 @@ class StepUnit(UnitGradients):
         handed: The gradients that the plain optimizer is handed.
         made: The ticket of the last step that was made.
         attempt: The step under way, or one that could not be taken back yet.
+        late: The update that its state has missed, where a step has left it as it was.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class StepUnit(UnitGradients):
         self.host: Stepper | None = None
         self.made: object = None
         self.attempt: Attempt | None = None
+        self.late: LateState | None = None
         self.plain = PlainOptimizer(self, make)
         self.handed = HandedGradients()
 
@@ -137,6 +142,8 @@ class StepUnit(UnitGradients):
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
         revocable: bool = False,
+        late: LateState | None = None,
+        leaves: bool = False,
     ) -> None:
         """Steps the unit: everything it needs is brought up first, and it happens whole or not.
 
@@ -153,8 +160,12 @@ class StepUnit(UnitGradients):
             revocable: Whether the caller can take it back, made or cut short in the middle, and
                 has found that the gradients are its own (:meth:`can_wait`): then the state before
                 the step is not kept here, and no user's change of a gradient looked for.
+            late: The update that its state has missed, to be made first in the same try; the
+                caller has taken it out of :attr:`late`, and can put it back.
+            leaves: Whether its state is left as it is at home: the caller gives up the copy in HBM.
         """
         self.recover()
+        self.catch_up()
         if self.made is not ticket:
             if self.group is not None and self.group.freed:
                 self.refuse_freed()
@@ -162,8 +173,9 @@ class StepUnit(UnitGradients):
             if not (owed or revocable):
                 runtime.grads.sync_all(self.entries)
             self.flush()
+            held = self.held(runtime, late=late, leaves=leaves)
             options = {"owed": owed, "revocable": revocable}
-            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, **options)
+            self._try(runtime, held, optimizer, state, scaling, ticket, meanwhile, late, **options)
         if owed:
             self.clear_forgotten(runtime)
 
@@ -192,11 +204,13 @@ class StepUnit(UnitGradients):
     def _try(
         self,
         runtime: ModuleRuntime,
+        held: Held,
         optimizer: torch.optim.Optimizer,
         state: State,
         scaling: Scaling | None,
         ticket: object,
         meanwhile: Callable[[], None] | None,
+        late: LateState | None,
         *,
         owed: bool,
         revocable: bool,
@@ -207,7 +221,7 @@ class StepUnit(UnitGradients):
             for number, entry in enumerate(self.entry_of)
             if entry is not None and entry.has_grad and not entry.materialized and entry.unit
         ]
-        attempt = self.attempt = Attempt(self, runtime)
+        attempt = self.attempt = Attempt(self, runtime, held)
         try:
             slots = attempt.holding.open()
             if meanwhile is not None:
@@ -219,11 +233,10 @@ class StepUnit(UnitGradients):
             if not revocable:
                 spoils = self.handed.spoils or unscales
                 attempt.keep(optimizer, slots, state, spoils=spoils, complete=done)
-            self._carry_out(
-                attempt,
-                partial(self._update, runtime, optimizer, stored, slots, state, scaling, owed=owed),
-                ticket,
+            update = partial(
+                self._update, runtime, optimizer, stored, slots, state, scaling, late, owed=owed
             )
+            self._carry_out(attempt, update, ticket)
             attempt.end()
         except BaseException:
             attempt.end()
@@ -260,6 +273,7 @@ class StepUnit(UnitGradients):
             host: Steps it on the host; None for the device.
             make: Makes the plain optimizer there.
         """
+        self.catch_up()
         self.plain.carry()
         self.step_on(host, make)
 
@@ -271,6 +285,7 @@ class StepUnit(UnitGradients):
         slots: dict[int, Slot],
         state: State,
         scaling: Scaling | None,
+        late: LateState | None,
         *,
         owed: bool,
     ) -> list[Shown]:
@@ -279,8 +294,14 @@ class StepUnit(UnitGradients):
         Returns:
             What stands for the tensors that were written, and their values.
         """
-        gradients = self._gradients_in(stored, slots, owed=owed)
         slot = slots.get(id(self.block))
+        if late is not None:
+            now = [settings_of(group) for group in optimizer.param_groups]
+            late.make(self.plain.optimizer_for(late.settings), slots)
+            self.plain.take_in(runtime, slot, state)
+            for group, settings in zip(optimizer.param_groups, now, strict=True):
+                group.update(settings)
+        gradients = self._gradients_in(stored, slots, owed=owed)
         cast = self.handed.hand_over(self.members, self.plain.owns(), gradients)
         self.plain.attach(slot)
         self._run(optimizer, scaling, cast)
@@ -340,6 +361,68 @@ class StepUnit(UnitGradients):
         """Stores what was written through views of the state."""
         self.plain.flush()
 
+    def catch_up(self) -> None:
+        """Brings the state up to date, where a step has left it as it was.
+
+        Raises:
+            CapacityError: If HBM cannot hold what that takes.
+            StorageError: If its bytes cannot be read.
+        """
+        if self.late is None:
+            return
+        manager = self.late.runtime.manager
+        with manager.lock, quiet(manager.parts.device), torch.no_grad():
+            self.recover()
+            for block in self.blocks():  # what waits for one of them may make the update itself
+                if block.id in manager.parts.deferred:
+                    manager.parts.deferred.pay(block.id)
+            self._make_late()
+
+    def _make_late(self) -> None:
+        """Makes the update that the state has missed, if it has not been made meanwhile."""
+        late = self.late
+        if late is None:
+            return
+        late.strike()
+        try:
+            uncompiled(StepUnit._catch_up)(self, late)
+        except BaseException:
+            if self.late is late:
+                late.stand()
+            raise
+        late.free()
+
+    def _catch_up(self, late: LateState) -> None:
+        """Makes the update that the state has missed, or leaves the unit as it was."""
+        runtime, state = late.runtime, late.state
+        attempt = self.attempt = Attempt(self, runtime, self.held(runtime, late=late, alone=True))
+        try:
+            slots = attempt.holding.open()
+            optimizer = self.plain.optimizer_for(late.settings)
+            attempt.keep(optimizer, slots, state, spoils=False)
+            owns = self.plain.owns()
+            with torch._C.DisableTorchFunctionSubclass():
+                gradients = [own.grad for own in owns]
+            kept = keep_versions([param for param, _ in self.members])
+            try:
+                late.make(optimizer, slots)
+            finally:
+                for counter in kept:
+                    counter.__exit__(None, None, None)
+                with torch._C.DisableTorchFunctionSubclass():
+                    for own, gradient in zip(owns, gradients, strict=True):
+                        own.grad = gradient
+            shown = self.plain.take_in(runtime, slots.get(id(self.block)), state)
+            attempt.shown, attempt.made, self.late = shown, True, None
+            attempt.end()
+        except BaseException:
+            attempt.end()
+            raise
+
+    def run_plain(self, optimizer: torch.optim.Optimizer) -> None:
+        """Runs the step of the plain optimizer over what is held and attached."""
+        self._run(optimizer, None, ())
+
     def _run(
         self,
         optimizer: torch.optim.Optimizer,
@@ -355,9 +438,23 @@ class StepUnit(UnitGradients):
             self.handed.scaled = True  # so it is taken to be, where the step fails
             self.handed.scaled = outside(run_scaled, optimizer, scaling, owns, cast)
 
-    def held(self, runtime: ModuleRuntime) -> Held:
-        """Returns a context that holds weights, gradients, state and masters."""
-        return Held(self, runtime)
+    def held(
+        self,
+        runtime: ModuleRuntime,
+        *,
+        late: LateState | None = None,
+        alone: bool = False,
+        leaves: bool = False,
+    ) -> Held:
+        """Returns a context that holds weights, gradients, state and masters.
+
+        Args:
+            runtime: The modules' runtime.
+            late: The update that the state has missed, of which the gradients are held as well.
+            alone: Whether those instead of the present ones.
+            leaves: Whether what is written of the state is given up.
+        """
+        return Held(self, runtime, late=late, alone=alone, leaves=leaves)
 
     def sees(self, unit: GradUnit) -> bool:
         """Whether the optimizer is given gradients of a block themselves, not casts of them."""
@@ -391,6 +488,7 @@ class StepUnit(UnitGradients):
         """
         if self.group is not None and self.group.freed:
             self.refuse_freed()
+        self.catch_up()
         self.flush()
         with torch.no_grad(), self.held(runtime) as slots:
             optimizer = self.plain.optimizer_for(groups)

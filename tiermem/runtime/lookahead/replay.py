@@ -198,6 +198,7 @@ class Replay:
             or run.departures != self._departures.count
             or planner.cursor != run.cursor
             or self._deferred.owed
+            or block_id in self._deferred.standing
             or copy.capturing()
         ):
             return None

@@ -47,12 +47,15 @@ class DeferredWork:
 
     Attributes:
         owed: The work of each block that has any, by id.
+        standing: Work that may stand over many passes, by block: only a look at the block itself
+            asks for it, and the plans of passes need not know of it.
         elsewhere: What goes on in other threads, in the order in which it was registered.
     """
 
     def __init__(self) -> None:
         """Starts without deferred work."""
         self.owed: dict[int, list[Deferred]] = {}
+        self.standing: dict[int, Deferred] = {}
         self.elsewhere: deque[Deferred] = deque()
         self._paying: list[Deferred] = []
 
@@ -80,9 +83,21 @@ class DeferredWork:
         if debt.elsewhere is not None:
             self.elsewhere.append(debt)
 
+    def stand(self, debt: Deferred) -> None:
+        """Registers work that may stand over many passes; its blocks have no other such work.
+
+        Args:
+            debt: The work; it cancels itself as it begins, and stands again where it fails.
+        """
+        for block_id in debt.blocks:
+            self.standing[block_id] = debt
+
     def cancel(self, debt: Deferred) -> None:
         """Forgets a piece of work that need not be done any more."""
         self._strike(debt)
+        for block_id in debt.blocks:
+            if self.standing.get(block_id) is debt:
+                del self.standing[block_id]
 
     def that_take_up(self, elsewhere: Elsewhere) -> list[Deferred]:
         """Returns the pieces of work that take up what goes on elsewhere."""
@@ -95,6 +110,14 @@ class DeferredWork:
         Work that an error leaves undone stays registered.
         """
         self._settle(list(self.owed.get(block_id, ())))
+        standing = self.standing.get(block_id)
+        if standing is not None:
+            standing.work()
+
+    def pay_standing(self) -> None:
+        """Does all work that may stand over many passes."""
+        while self.standing:
+            next(iter(self.standing.values())).work()
 
     def collect(self) -> None:
         """Takes up what other threads have finished, in the order in which it was registered.

@@ -1,0 +1,179 @@
+"""Which units leave their state as it was when they are stepped ahead (``overlap="auto"``).
+
+See :mod:`tiermem.optim.units.late`. Units take turns: of those whose steps are made in one
+backward about half leave their state, and the others make two updates, so that each backward
+copies as much as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tiermem.core.block import Tier
+from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.optim.rules.plainstep import is_bare
+from tiermem.optim.rules.probe import settings_of
+from tiermem.optim.units.late import LateState, SpareGradients
+from tiermem.optim.units.undo import Undo
+from tiermem.optim.units.unit import State, StepUnit
+
+IgnoresWeights = Callable[[torch.Tensor, int, dict[str, Any]], bool]
+"""Whether weights have no part in what a step makes of the state of a parameter, given what is
+stepped, the number of its group and the settings of that."""
+
+
+class LateStates:
+    """Chooses the units of one optimizer whose state is left as it was.
+
+    Attributes:
+        share: Of the bytes of what is stepped ahead, by weight: how much takes turns.
+        turn: 0 or 1, by turns, in rounds with steps made ahead.
+    """
+
+    def __init__(self, runtime: ModuleRuntime, ignores: IgnoresWeights) -> None:
+        """Chooses none yet.
+
+        Args:
+            runtime: The modules' runtime.
+            ignores: Tells of which parameters the state is made without their weights.
+        """
+        self.share = 1.0
+        self.turn = 0
+        self._runtime = runtime
+        self._ignores = ignores
+        self._spares = SpareGradients(runtime)
+        self._due = 0.0  # bytes that are to be left by now, in the backward under way
+        self._units: list[StepUnit] = []
+        self._state: State = {}
+        self._asked: object = None  # settings that were looked at last
+        self._kinds: list[tuple[tuple[str, Any], ...]] = []
+        self._found: dict[int, tuple[Any, bool]] = {}
+        runtime.manager.parts.homes.reclaimers.append(self._give_up)
+
+    def extend(self, units: Iterable[StepUnit], state: State) -> None:
+        """Takes units on.
+
+        Args:
+            units: New ones.
+            state: The tiered optimizer's.
+        """
+        self._state = state
+        self._units += units
+
+    def reserve(self, units: Iterable[StepUnit]) -> None:
+        """Reserves what takes the gradients over of units that may leave their state."""
+        for unit in units:
+            gradients = unit.grad_units()
+            if unit.block is not None and len(gradients) == 1:
+                self._spares.of(gradients[0])
+
+    def uses_of(self, unit: StepUnit) -> list[int]:
+        """Returns the ids of blocks that the step of a unit uses because its state is late."""
+        return [] if unit.late is None else [unit.late.block.id]
+
+    def leave(
+        self, settings: Sequence[dict[str, Any]], unit: StepUnit, numbers: Undo
+    ) -> LateState | None:
+        """Returns the update that the state of a unit may miss; None where it is to have it.
+
+        Args:
+            settings: Of the step that is about to be made.
+            unit: Whose step that is; where its state has missed one already, it is to have both.
+            numbers: What the state has outside the tiers.
+        """
+        if not self.share or not self.may_leave(unit, settings):
+            return None
+        (gradients,) = unit.grad_units()
+        self._due += self.share / 2 * gradients.nbytes
+        if unit.late is not None or self._due < gradients.nbytes / 2:
+            return None
+        spare = self._spares.of(gradients)
+        if spare is None:
+            return None
+        self._due -= gradients.nbytes
+        return LateState(unit, self._runtime, settings, self._state, numbers, spare)
+
+    def may_leave(self, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> bool:
+        """Whether the state of a unit can be left by steps with such settings."""
+        return self._can_leave(unit) and self._is_made_without_weights(unit, settings)
+
+    def begin_backward(self) -> None:
+        """Called as a backward begins in which steps are made."""
+        self._due = 0.0
+
+    def take_turns(self) -> None:
+        """Called after a round with steps made ahead."""
+        self.turn = 1 - self.turn
+
+    def catch_up(self) -> None:
+        """Brings all state up to date."""
+        for unit in self._units:
+            unit.catch_up()
+
+    def repair(self) -> None:
+        """Makes late state stand again, after an exception at a line of tiermem's."""
+        for unit in self._units:
+            if unit.late is not None:
+                unit.late.stand()
+
+    def close(self) -> None:
+        """Frees what it has; no state is late."""
+        reclaimers = self._runtime.manager.parts.homes.reclaimers
+        if self._give_up in reclaimers:
+            reclaimers.remove(self._give_up)
+        self._spares.close()
+
+    # -- inside ----------------------------------------------------------
+
+    def _can_leave(self, unit: StepUnit) -> bool:
+        """Whether the state can be left, and the gradients can be kept for it."""
+        gradients, block = unit.grad_units(), unit.block
+        if block is None or len(gradients) != 1 or unit.handed.given or not unit.plain.is_settled:
+            return False
+        (found,), parts = gradients, self._runtime.manager.parts
+        mine = {id(entry) for entry in unit.entries}
+        if found.runs or any(id(entry) not in mine for entry in found.entries):
+            return False
+        for used in (block, found.block):
+            record = parts.table[used.id]
+            if record.home is not Tier.DRAM or record.fixed or used.id in parts.evictor.residents:
+                return False
+        needed = sum(b.nbytes for b in unit.blocks()) + found.nbytes
+        room = parts.table.hbm.capacity - parts.table.fixed_nbytes(now=True)
+        if needed > room - self._runtime.program.worst_chain:
+            return False
+        return is_bare(unit.plain.optimizer_for(None))
+
+    def _is_made_without_weights(self, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> bool:
+        """Whether weights have no part in what the step of a unit makes of its state."""
+        if self._asked is not settings:  # once for all units
+            self._asked = settings
+            self._kinds = [_kind_of(group) for group in settings]
+        kinds = [self._kinds[number] for number in unit.plain.numbers]
+        known = self._found.get(id(unit))
+        if known is None or known[0] != kinds:
+            found = all(
+                self._ignores(unit.own(param), number, settings_of(settings[number]))
+                for param, number in unit.members
+            )
+            known = self._found[id(unit)] = kinds, found
+        return known[1]
+
+    def _give_up(self) -> bool:
+        """Frees the spare blocks where a home needs room."""
+        late = [unit for unit in self._units if unit.late is not None]
+        for unit in late:
+            unit.catch_up()
+        return self._spares.close()
+
+
+def _kind_of(group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns what may decide how a class makes its state: which settings are zero, and names."""
+    return tuple(
+        (key, value if type(value) in (bool, str, type(None)) else not value)
+        for key, value in settings_of(group).items()
+        if type(value) in (bool, str, type(None), int, float)
+    )

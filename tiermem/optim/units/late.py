@@ -1,0 +1,203 @@
+"""State that a step made ahead leaves as it was, to be brought up to date with the next one.
+
+The next forward needs the weights of a step, but nothing needs its state before the unit's next
+step, which brings that up again anyway. So of two steps of a unit one writes its weights alone:
+its gradient is kept instead, and with it the state is updated again, from where it was left, as
+the next step begins. That gives the same bits, as the class computes its state from the state
+before and the gradient (a try shows that weights do not come in), and over the link down pass the
+gradient and the weights, not the state.
+
+Until then the state is *late*: whoever looks at it brings it up to date first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tiermem.core.block import Block, TensorSpec, Tier
+from tiermem.core.layout import TensorShape
+from tiermem.core.residency import State as Residency
+from tiermem.errors import CapacityError
+from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.gradunit import GradUnit
+from tiermem.optim.units.undo import Undo
+from tiermem.runtime.memory.slots import Slot
+from tiermem.runtime.transfers.deferred import Deferred
+
+_AT_HOME = Residency.VALID
+
+if TYPE_CHECKING:
+    from tiermem.nn.passes.runtime import ModuleRuntime
+    from tiermem.optim.units.unit import State, StepUnit
+
+
+class SpareGradients:
+    """Blocks of DRAM that take gradients over which are cleared before they are used again.
+
+    There is one for each block of gradients, out of DRAM that no home needs.
+    """
+
+    def __init__(self, runtime: ModuleRuntime) -> None:
+        """Starts with none.
+
+        Args:
+            runtime: The modules' runtime.
+        """
+        self._manager = runtime.manager
+        self._blocks: dict[int, Block] = {}
+
+    def of(self, gradients: GradUnit) -> Block | None:
+        """Returns the block for some gradients; None where DRAM has no room to spare for it."""
+        block = self._blocks.get(gradients.block.id)
+        if block is not None or gradients.runs:
+            return block
+        homes, like = self._manager.parts.homes, gradients.block
+        extent = homes.lend(like.nbytes, spare=True)
+        if extent is None:
+            return None
+        homes.release(Tier.DRAM, extent)
+        shapes = [
+            TensorShape(spec.name, spec.shape, spec.stride, spec.dtype, _itemsize(spec))
+            for spec in like.tensors
+        ]
+        try:
+            (block,) = self._manager.add_blocks(
+                [(f"{like.name} before", like.role, shapes)], home="dram"
+            )
+        except CapacityError:
+            return None
+        self._blocks[like.id] = block
+        return block
+
+    def close(self) -> bool:
+        """Frees all of them; returns whether there were any. None holds anything of use."""
+        blocks, self._blocks = list(self._blocks.values()), {}
+        self._manager.remove_blocks(blocks)
+        return bool(blocks)
+
+
+class LateState:
+    """The update that the state of one unit has missed.
+
+    Attributes:
+        runtime: The modules' runtime.
+        settings: Of the step, by parameter group.
+        state: The tiered optimizer's, to be kept up to date.
+    """
+
+    def __init__(
+        self,
+        unit: StepUnit,
+        runtime: ModuleRuntime,
+        settings: Sequence[dict[str, Any]],
+        state: State,
+        numbers: Undo,
+        spare: Block,
+    ) -> None:
+        """Notes what the update needs; the gradients are still there.
+
+        Args:
+            unit: Its weights are stepped, its state is not.
+            runtime: The modules' runtime.
+            settings: As the step used them.
+            state: The tiered optimizer's.
+            numbers: What the state had outside the tiers before the step.
+            spare: Takes the gradients over.
+        """
+        (self._gradients,) = unit.grad_units()
+        self.runtime, self.settings, self.state = runtime, settings, state
+        self._taken: dict[int, None] = {}  # has the spare block once the gradients lie there
+        self._unit = unit
+        self._numbers = numbers
+        self._spare = spare
+        self._entries: list[Entry] = [entry for entry in unit.entries if entry.has_grad]
+        self._debt: Deferred | None = None
+
+    @property
+    def block(self) -> Block:
+        """The block that has the gradients of the step."""
+        return self._spare if self._taken else self._gradients.block
+
+    def stand(self) -> None:
+        """Has whoever looks at the state, or changes the gradients, bring the state up to date."""
+        self.strike()
+        unit, found = self._unit, [self.block]
+        if unit.block is not None:
+            found.append(unit.block)
+        self._debt = Deferred(unit.name, [block.id for block in found], self._pay)
+        self.runtime.manager.parts.deferred.stand(self._debt)
+        if not self._taken:
+            self.runtime.grads.kept_for[self._gradients.block.id] = self._take_over
+
+    def strike(self) -> None:
+        """Lets the blocks be used as they are; it may be called again."""
+        debt = self._debt
+        if debt is not None:
+            self.runtime.manager.parts.deferred.cancel(debt)
+        self._debt = None
+        self.runtime.grads.kept_for.pop(self._gradients.block.id, None)
+
+    def free(self) -> None:
+        """Gives up the gradients, once the state is up to date; it may be called again."""
+        self.strike()
+        if self._taken:
+            self.runtime.manager.discard(self._spare)
+
+    def _pay(self) -> None:
+        """Brings the state up to date."""
+        if self._unit.late is self:
+            self._unit.catch_up()
+        else:
+            self.strike()
+
+    def make(self, optimizer: torch.optim.Optimizer, slots: dict[int, Slot]) -> None:
+        """Updates the state over what is held; weights and masters stay as they are.
+
+        Args:
+            optimizer: The plain one, with :attr:`settings`.
+            slots: Of the blocks, by the id of the block.
+        """
+        unit, plain = self._unit, self._unit.plain
+        views = slots[id(self.block)].views
+        there = {id(entry): views[entry.unit_index] for entry in self._entries}
+        gradients = [there.get(id(entry)) for entry in unit.entry_of]
+        self._numbers.take_back()
+        owns = plain.owns()
+        unit.handed.hand_over(unit.members, owns, gradients)
+        plain.attach(None if unit.block is None else slots.get(id(unit.block)))
+        stepped = [own.detach() for own in owns if own.grad is not None]
+        kept = [own.clone() for own in stepped]
+        unit.run_plain(optimizer)
+        torch._foreach_copy_(stepped, kept)
+
+    # -- inside ----------------------------------------------------------
+
+    def _take_over(self) -> None:
+        """Moves the gradients, which are about to be cleared, to the spare block."""
+        manager = self.runtime.manager
+        with manager.lock:
+            if self._taken or self._debt is None:
+                return
+            parts, former = manager.parts, self._gradients.block
+            self.strike()
+            record, transfers = parts.table[former.id], parts.transfers
+            manager.discard(self._spare)
+            transfers.settle(former.id)
+            if record.at_home is not _AT_HOME:
+                transfers.copy_home(record)
+            written = transfers.home_ready.get(former.id)
+            if written is not None:
+                transfers.home_ready[self._spare.id] = written
+            if parts.homes.keeper is not None:
+                parts.homes.keeper.before_write(record)
+            parts.table.hand_home_over(former.id, self._spare.id, self._taken)
+            transfers.departures.add_home(self._spare.id)
+            self.stand()
+
+
+def _itemsize(spec: TensorSpec) -> int:
+    return spec.nbytes // max(1, math.prod(spec.shape))
