@@ -392,8 +392,8 @@ class StepsAhead:
         now.steps = self._is_last(habit.backwards)
         if now.steps:
             now.prepare()
-            self._left.choose_anew(self._made_any, now.settings)
             self.late.begin_backward()
+            self._left.choose_anew(self._made_any, now.settings)
             self._made_any = self._ready = False
 
     def _step(self, group: Group) -> None:

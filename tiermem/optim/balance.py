@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _WORTH = 0.98  # of the time that there would be otherwise, at most
+_FEWER = 1.02
+"""Blocks are left to the forward for more than this: they interrupt it, which is not counted."""
 _AS_GOOD = 1.01
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -91,7 +93,8 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
         frozenset(able[n] for n in _evenly(count, len(able))) for count in range(len(able) + 1)
     ]
     found = {left: Passes(loads, left).least(speed) for left in choices}
-    left = min(choices, key=lambda choice: (found[choice], len(choice)))
+    most = min(found.values()) * _FEWER
+    left = next(choice for choice in choices if found[choice] <= most)
     worth = now is None or not now <= set(able)
     if now is not None and not worth and found[left] > _WORTH * Passes(loads, now).least(speed):
         left = now

@@ -46,6 +46,7 @@ class LateStates:
         self._ignores = ignores
         self._spares = SpareGradients(runtime)
         self._due = 0.0  # bytes that are to be left by now, in the backward under way
+        self._room = 0  # bytes of HBM for a step, beside what a forward may hold
         self._units: list[StepUnit] = []
         self._state: State = {}
         self._asked: object = None  # settings that were looked at last
@@ -102,7 +103,9 @@ class LateStates:
 
     def begin_backward(self) -> None:
         """Called as a backward begins in which steps are made."""
-        self._due = 0.0
+        table = self._runtime.manager.parts.table
+        room = table.hbm.capacity - table.fixed_nbytes(now=True)
+        self._due, self._room = 0.0, room - self._runtime.program.worst_chain
 
     def take_turns(self) -> None:
         """Called after a round with steps made ahead."""
@@ -141,9 +144,7 @@ class LateStates:
             record = parts.table[used.id]
             if record.home is not Tier.DRAM or record.fixed or used.id in parts.evictor.residents:
                 return False
-        needed = sum(b.nbytes for b in unit.blocks()) + found.nbytes
-        room = parts.table.hbm.capacity - parts.table.fixed_nbytes(now=True)
-        if needed > room - self._runtime.program.worst_chain:
+        if sum(b.nbytes for b in unit.blocks()) + found.nbytes > self._room:
             return False
         return is_bare(unit.plain.optimizer_for(None))
 

@@ -28,6 +28,8 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 
 _KINDS = {torch.Tensor, LazyTensor}
 
+_is_inference = torch._C.TensorBase.is_inference
+
 Put = Callable[[int], torch.Tensor]
 
 
@@ -160,6 +162,9 @@ class Undo:
                 with _writable(value):
                     value.copy_(was)
             for values, were in self._numbers:
+                if isinstance(were, torch.Tensor) and not any(map(_is_inference, values)):
+                    torch._foreach_copy_(values, were.unbind())
+                    continue
                 for value, was in zip(values, were, strict=True):
                     with _writable(value):
                         value.fill_(was)
