@@ -26,6 +26,7 @@ STREAMS = ("tests/property/test_streams.py",)
 _COPIES_DOWN = ("tests/unit/test_copy_down.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
+LATE = ("tests/unit/test_optim_late.py",)
 LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
@@ -4341,5 +4342,152 @@ MUTATIONS = (
     *(
         Mutation(f"{name} (real streams)", _COPY, old, new, GPU, gpu=True)
         for name, old, new in _WAITS[:5]
+    ),
+    Mutation(
+        "late: cleared gradients are not taken over",
+        "tiermem/nn/groups/grads.py",
+        "            if take_over is not None:\n",
+        "            if False:\n",
+        LATE,
+    ),
+    Mutation(
+        "late: a change of the gradients does not make the update first",
+        "tiermem/nn/groups/grads.py",
+        "            if block_id in deferred.owed or block_id in deferred.standing:\n",
+        "            if block_id in deferred.owed:\n",
+        LATE,
+    ),
+    Mutation(
+        "late: counters are those of after the step",
+        "tiermem/optim/units/late.py",
+        "        self._numbers.take_back()\n",
+        "",
+        LATE,
+    ),
+    Mutation(
+        "late: the weights are stepped again",
+        "tiermem/optim/units/late.py",
+        "        torch._foreach_copy_(stepped, kept)\n",
+        "",
+        LATE,
+    ),
+    Mutation(
+        "late: a gradient on its way home is read too soon",
+        "tiermem/optim/units/late.py",
+        "            if written is not None:\n",
+        "            if False:\n",
+        LATE,
+    ),
+    Mutation(
+        "late: an update is forgotten where it fails",
+        "tiermem/optim/units/unit.py",
+        "            if self.late is late:\n                late.stand()\n",
+        "",
+        ("tests/unit/test_optim_late.py", "tests/faults/test_optim_ctrl_c.py"),
+    ),
+    Mutation(
+        "late: what waits for a block may make the update twice",
+        "tiermem/optim/units/unit.py",
+        "                if block.id in manager.parts.deferred:\n",
+        "                if False:\n",
+        ("tests/unit/test_optim_ahead_host.py", "tests/unit/test_optim_late.py"),
+    ),
+    Mutation(
+        "late: a unit that moves to the host takes old state along",
+        "tiermem/optim/units/unit.py",
+        "        self.catch_up()\n        self.plain.carry()\n",
+        "        self.plain.carry()\n",
+        ("tests/unit/test_optim_late.py", "tests/stateful/test_optim_auto.py"),
+    ),
+    Mutation(
+        "late: state that is left is taken for written",
+        "tiermem/optim/units/held.py",
+        "        if self._leaves and slot.block is self._unit.block:\n",
+        "        if False:\n",
+        LATE,
+    ),
+    Mutation(
+        "late: the copy of state that is left stays in HBM",
+        "tiermem/optim/provisional.py",
+        "                self._forget_state(self._made[id(unit)])\n",
+        "",
+        LATE,
+    ),
+    Mutation(
+        "late: a dropped step loses the update before it",
+        "tiermem/optim/provisional.py",
+        "                self._forget_state(made)\n                made.put_late_back()\n",
+        "                self._forget_state(made)\n",
+        LATE,
+    ),
+    Mutation(
+        "late: a confirmed step leaves nothing to be made",
+        "tiermem/optim/provisional.py",
+        "                made.leave()\n",
+        "",
+        LATE,
+    ),
+    Mutation(
+        "late: state that is looked at stays late",
+        "tiermem/optim/timing.py",
+        "            self.drop_ahead()\n            self.catch_up()\n",
+        "            self.drop_ahead()\n",
+        LATE,
+    ),
+    Mutation(
+        "late: a block that is read stays late",
+        "tiermem/runtime/transfers/deferred.py",
+        "        if standing is not None:\n",
+        "        if False:\n",
+        LATE,
+    ),
+    Mutation(
+        "late: a block that is acquired stays late",
+        "tiermem/runtime/acquire.py",
+        "        if block_id in deferred.owed or block_id in deferred.standing:\n            deferred.pay",
+        "        if block_id in deferred.owed:\n            deferred.pay",
+        LATE,
+    ),
+    Mutation(
+        "late: a model leaves the tiers with late state",
+        "tiermem/nn/wrap/giveback.py",
+        "                deferred.pay_standing()\n",
+        "                pass\n",
+        LATE,
+    ),
+    Mutation(
+        "late: weights are taken to have no part in any state",
+        "tiermem/optim/rules/probe.py",
+        "                if not _alike(after, dict(optimizer.state[one])):\n",
+        "                if False:\n",
+        LATE,
+    ),
+    Mutation(
+        "late: settings that set in later are not looked at",
+        "tiermem/optim/leaving.py",
+        "        if known is None or known[0] != kinds:\n",
+        "        if known is None:\n",
+        LATE,
+    ),
+    Mutation(
+        "late: all units leave their state in the same round",
+        "tiermem/optim/leaving.py",
+        "self._due < gradients.nbytes / 2:",
+        "False:",
+        LATE,
+    ),
+    Mutation(
+        "late: spare blocks keep what a home needs",
+        "tiermem/optim/leaving.py",
+        "        runtime.manager.parts.homes.reclaimers.append(self._give_up)\n",
+        "",
+        LATE,
+    ),
+    Mutation(
+        "late: a home is handed over that is in use",
+        "tiermem/core/residency.py",
+        "        if giver.leases or giver.in_hbm in",
+        "        if giver.leases and giver.in_hbm in",
+        LATE,
     ),
 )

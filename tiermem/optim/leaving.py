@@ -66,7 +66,7 @@ class LateStates:
 
     def reserve(self, units: Iterable[StepUnit]) -> None:
         """Reserves what takes the gradients over of units that may leave their state."""
-        for unit in units:
+        for unit in units if self.share else ():
             gradients = unit.grad_units()
             if unit.block is not None and len(gradients) == 1:
                 self._spares.of(gradients[0])

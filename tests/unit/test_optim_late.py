@@ -1,0 +1,388 @@
+"""State that steps ahead leave as it was: less goes down the link, and nobody can tell."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support_ahead import leave_no_state, warm
+from support_late_down import LateDownEngine
+from support_nn import assert_same
+from torch import nn
+
+import tiermem
+from tiermem.core.block import Block, Extent, Role, Tier
+from tiermem.core.residency import ResidencyTable
+from tiermem.errors import InvariantError
+from tiermem.optim.rules.probe import StateProbe
+from tiermem.runtime import assembly
+from tiermem.runtime.transfers.deferred import Deferred, DeferredWork
+
+WIDTH, LAYERS = 64, 12
+NBYTES = LAYERS * WIDTH * WIDTH * 4
+ADAMW = (torch.optim.AdamW, {"lr": 0.01})
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+class Pair:
+    """A plain training loop and one in the tiers, with the defaults."""
+
+    def __init__(self, cls: Any = ADAMW[0], settings: Any = ADAMW[1], dram: int = 16 << 20) -> None:
+        self.plain = layers()
+        self.own = cls(self.plain.parameters(), **settings)
+        self.tier = tiermem.TierManager("cpu", hbm=NBYTES * 2 // 3, dram=dram)
+        self.model = self.tier.wrap(layers())
+        self.optimizer = self.tier.optimizer(self.model, cls, **settings)
+        self.number = 0
+
+    @property
+    def ahead(self) -> Any:
+        return self.optimizer._timing.ahead
+
+    @property
+    def late(self) -> list[str]:
+        """Names of the units whose state is late."""
+        return [unit.name for unit in self.optimizer._units if unit.late is not None]
+
+    def backward(self) -> None:
+        self.number += 1
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.number))
+        losses = []
+        for model in (self.plain, self.model):
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        assert_same(*losses, "loss")
+
+    def step(self, times: int = 1, *, clear: bool = True) -> None:
+        for _ in range(times):
+            self.backward()
+            for optimizer in (self.own, self.optimizer):
+                optimizer.step()
+                if clear:
+                    optimizer.zero_grad()
+
+    def check(self) -> None:
+        assert_same(dict(self.plain.state_dict()), dict(self.model.state_dict()), "weights")
+        assert_same(self.own.state_dict()["state"], self.optimizer.state_dict()["state"], "state")
+
+
+@contextmanager
+def pair_of(*arguments: Any, **options: Any) -> Iterator[Pair]:
+    found = Pair(*arguments, **options)
+    try:
+        yield found
+    finally:
+        found.tier.close()
+
+
+def moved(pair: Pair) -> tuple[int, int]:
+    """Returns the percent of the weights' bytes that two steps copy up and down."""
+    pair.tier.reset_stats()
+    pair.step(2)
+    links = pair.tier.stats().links
+    return tuple(50 * links[way].nbytes // NBYTES for way in ("dram->hbm", "hbm->dram"))  # type: ignore[return-value]
+
+
+def test_half_of_the_units_leave_their_state_in_each_round_by_turns() -> None:
+    with pair_of() as pair:
+        pair.step(3)
+        count, found = len(pair.optimizer._units), []
+        for _ in range(4):
+            pair.step()
+            found.append(set(pair.late))
+        assert [len(late) for late in found] == [count // 2] * 4
+        assert found[0] == found[2] and found[1] == found[3] and not found[0] & found[1]
+        assert pair.ahead.provisional.left >= 4 * count // 2
+        assert not pair.ahead.provisional.drops
+        pair.check()
+
+
+def test_a_quarter_less_goes_down_and_an_eighth_more_comes_up() -> None:
+    with pair_of() as pair:
+        pair.step(6)
+        up, down = moved(pair)
+        leave_no_state(pair.optimizer)
+        pair.step(4)
+        up_before, down_before = moved(pair)
+        assert not pair.late
+        assert down < down_before - 75
+        assert up < up_before + 80
+
+
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_whoever_looks_at_the_state_finds_it_up_to_date(clear: bool, rounds: int) -> None:
+    """Whether the gradients lie where they were, or were cleared since."""
+    with pair_of() as pair:
+        pair.step(4)
+        pair.step(rounds, clear=clear)
+        assert pair.late
+        pair.check()
+        assert not pair.late
+        pair.step(3)
+        pair.check()
+
+
+LOOKS: dict[str, Any] = {
+    "finish": lambda pair: pair.optimizer.finish(),
+    "a copy of the state dict": lambda pair: copy.deepcopy(pair.optimizer.state_dict()),
+    "state": lambda pair: pair.optimizer.state,
+    "a block": lambda pair: pair.tier._manager.read(
+        next(unit.block for unit in pair.optimizer._units if unit.late is not None)
+    ),
+    "an acquired block": lambda pair: _acquire(pair),
+}
+
+
+def _acquire(pair: Pair) -> None:
+    block = next(unit.block for unit in pair.optimizer._units if unit.late is not None)
+    manager = pair.tier._manager
+    manager.acquire(block)
+    manager.release(block)
+
+
+@pytest.mark.parametrize("look", sorted(LOOKS))
+def test_a_look_brings_it_up_to_date(look: str) -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        before = len(pair.late)
+        LOOKS[look](pair)
+        assert len(pair.late) == (before - 1 if "block" in look else 0)
+        pair.step(2)
+        pair.check()
+
+
+CHANGES: dict[str, Any] = {
+    "added to": lambda pair: pair.backward(),
+    "set to zero": lambda pair: [
+        optimizer.zero_grad(set_to_none=False) for optimizer in (pair.own, pair.optimizer)
+    ],
+    "written": lambda pair: [model[3].weight.grad.mul_(2) for model in (pair.plain, pair.model)],
+    "clipped": lambda pair: [
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3) for model in (pair.plain, pair.model)
+    ],
+    "replaced": lambda pair: [
+        setattr(model[3].weight, "grad", torch.ones(WIDTH, WIDTH))
+        for model in (pair.plain, pair.model)
+    ],
+    "cleared in part": lambda pair: [
+        setattr(model[3].weight, "grad", None) for model in (pair.plain, pair.model)
+    ],
+}
+
+
+@pytest.mark.parametrize("change", sorted(CHANGES))
+def test_a_gradient_that_changes_after_its_step_changes_nothing_of_it(change: str) -> None:
+    with pair_of() as pair:
+        for _ in range(2):
+            pair.step(4)
+            pair.step(clear=False)
+            assert pair.late
+            CHANGES[change](pair)
+            pair.check()
+            pair.step(2)
+            pair.check()
+
+
+def test_a_dropped_step_leaves_what_was_late_late() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        late = pair.late
+        pair.backward()
+        float(pair.model[2].weight.grad.sum())
+        assert pair.ahead.provisional.drops == 1
+        assert pair.late == late
+        for optimizer in (pair.own, pair.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.step(2)
+        pair.check()
+
+
+def test_a_model_taken_out_of_the_tiers_leaves_the_state_complete() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        assert pair.late
+        pair.tier.unwrap(pair.model)
+        assert not pair.late
+        assert_same(pair.own.state_dict()["state"], pair.optimizer.state_dict()["state"], "state")
+
+
+def test_closing_gives_the_spare_blocks_back() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        rows = [row.block for row in pair.tier.residency() if row.block.endswith(" before")]
+        assert len(rows) == len(pair.optimizer._units)
+        pair.optimizer.close()
+        assert not [row for row in pair.tier.residency() if row.block.endswith(" before")]
+        assert not pair.tier._manager.parts.deferred.standing
+        assert not pair.tier._runtime.grads.kept_for
+
+
+def test_no_room_is_taken_that_a_home_needs() -> None:
+    """Spare blocks make way, and what is late is brought up to date before."""
+    with pair_of(dram=9 * NBYTES) as pair:
+        pair.step(5)
+        assert pair.late
+        other = pair.tier.wrap(nn.Sequential(layers(), layers(), layers()))
+        assert not pair.late
+        other(torch.ones(1, WIDTH))
+        pair.step(3)
+        pair.check()
+
+
+@pytest.mark.parametrize("budget", [5, 6, 7, 8])
+def test_where_dram_is_short_less_state_is_left(budget: int) -> None:
+    with pair_of(dram=budget * NBYTES + 4096 * LAYERS) as pair:
+        pair.step(8)
+        ahead = pair.ahead.provisional
+        assert (ahead.left < 7 * LAYERS // 2 - LAYERS) is (budget < 8)
+        pair.check()
+
+
+KINDS = [
+    (torch.optim.AdamW, {"weight_decay": 0.1}, True),
+    (torch.optim.AdamW, {"amsgrad": True}, True),
+    (torch.optim.Adam, {}, True),
+    (torch.optim.Adam, {"weight_decay": 0.1}, False),
+    (torch.optim.Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, True),
+    (torch.optim.NAdam, {}, True),
+    (torch.optim.RAdam, {}, True),
+    (torch.optim.Adamax, {}, True),
+    (torch.optim.Adamax, {"weight_decay": 0.1}, False),
+    (torch.optim.Adagrad, {}, True),
+    (torch.optim.Adadelta, {}, True),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, True),
+    (torch.optim.SGD, {"momentum": 0.9}, True),
+    (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}, False),
+    (torch.optim.ASGD, {}, False),
+]
+
+
+@pytest.mark.parametrize(("cls", "settings", "ignores"), KINDS)
+def test_whether_weights_come_into_the_state(cls: Any, settings: Any, ignores: bool) -> None:
+    probe = StateProbe(partial(cls, **settings), torch.device("cpu"), sparse=False)
+    param = nn.Parameter(torch.ones(3, 3))
+    full = cls([param], **settings).param_groups[0]
+    named = {key: value for key, value in full.items() if key != "params"}
+    assert probe.ignores_weights(param, 0, named) is ignores
+
+
+@pytest.mark.parametrize(("cls", "settings", "ignores"), KINDS)
+@pytest.mark.one_in(2)
+def test_every_class_keeps_its_bits(cls: Any, settings: Any, ignores: bool) -> None:
+    with pair_of(cls, settings) as pair:
+        pair.step(6)
+        assert bool(pair.ahead.provisional.left) is (ignores and bool(pair.ahead.provisional.total))
+        pair.check()
+
+
+def test_a_decay_that_sets_in_is_seen() -> None:
+    """From then on the state is made with the weights."""
+    with pair_of(torch.optim.Adam, {"lr": 0.01}) as pair:
+        pair.step(5)
+        assert pair.late
+        for optimizer in (pair.own, pair.optimizer):
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        pair.step(4)
+        assert not pair.late
+        pair.check()
+
+
+def test_a_class_that_is_not_torchs_leaves_none() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    with pair_of(Mine, {"lr": 0.01}) as pair:
+        pair.step(5)
+        assert not pair.ahead.provisional.left
+        pair.check()
+
+
+def test_masters_and_bfloat16() -> None:
+    with warm(*(), master_dtype=torch.float32) as pair:
+        for number in range(5):
+            pair.backward(number)
+            pair.step()
+        assert pair.optimizer._timing.ahead.provisional.left
+        pair.check()
+
+
+def test_gradients_are_kept_also_where_copies_down_are_late(monkeypatch) -> None:
+    """A gradient that is handed over may be on its way home still."""
+    monkeypatch.setattr(assembly, "HostCopyEngine", LateDownEngine)
+    with pair_of() as pair:
+        pair.step(12)
+        assert pair.ahead.provisional.left
+        pair.check()
+
+
+# -- what is under it ----------------------------------------------------------
+
+
+def table_of_two() -> ResidencyTable:
+    table = ResidencyTable(4 * 4096)
+    for number in range(2):
+        block = Block(number, f"b{number}", Role.GRAD, 4096)
+        table.add(block, Tier.DRAM, Extent(number * 4096, 4096), defined=number == 0)
+    return table
+
+
+def test_a_home_is_handed_over() -> None:
+    table, taken = table_of_two(), dict[int, None]()
+    table.begin_fill(0, table.hbm.allocate(4096) or pytest.fail("no room"))
+    table.end_fill(0, ok=True)
+    table.hand_home_over(0, 1, taken)
+    assert taken == {1: None}
+    assert table[1].home_extent == Extent(0, 4096) and table[0].home_extent == Extent(4096, 4096)
+    assert table[1].defined and not table[0].defined
+    table.check()
+    table.discard(0)
+    table.check()
+    assert table.begin_fill(
+        1, table.hbm.allocate(4096) or pytest.fail("no room")
+    ).source_extent == (Extent(0, 4096))
+
+
+def test_what_is_in_use_is_not_handed_over() -> None:
+    table = table_of_two()
+    with pytest.raises(InvariantError, match="b1"):
+        table.hand_home_over(1, 0, {})  # the one holds nothing, the other does
+    table.begin_fill(0, table.hbm.allocate(4096) or pytest.fail("no room"))
+    with pytest.raises(InvariantError, match="handed over"):
+        table.hand_home_over(0, 1, {})
+    table.end_fill(0, ok=True)
+    table.lease(0)
+    with pytest.raises(InvariantError, match="handed over"):
+        table.hand_home_over(0, 1, {})
+    table.check()
+
+
+def test_work_that_stands_is_done_once_for_all_its_blocks() -> None:
+    deferred, done = DeferredWork(), []
+
+    def work() -> None:
+        deferred.cancel(debt)
+        done.append(1)
+
+    debt = Deferred("late", [1, 2], work)
+    deferred.stand(debt)
+    assert not deferred and 1 not in deferred  # passes need not know of it
+    deferred.pay(3)
+    assert not done
+    deferred.pay(2)
+    deferred.pay(1)
+    assert done == [1] and not deferred.standing
+    deferred.stand(debt)
+    deferred.pay_standing()
+    assert done == [1, 1]
