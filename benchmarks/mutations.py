@@ -4444,8 +4444,8 @@ MUTATIONS = (
     Mutation(
         "late: a block that is acquired stays late",
         "tiermem/runtime/acquire.py",
-        "        if block_id in deferred.owed or block_id in deferred.standing:\n            deferred.pay",
-        "        if block_id in deferred.owed:\n            deferred.pay",
+        " or block_id in deferred.standing:\n            deferred.pay",
+        ":\n            deferred.pay",
         LATE,
     ),
     Mutation(

@@ -229,6 +229,16 @@ def test_closing_gives_the_spare_blocks_back() -> None:
         assert not pair.tier._runtime.grads.kept_for
 
 
+def test_spare_blocks_go_where_no_state_is_left_any_more() -> None:
+    with pair_of() as pair:
+        pair.step(4)
+        used = pair.tier._manager.parts.homes.dram.used
+        leave_no_state(pair.optimizer)
+        pair.step(3)
+        assert pair.tier._manager.parts.homes.dram.used == used - NBYTES
+        pair.check()
+
+
 def test_no_room_is_taken_that_a_home_needs() -> None:
     """Spare blocks make way, and what is late is brought up to date before."""
     with pair_of(dram=9 * NBYTES) as pair:

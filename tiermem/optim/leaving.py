@@ -103,6 +103,8 @@ class LateStates:
 
     def begin_backward(self) -> None:
         """Called as a backward begins in which steps are made."""
+        if not (self.share or any(unit.late is not None for unit in self._units)):
+            self._spares.close()  # what takes turns is chosen for long
         table = self._runtime.manager.parts.table
         room = table.hbm.capacity - table.fixed_nbytes(now=True)
         self._due, self._room = 0.0, room - self._runtime.program.worst_chain
