@@ -210,7 +210,7 @@ class StepsAhead:
             ignores: Tells of which parameters the state is made without their weights.
         """
         self.provisional = Provisional(runtime, is_begun)
-        self.late = LateStates(runtime, ignores)
+        self.late = LateStates(runtime, ignores, lambda: bool(self.provisional))
         self._runtime = runtime
         self._auto = auto
         self._owed = owed

@@ -33,17 +33,22 @@ class LateStates:
         turn: 0 or 1, by turns, in rounds with steps made ahead.
     """
 
-    def __init__(self, runtime: ModuleRuntime, ignores: IgnoresWeights) -> None:
+    def __init__(
+        self, runtime: ModuleRuntime, ignores: IgnoresWeights, is_open: Callable[[], bool]
+    ) -> None:
         """Chooses none yet.
 
         Args:
             runtime: The modules' runtime.
             ignores: Tells of which parameters the state is made without their weights.
+            is_open: Returns whether there are steps that may yet be dropped: then what was late
+                before them is late again.
         """
         self.share = 1.0
         self.turn = 0
         self._runtime = runtime
         self._ignores = ignores
+        self._is_open = is_open
         self._spares = SpareGradients(runtime)
         self._due = 0.0  # bytes that are to be left by now, in the backward under way
         self._room = 0  # bytes of HBM for a step, beside what a forward may hold
@@ -103,7 +108,8 @@ class LateStates:
 
     def begin_backward(self) -> None:
         """Called as a backward begins in which steps are made."""
-        if not (self.share or any(unit.late is not None for unit in self._units)):
+        late = any(unit.late is not None for unit in self._units)
+        if not (self.share or late or self._is_open()):
             self._spares.close()  # what takes turns is chosen for long
         table = self._runtime.manager.parts.table
         room = table.hbm.capacity - table.fixed_nbytes(now=True)
@@ -167,9 +173,9 @@ class LateStates:
 
     def _give_up(self) -> bool:
         """Frees the spare blocks where a home needs room."""
-        late = [unit for unit in self._units if unit.late is not None]
-        for unit in late:
-            unit.catch_up()
+        if self._is_open():
+            return False
+        self.catch_up()
         return self._spares.close()
 
 
