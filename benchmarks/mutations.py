@@ -4409,8 +4409,8 @@ MUTATIONS = (
     Mutation(
         "late: the copy of state that is left stays in HBM",
         "tiermem/optim/provisional.py",
-        "                self._forget_state(self._made[id(unit)])\n",
-        "",
+        "                self._forget_state(made)\n        finally",
+        "        finally",
         LATE,
     ),
     Mutation(

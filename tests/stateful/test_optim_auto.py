@@ -165,14 +165,14 @@ class Disturbed:
             return False
         return bool(self.has_room(group, units))
 
-    def __call__(self, unit: Any, at_hand: Callable[[], None]) -> None:
+    def __call__(self, unit: Any, made: Any, at_hand: Callable[[], None]) -> None:
         what = self.what.pop(0) if self.what else ""
         if what == "no room in HBM":
             raise tiermem.CapacityError(what)
         if what == "no memory":
             unit._run = partial(self.spoil, unit)
         try:
-            self.make(unit, partial(self.at_hand, at_hand, what))
+            self.make(unit, made, partial(self.at_hand, at_hand, what))
         finally:
             unit.__dict__.pop("_run", None)
         if what == "dropped":

@@ -152,7 +152,8 @@ class LateStates:
             record = parts.table[used.id]
             if record.home is not Tier.DRAM or record.fixed or used.id in parts.evictor.residents:
                 return False
-        if sum(b.nbytes for b in unit.blocks()) + found.nbytes > self._room:
+        beside = [found.block, *unit.kept_blocks()]  # the weights are held by the call
+        if sum(block.nbytes for block in beside) + found.nbytes > self._room:
             return False
         return is_bare(unit.plain.optimizer_for(None))
 

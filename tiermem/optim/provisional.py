@@ -193,7 +193,7 @@ class Provisional:
                 blocks += unit.kept_blocks()
                 numbers, late = _numbers_of(unit, state), unit.late
                 leaves = leave(unit, numbers)
-                self._made[id(unit)] = Made(unit, unit.made, numbers, late, leaves)
+                made = self._made[id(unit)] = Made(unit, unit.made, numbers, late, leaves)
                 unit.counted.later(ticket)
                 if late is not None:
                     unit.late = None
@@ -201,8 +201,8 @@ class Provisional:
                 kept = unit.kept_blocks()
                 if leaves is not None:
                     kept = [block for block in kept if block is not unit.block]
-                step(unit, self._made[id(unit)], partial(self._shadows.turn, [group.block, *kept]))
-                self._forget_state(self._made[id(unit)])
+                step(unit, made, partial(self._shadows.turn, [group.block, *kept]))
+                self._forget_state(made)
         finally:
             self._making = False
             done = self.ticket is ticket and all(u.made is ticket for u in units)
@@ -213,9 +213,9 @@ class Provisional:
                 self._owe(group.block, blocks)
             elif self.ticket is ticket and not any(block in self._shadows for block in blocks):
                 for unit in units:  # nothing was written
-                    made = self._made.pop(id(unit), None)
-                    if made is not None:
-                        made.put_late_back()
+                    begun = self._made.pop(id(unit), None)
+                    if begun is not None:
+                        begun.put_late_back()
             else:
                 self.drop()
         return done
