@@ -173,5 +173,7 @@ class Intake:
         return [place for room in self.rooms() for place in room.owned()]
 
     def _blocks(self) -> list[Block]:
-        """Returns the blocks of state and masters."""
-        return [block for unit in self._all_units() for block in unit.kept_blocks()]
+        """Returns the blocks of state and masters, and those that take gradients over."""
+        ahead = self._timing.ahead
+        spares = [] if ahead is None else ahead.late.blocks()
+        return spares + [block for unit in self._all_units() for block in unit.kept_blocks()]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tiermem.core.block import Tier
+from tiermem.core.block import Block, Tier
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.plainstep import is_bare
 from tiermem.optim.rules.probe import settings_of
@@ -75,6 +75,10 @@ class LateStates:
             gradients = unit.grad_units()
             if unit.block is not None and len(gradients) == 1:
                 self._spares.of(gradients[0])
+
+    def blocks(self) -> list[Block]:
+        """Returns the blocks that take gradients over."""
+        return self._spares.blocks()
 
     def uses_of(self, unit: StepUnit) -> list[int]:
         """Returns the ids of blocks that the step of a unit uses because its state is late."""

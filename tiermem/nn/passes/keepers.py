@@ -15,7 +15,7 @@ class Keeper:
     """What one optimizer keeps in the tiers.
 
     Attributes:
-        blocks: Returns its blocks of state and masters.
+        blocks: Returns its blocks of state and masters, and of gradients that no parameter has.
         space: Returns the space below HBM that it has beside these.
         optimizer: The optimizer itself.
         before_forward: Called before each top-level pass, with whether gradients are taken.

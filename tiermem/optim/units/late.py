@@ -73,6 +73,10 @@ class SpareGradients:
         self._blocks[like.id] = block
         return block
 
+    def blocks(self) -> list[Block]:
+        """Returns all of them."""
+        return list(self._blocks.values())
+
     def close(self) -> bool:
         """Frees all of them; returns whether there were any. None holds anything of use."""
         blocks, self._blocks = list(self._blocks.values()), {}
