@@ -4360,14 +4360,14 @@ MUTATIONS = (
     Mutation(
         "late: counters are those of after the step",
         "tiermem/optim/units/late.py",
-        "        self._numbers.take_back()\n",
+        "            self._numbers.take_back()\n",
         "",
         LATE,
     ),
     Mutation(
         "late: the weights are stepped again",
         "tiermem/optim/units/late.py",
-        "        torch._foreach_copy_(stepped, kept)\n",
+        "            torch._foreach_copy_(stepped, kept)\n",
         "",
         LATE,
     ),
@@ -4380,8 +4380,8 @@ MUTATIONS = (
     ),
     Mutation(
         "late: an update is forgotten where it fails",
-        "tiermem/optim/units/unit.py",
-        "            if self.late is late:\n                late.stand()\n",
+        "tiermem/optim/units/late.py",
+        "        if unit.late is late:\n            late.stand()\n",
         "",
         ("tests/unit/test_optim_late.py", "tests/faults/test_optim_ctrl_c.py"),
     ),

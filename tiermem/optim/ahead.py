@@ -30,6 +30,7 @@ from tiermem.optim.provisional import Made, Provisional
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.stepping import SteppedBackward
 from tiermem.optim.units.finality import accumulates, is_nested
+from tiermem.optim.units.late import Ahead
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 
@@ -477,9 +478,7 @@ class StepsAhead:
             self._state,
             ticket=self.provisional.ticket,
             meanwhile=at_hand,
-            revocable=True,
-            late=made.late,
-            leaves=made.leaves is not None,
+            ahead=Ahead(made.late, leaves=made.leaves is not None),
         )
 
 

@@ -15,7 +15,7 @@ from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
-    from tiermem.optim.units.late import LateState
+    from tiermem.optim.units.late import Ahead, LateState
     from tiermem.optim.units.unit import StepUnit
 
 
@@ -37,9 +37,8 @@ class Held:
         runtime: ModuleRuntime,
         *,
         kept: bool = True,
+        ahead: Ahead | None = None,
         late: LateState | None = None,
-        alone: bool = False,
-        leaves: bool = False,
     ) -> None:
         """Starts without leases.
 
@@ -47,13 +46,14 @@ class Held:
             unit: Whose step it is.
             runtime: The modules' runtime.
             kept: Whether state and masters are held as well.
-            late: An update that the state has missed: the gradients of it are held as well.
-            alone: Whether those instead of the present ones; weights are not written then.
-            leaves: Whether what is written of the state is given up.
+            ahead: Of a step that can be taken back: which gradients are held as well, and whether
+                what is written of the state is given up.
+            late: An update that the state has missed, if that is all: its gradients are held
+                instead of the present ones, and weights are not written.
         """
-        self._late = late
-        self._alone = alone
-        self._leaves = leaves
+        self._alone = late is not None
+        self._late = late if ahead is None else ahead.late
+        self._leaves = ahead is not None and ahead.leaves
         self._unit = unit
         self._runtime = runtime
         self.kept = unit.kept_blocks() if kept else []

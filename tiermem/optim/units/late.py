@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,13 @@ from tiermem.core.block import Block, TensorSpec, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State as Residency
 from tiermem.errors import CapacityError
+from tiermem.nn.compat.counters import keep_versions
+from tiermem.nn.compat.quiet import uncompiled
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
+from tiermem.optim.rules.separable import settings_of
+from tiermem.optim.units.attempt import Attempt
+from tiermem.optim.units.held import Held
 from tiermem.optim.units.undo import Undo
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.transfers.deferred import Deferred
@@ -151,34 +157,45 @@ class LateState:
         if self._taken:
             self.runtime.manager.discard(self._spare)
 
+    def make(self, slots: dict[int, Slot]) -> None:
+        """Updates the state over what is held; weights, masters and settings stay as they are.
+
+        Args:
+            slots: Of the blocks, by the id of the block.
+        """
+        unit, plain = self._unit, self._unit.plain
+        slot = None if unit.block is None else slots.get(id(unit.block))
+        views = slots[id(self.block)].views
+        there = {id(entry): views[entry.unit_index] for entry in self._entries}
+        gradients = [there.get(id(entry)) for entry in unit.entry_of]
+        groups = plain.optimizer_for(None).param_groups
+        settings = [settings_of(group) for group in groups]
+        counters = keep_versions([param for param, _ in unit.members])
+        try:
+            optimizer = plain.optimizer_for(self.settings)
+            self._numbers.take_back()
+            owns = plain.owns()
+            unit.handed.hand_over(unit.members, owns, gradients)
+            plain.attach(slot)
+            stepped = [own.detach() for own in owns if own.grad is not None]
+            kept = [own.clone() for own in stepped]
+            unit.run_plain(optimizer)
+            torch._foreach_copy_(stepped, kept)
+            plain.take_in(self.runtime, slot, self.state)
+        finally:
+            for counter in counters:
+                counter.__exit__(None, None, None)
+            for group, before in zip(groups, settings, strict=True):
+                group.update(before)
+
+    # -- inside ----------------------------------------------------------
+
     def _pay(self) -> None:
         """Brings the state up to date."""
         if self._unit.late is self:
             self._unit.catch_up()
         else:
             self.strike()
-
-    def make(self, optimizer: torch.optim.Optimizer, slots: dict[int, Slot]) -> None:
-        """Updates the state over what is held; weights and masters stay as they are.
-
-        Args:
-            optimizer: The plain one, with :attr:`settings`.
-            slots: Of the blocks, by the id of the block.
-        """
-        unit, plain = self._unit, self._unit.plain
-        views = slots[id(self.block)].views
-        there = {id(entry): views[entry.unit_index] for entry in self._entries}
-        gradients = [there.get(id(entry)) for entry in unit.entry_of]
-        self._numbers.take_back()
-        owns = plain.owns()
-        unit.handed.hand_over(unit.members, owns, gradients)
-        plain.attach(None if unit.block is None else slots.get(id(unit.block)))
-        stepped = [own.detach() for own in owns if own.grad is not None]
-        kept = [own.clone() for own in stepped]
-        unit.run_plain(optimizer)
-        torch._foreach_copy_(stepped, kept)
-
-    # -- inside ----------------------------------------------------------
 
     def _take_over(self) -> None:
         """Moves the gradients, which are about to be cleared, to the spare block."""
@@ -201,6 +218,62 @@ class LateState:
             parts.table.hand_home_over(former.id, self._spare.id, self._taken)
             transfers.departures.add_home(self._spare.id)
             self.stand()
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a step that can be taken back is to do with the state.
+
+    Attributes:
+        late: The update that it has missed, to be made first in the same try; the caller has taken
+            it from the unit, and can put it back.
+        leaves: Whether it stays as it is at home; the caller gives up the copy in HBM.
+    """
+
+    late: LateState | None = None
+    leaves: bool = False
+
+
+def update_now(unit: StepUnit) -> None:
+    """Makes the update that the state of a unit has missed, if any; whole, or not at all.
+
+    Raises:
+        CapacityError: If HBM cannot hold what that takes.
+        StorageError: If its bytes cannot be read.
+    """
+    late = unit.late
+    if late is None:
+        return
+    late.strike()
+    try:
+        uncompiled(_update)(unit, late)
+    except BaseException:
+        if unit.late is late:
+            late.stand()
+        raise
+    late.free()
+
+
+def _update(unit: StepUnit, late: LateState) -> None:
+    runtime, slots = late.runtime, dict[int, Slot]()
+    attempt = unit.attempt = Attempt(unit, runtime, Held(unit, runtime, late=late))
+    try:
+        slots = attempt.holding.open()
+        attempt.keep(unit.plain.optimizer_for(None), slots, late.state, spoils=False)
+        owns = unit.plain.owns()
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [own.grad for own in owns]
+        try:
+            late.make(slots)
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                for own, gradient in zip(owns, gradients, strict=True):
+                    own.grad = gradient
+        attempt.made, unit.late = True, None
+        attempt.end()
+    except BaseException:
+        attempt.end()
+        raise
 
 
 def _itemsize(spec: TensorSpec) -> int:

@@ -32,7 +32,7 @@ from tiermem.nn.tensors.lazy import refresh
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.attempt import Waiting
 from tiermem.optim.units.held import Held
-from tiermem.optim.units.late import LateState
+from tiermem.optim.units.late import Ahead
 from tiermem.optim.units.part import Part
 from tiermem.optim.units.partsstate import PartsState, numbers_of
 from tiermem.optim.units.unit import State, StepUnit
@@ -156,9 +156,7 @@ class PartedUnit(StepUnit):
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
-        revocable: bool = False,
-        late: LateState | None = None,
-        leaves: bool = False,
+        ahead: Ahead | None = None,
     ) -> None:
         """Steps part by part, each whole or not; see :meth:`StepUnit.step`."""
         (entry,) = self.entries

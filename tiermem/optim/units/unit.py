@@ -11,23 +11,22 @@ import torch
 
 from tiermem.core.block import Block
 from tiermem.errors import StepError
-from tiermem.nn.compat.counters import keep_versions
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.compat.quiet import quiet, uncompiled
+from tiermem.nn.compat.quiet import quiet
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.rules.separable import Make, settings_of
+from tiermem.optim.rules.separable import Make
 from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.counted import CountedSteps
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.gradients import UnitGradients
 from tiermem.optim.units.handed import HandedGradients
 from tiermem.optim.units.held import Held
-from tiermem.optim.units.late import LateState
+from tiermem.optim.units.late import Ahead, LateState, update_now
 from tiermem.optim.units.master import Masters
 from tiermem.optim.units.onecall import writes_in_one_call
 from tiermem.optim.units.plainopt import PlainOptimizer
@@ -141,9 +140,7 @@ class StepUnit(UnitGradients):
         owed: bool = False,
         meanwhile: Callable[[], None] | None = None,
         write: Callable[[Sequence[Block]], None] | None = None,
-        revocable: bool = False,
-        late: LateState | None = None,
-        leaves: bool = False,
+        ahead: Ahead | None = None,
     ) -> None:
         """Steps the unit: everything it needs is brought up first, and it happens whole or not.
 
@@ -157,12 +154,10 @@ class StepUnit(UnitGradients):
                 were there, and leaves ``param.grad`` as the user has it by now.
             meanwhile: Called once everything is at hand.
             write: Called with blocks that the rest of a step does not use, if it has parts.
-            revocable: Whether the caller can take it back, made or cut short in the middle, and
-                has found that the gradients are its own (:meth:`can_wait`): then the state before
-                the step is not kept here, and no user's change of a gradient looked for.
-            late: The update that its state has missed, to be made first in the same try; the
-                caller has taken it out of :attr:`late`, and can put it back.
-            leaves: Whether its state is left as it is at home: the caller gives up the copy in HBM.
+            ahead: What a step is to do with the state that the caller can take back, made or cut
+                short in the middle; it has found that the gradients are its own (:meth:`can_wait`).
+                Then the state before the step is not kept here, and no user's change of a gradient
+                looked for. None for a step that cannot be taken back.
         """
         self.recover()
         self.catch_up()
@@ -170,12 +165,10 @@ class StepUnit(UnitGradients):
             if self.group is not None and self.group.freed:
                 self.refuse_freed()
             optimizer = self.plain.optimizer_for(groups)
-            if not (owed or revocable):
+            if not owed and ahead is None:
                 runtime.grads.sync_all(self.entries)
             self.flush()
-            held = self.held(runtime, late=late, leaves=leaves)
-            options = {"owed": owed, "revocable": revocable}
-            self._try(runtime, held, optimizer, state, scaling, ticket, meanwhile, late, **options)
+            self._try(runtime, optimizer, state, scaling, ticket, meanwhile, ahead, owed=owed)
         if owed:
             self.clear_forgotten(runtime)
 
@@ -204,16 +197,14 @@ class StepUnit(UnitGradients):
     def _try(
         self,
         runtime: ModuleRuntime,
-        held: Held,
         optimizer: torch.optim.Optimizer,
         state: State,
         scaling: Scaling | None,
         ticket: object,
         meanwhile: Callable[[], None] | None,
-        late: LateState | None,
+        ahead: Ahead | None,
         *,
         owed: bool,
-        revocable: bool,
     ) -> None:
         """Makes the step, or leaves the unit as it was."""
         stored = [
@@ -221,7 +212,7 @@ class StepUnit(UnitGradients):
             for number, entry in enumerate(self.entry_of)
             if entry is not None and entry.has_grad and not entry.materialized and entry.unit
         ]
-        attempt = self.attempt = Attempt(self, runtime, held)
+        attempt = self.attempt = Attempt(self, runtime, self.held(runtime, ahead=ahead))
         try:
             slots = attempt.holding.open()
             if meanwhile is not None:
@@ -230,13 +221,16 @@ class StepUnit(UnitGradients):
             one_call = not unscales and writes_in_one_call(optimizer)
             complete = partial(self._complete, runtime, stored, slots, state)
             done = partial(self._carry_out, attempt, complete, ticket) if one_call else None
-            if not revocable:
+            if ahead is None:
                 spoils = self.handed.spoils or unscales
                 attempt.keep(optimizer, slots, state, spoils=spoils, complete=done)
-            update = partial(
-                self._update, runtime, optimizer, stored, slots, state, scaling, late, owed=owed
+            elif ahead.late is not None:
+                ahead.late.make(slots)
+            self._carry_out(
+                attempt,
+                partial(self._update, runtime, optimizer, stored, slots, state, scaling, owed=owed),
+                ticket,
             )
-            self._carry_out(attempt, update, ticket)
             attempt.end()
         except BaseException:
             attempt.end()
@@ -285,7 +279,6 @@ class StepUnit(UnitGradients):
         slots: dict[int, Slot],
         state: State,
         scaling: Scaling | None,
-        late: LateState | None,
         *,
         owed: bool,
     ) -> list[Shown]:
@@ -294,14 +287,8 @@ class StepUnit(UnitGradients):
         Returns:
             What stands for the tensors that were written, and their values.
         """
-        slot = slots.get(id(self.block))
-        if late is not None:
-            now = [settings_of(group) for group in optimizer.param_groups]
-            late.make(self.plain.optimizer_for(late.settings), slots)
-            self.plain.take_in(runtime, slot, state)
-            for group, settings in zip(optimizer.param_groups, now, strict=True):
-                group.update(settings)
         gradients = self._gradients_in(stored, slots, owed=owed)
+        slot = slots.get(id(self.block))
         cast = self.handed.hand_over(self.members, self.plain.owns(), gradients)
         self.plain.attach(slot)
         self._run(optimizer, scaling, cast)
@@ -376,48 +363,7 @@ class StepUnit(UnitGradients):
             for block in self.blocks():  # what waits for one of them may make the update itself
                 if block.id in manager.parts.deferred:
                     manager.parts.deferred.pay(block.id)
-            self._make_late()
-
-    def _make_late(self) -> None:
-        """Makes the update that the state has missed, if it has not been made meanwhile."""
-        late = self.late
-        if late is None:
-            return
-        late.strike()
-        try:
-            uncompiled(StepUnit._catch_up)(self, late)
-        except BaseException:
-            if self.late is late:
-                late.stand()
-            raise
-        late.free()
-
-    def _catch_up(self, late: LateState) -> None:
-        """Makes the update that the state has missed, or leaves the unit as it was."""
-        runtime, state = late.runtime, late.state
-        attempt = self.attempt = Attempt(self, runtime, self.held(runtime, late=late, alone=True))
-        try:
-            slots = attempt.holding.open()
-            optimizer = self.plain.optimizer_for(late.settings)
-            attempt.keep(optimizer, slots, state, spoils=False)
-            owns = self.plain.owns()
-            with torch._C.DisableTorchFunctionSubclass():
-                gradients = [own.grad for own in owns]
-            kept = keep_versions([param for param, _ in self.members])
-            try:
-                late.make(optimizer, slots)
-            finally:
-                for counter in kept:
-                    counter.__exit__(None, None, None)
-                with torch._C.DisableTorchFunctionSubclass():
-                    for own, gradient in zip(owns, gradients, strict=True):
-                        own.grad = gradient
-            shown = self.plain.take_in(runtime, slots.get(id(self.block)), state)
-            attempt.shown, attempt.made, self.late = shown, True, None
-            attempt.end()
-        except BaseException:
-            attempt.end()
-            raise
+            update_now(self)
 
     def run_plain(self, optimizer: torch.optim.Optimizer) -> None:
         """Runs the step of the plain optimizer over what is held and attached."""
@@ -438,23 +384,9 @@ class StepUnit(UnitGradients):
             self.handed.scaled = True  # so it is taken to be, where the step fails
             self.handed.scaled = outside(run_scaled, optimizer, scaling, owns, cast)
 
-    def held(
-        self,
-        runtime: ModuleRuntime,
-        *,
-        late: LateState | None = None,
-        alone: bool = False,
-        leaves: bool = False,
-    ) -> Held:
-        """Returns a context that holds weights, gradients, state and masters.
-
-        Args:
-            runtime: The modules' runtime.
-            late: The update that the state has missed, of which the gradients are held as well.
-            alone: Whether those instead of the present ones.
-            leaves: Whether what is written of the state is given up.
-        """
-        return Held(self, runtime, late=late, alone=alone, leaves=leaves)
+    def held(self, runtime: ModuleRuntime, *, ahead: Ahead | None = None) -> Held:
+        """Returns a context that holds weights, gradients, state and masters."""
+        return Held(self, runtime, ahead=ahead)
 
     def sees(self, unit: GradUnit) -> bool:
         """Whether the optimizer is given gradients of a block themselves, not casts of them."""
