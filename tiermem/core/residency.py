@@ -397,12 +397,9 @@ class ResidencyTable:
         alike = giver.home is taker.home and giver.block.nbytes == taker.block.nbytes
         if taker.in_hbm is not _ABSENT or taker.defined or not alike:
             raise self._wrong(taker, f"given what {giver.block.name!r} has at home")
-        theirs, mine, i = giver.home_extent, taker.home_extent, taker_id
-        # fmt: off
-        (giver.defined, giver.at_home, giver.home_extent, taken[i],
-         taker.at_home, taker.defined, taker.home_extent) = (
-            False, _ABSENT, mine, None, _VALID, True, theirs)
-        # fmt: on
+        g, t, i = giver, taker, taker_id
+        new = False, _ABSENT, taker.home_extent, None, _VALID, True, giver.home_extent
+        g.defined, g.at_home, g.home_extent, taken[i], t.at_home, t.defined, t.home_extent = new
 
     # -- after an exception ----------------------------------------------
 

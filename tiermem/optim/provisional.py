@@ -198,10 +198,7 @@ class Provisional:
                 if late is not None:
                     unit.late = None
                     late.strike()
-                kept = unit.kept_blocks()
-                if leaves is not None:
-                    kept = [block for block in kept if block is not unit.block]
-                step(unit, made, partial(self._shadows.turn, [group.block, *kept]))
+                step(unit, made, partial(self._turn, group, made))
                 self._forget_state(made)
         finally:
             self._making = False
@@ -310,6 +307,17 @@ class Provisional:
 
     # -- inside ----------------------------------------------------------
 
+    def _turn(self, group: Group, made: Made) -> None:
+        """Has the blocks that a step is about to write keep what they are."""
+        kept = made.unit.kept_blocks()
+        left = made.unit.block if made.leaves is not None else None
+        self._shadows.turn([group.block, *[block for block in kept if block is not left]])
+        if left is not None:
+            # its home stays: a copy there that was submitted and not made yet must not take what
+            # is written from now on
+            transfers = self._manager.parts.transfers
+            transfers.copy.use(transfers.home_ready.get(left.id))
+
     def _forget_state(self, made: Made) -> None:
         """Gives up the copy in HBM of state that a step has updated there, and that is left."""
         block = made.unit.block
@@ -341,10 +349,10 @@ class Provisional:
         while self._debts:
             self._manager.parts.deferred.cancel(self._debts[-1])
             self._debts.pop()
-        self._made.clear()
         self._used.clear()
         self._elsewhere.clear()
-        self._broken, self.ticket = False, object()
+        # at once: without its units a ticket would be taken for that of the next round
+        self._made, self._broken, self.ticket = {}, False, object()
 
     def _give_up(self) -> bool:
         """Frees the shadows, and drops their steps, where a home needs room."""

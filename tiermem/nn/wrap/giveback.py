@@ -156,11 +156,12 @@ class Leaving:
         """
         deferred = self._manager.parts.deferred
         with self._manager.lock:
-            with suppress(StorageError):  # likewise
-                deferred.pay_standing()
             for group in self._groups():
                 with suppress(StorageError):  # named by the caller, with all others
                     deferred.pay(group.block.id)
+            with suppress(StorageError):  # likewise; steps that were dropped may have left some
+                deferred.pay_standing()
+            for group in self._groups():
                 waits = group.block.id in deferred  # for a disk
                 if not waits and group.holds > self._runtime.backward.reduced.holds(group):
                     raise WrapError(

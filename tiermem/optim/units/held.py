@@ -94,8 +94,10 @@ class Held:
         if not self._alone:
             here = [u for u in unit.grad_units() if not u.runs]  # those come with their parts
             self.gradients = [u for u in here if any(e.has_grad for e in u.entries)]
-        late = [] if self._late is None else [self._late.block]
-        self._lease([*(u.block for u in self.gradients), *late, *self.kept])
+        found = [u.block for u in self.gradients]
+        if self._late is not None and self._late.block not in found:
+            found.append(self._late.block)  # else they are still there, and were not added to
+        self._lease([*found, *self.kept])
         for u, slot in zip(self.gradients, self._slots, strict=False):
             if u.pending:
                 runtime.grads.settle(u, slot)
@@ -175,7 +177,7 @@ class Held:
 
     def _is_dirty(self, index: int, slot: Slot, *, written: bool) -> bool:
         """Whether a block was written; writes through ``param.data`` are not counted by torch."""
-        if self._late is not None and index == len(self.gradients):
+        if self._late is not None and slot.block is self._late.block:
             return False  # the gradients of an update that is made with it
         if self._leaves and slot.block is self._unit.block:
             return False

@@ -149,7 +149,9 @@ class LateState:
         if debt is not None:
             self.runtime.manager.parts.deferred.cancel(debt)
         self._debt = None
-        self.runtime.grads.kept_for.pop(self._gradients.block.id, None)
+        kept_for, block_id = self.runtime.grads.kept_for, self._gradients.block.id
+        if kept_for.get(block_id) == self._take_over:  # not another optimizer's
+            del kept_for[block_id]
 
     def free(self) -> None:
         """Gives up the gradients, once the state is up to date; it may be called again."""
@@ -170,11 +172,12 @@ class LateState:
         gradients = [there.get(id(entry)) for entry in unit.entry_of]
         groups = plain.optimizer_for(None).param_groups
         settings = [settings_of(group) for group in groups]
-        counters = keep_versions([param for param, _ in unit.members])
+        counters, owns = keep_versions([param for param, _ in unit.members]), plain.owns()
+        with torch._C.DisableTorchFunctionSubclass():
+            present = [own.grad for own in owns]
         try:
             optimizer = plain.optimizer_for(self.settings)
             self._numbers.take_back()
-            owns = plain.owns()
             unit.handed.hand_over(unit.members, owns, gradients)
             plain.attach(slot)
             stepped = [own.detach() for own in owns if own.grad is not None]
@@ -187,6 +190,9 @@ class LateState:
                 counter.__exit__(None, None, None)
             for group, before in zip(groups, settings, strict=True):
                 group.update(before)
+            with torch._C.DisableTorchFunctionSubclass():
+                for own, gradient in zip(owns, present, strict=True):
+                    own.grad = gradient
 
     # -- inside ----------------------------------------------------------
 
@@ -260,15 +266,7 @@ def _update(unit: StepUnit, late: LateState) -> None:
     try:
         slots = attempt.holding.open()
         attempt.keep(unit.plain.optimizer_for(None), slots, late.state, spoils=False)
-        owns = unit.plain.owns()
-        with torch._C.DisableTorchFunctionSubclass():
-            gradients = [own.grad for own in owns]
-        try:
-            late.make(slots)
-        finally:
-            with torch._C.DisableTorchFunctionSubclass():
-                for own, gradient in zip(owns, gradients, strict=True):
-                    own.grad = gradient
+        late.make(slots)
         attempt.made, unit.late = True, None
         attempt.end()
     except BaseException:
