@@ -4351,13 +4351,6 @@ MUTATIONS = (
         LATE,
     ),
     Mutation(
-        "late: a change of the gradients does not make the update first",
-        "tiermem/nn/groups/grads.py",
-        "            if block_id in deferred.owed or block_id in deferred.standing:\n",
-        "            if block_id in deferred.owed:\n",
-        LATE,
-    ),
-    Mutation(
         "late: counters are those of after the step",
         "tiermem/optim/units/late.py",
         "            self._numbers.take_back()\n",
@@ -4376,7 +4369,8 @@ MUTATIONS = (
         "tiermem/optim/units/late.py",
         "            if written is not None:\n",
         "            if False:\n",
-        LATE,
+        ("tests/gpu/test_late_state.py",),
+        gpu=True,
     ),
     Mutation(
         "late: an update is forgotten where it fails",

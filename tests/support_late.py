@@ -25,10 +25,16 @@ def layers() -> nn.Module:
 class Pair:
     """A plain training loop and one in the tiers, with the defaults."""
 
-    def __init__(self, cls: Any = ADAMW[0], settings: Any = ADAMW[1], dram: int = 16 << 20) -> None:
+    def __init__(
+        self,
+        cls: Any = ADAMW[0],
+        settings: Any = ADAMW[1],
+        dram: int = 16 << 20,
+        hbm: int = NBYTES * 2 // 3,
+    ) -> None:
         self.plain = layers()
         self.own = cls(self.plain.parameters(), **settings)
-        self.tier = tiermem.TierManager("cpu", hbm=NBYTES * 2 // 3, dram=dram)
+        self.tier = tiermem.TierManager("cpu", hbm=hbm, dram=dram)
         self.model = self.tier.wrap(layers())
         self.optimizer = self.tier.optimizer(self.model, cls, **settings)
         self.number = 0

@@ -19,6 +19,7 @@ from tiermem.core.residency import ResidencyTable
 from tiermem.errors import InvariantError
 from tiermem.optim.rules.probe import StateProbe
 from tiermem.runtime import assembly
+from tiermem.runtime.transfers.block_io import view_of
 from tiermem.runtime.transfers.deferred import Deferred, DeferredWork
 
 
@@ -271,6 +272,61 @@ def test_gradients_are_kept_also_where_copies_down_are_late(monkeypatch) -> None
     with pair_of() as pair:
         pair.step(12)
         assert pair.ahead.provisional.left
+        pair.check()
+
+
+def test_a_gradient_that_was_handed_over_is_at_home(monkeypatch) -> None:
+    monkeypatch.setattr(assembly, "HostCopyEngine", LateDownEngine)
+    with pair_of(hbm=3 * NBYTES) as pair:
+        pair.step(4)
+        pair.backward()
+        pair.own.step()
+        pair.optimizer.step()
+        kept = {name: p.grad.clone() for name, p in pair.plain.named_parameters()}
+        pair.own.zero_grad()
+        pair.optimizer.zero_grad()
+        parts, seen = pair.tier._manager.parts, 0
+        for unit in pair.optimizer._units:
+            if unit.late is not None:
+                block = unit.late.block
+                parts.copy.wait(parts.transfers.home_ready.get(block.id))
+                extent = parts.table[block.id].home_extent
+                (spec,) = block.tensors
+                found = view_of(parts.homes.arena.bytes_of(extent), spec)
+                assert_same(kept[unit.entries[0].name], found, unit.name)
+                seen += 1
+        assert seen == LAYERS // 2
+        pair.check()
+
+
+def test_an_update_that_fails_is_made_at_the_next_look() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        unit = next(unit for unit in pair.optimizer._units if unit.late is not None)
+        count = len(pair.late)
+
+        def fail(_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        unit.run_plain = fail
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError):
+                pair.optimizer.state_dict()
+            assert unit.late is not None
+        with pytest.raises(torch.OutOfMemoryError):
+            LOOKS["an acquired block"](pair)
+        del unit.run_plain
+        assert 0 < len(pair.late) <= count
+        pair.step(2)
+        pair.check()
+
+
+def test_a_unit_that_changes_sides_takes_the_state_along_complete() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        for unit in pair.optimizer._units:
+            unit.move(None, unit.plain.make)
+        assert not pair.late
         pair.check()
 
 

@@ -151,8 +151,7 @@ class GradStore:
             unit = entry.unit
             if unit is not None and unit not in units[-1:]:
                 units.append(unit)
-                if self.owed(unit):
-                    self.pay(unit)
+                self.pay(unit)
         self.norms.invalidate(entries)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
@@ -222,11 +221,9 @@ class GradStore:
 
     def pay(self, unit: GradUnit | None) -> None:
         """Makes the deferred step that uses the gradients of a unit, if there is one."""
-        if unit is not None:
-            block_id, deferred = unit.block.id, self._deferred
-            if block_id in deferred.owed or block_id in deferred.standing:
-                with self.manager.lock:
-                    deferred.pay(block_id)
+        if unit is not None and unit.block.id in self._deferred.owed:
+            with self.manager.lock:
+                self._deferred.pay(unit.block.id)
 
     def sync(self, entry: Entry) -> None:
         """Follows a user's change of ``param.grad``: another tensor or None ends the stored one."""

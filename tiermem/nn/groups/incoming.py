@@ -42,7 +42,7 @@ class IncomingGradients:
         self._backward = backward
         self.manager = runtime.manager
         self._store = runtime.grads
-        self._deferred = self.manager.parts.deferred
+        self._owed = self.manager.parts.deferred.owed
         self.left = 0
         self.new = NewGradients(self.manager.parts.device, self.take_over)
         self._arriving: GradUnit | None = None
@@ -230,8 +230,7 @@ class _Before(Hook[IncomingGradients, Entry]):
             or not backward.under_way
             or backward.ending() is None
             or backward.reduced.active
-            or unit.block.id in incoming._deferred.owed
-            or unit.block.id in incoming._deferred.standing
+            or unit.block.id in incoming._owed
         )
         for watcher in incoming._store.watchers:
             busy = busy or watcher.listens
