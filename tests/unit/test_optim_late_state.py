@@ -88,11 +88,11 @@ class Pair:
 
 
 @contextlib.contextmanager
-def trained(rounds: int = 9) -> Iterator[Pair]:
+def trained(rounds: int = 9, hbm: float = 0.6) -> Iterator[Pair]:
     """Both are trained until state of the one in the tiers is late."""
     models = Net(), Net()
     weights = sum(p.nbytes for p in models[0].parameters())
-    with tiermem.TierManager("cpu", hbm=int(weights * 0.6), dram="64MiB") as tier:
+    with tiermem.TierManager("cpu", hbm=int(weights * hbm), dram="64MiB") as tier:
         plain, tiered = models[0], tier.wrap(models[1])
         optimizers = (
             torch.optim.AdamW(plain.parameters()),
@@ -210,6 +210,9 @@ def test_two_optimizers_leave_state_over_the_same_gradients() -> None:
 def test_state_that_is_left_stays_as_it_is_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although copies of it to there are made late."""
     monkeypatch.setattr(assembly, "HostCopyEngine", LateDownEngine)
-    with trained() as pair:
-        pair.train(range(20, 30))
+    with trained(hbm=0.8) as pair:
+        for number in range(20, 40):
+            pair.train([number])
+            if number % 3 == 0:
+                pair.check_state()
         pair.check()
