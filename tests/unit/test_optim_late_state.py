@@ -216,3 +216,23 @@ def test_state_that_is_left_stays_as_it_is_at_home(monkeypatch: pytest.MonkeyPat
             if number % 3 == 0:
                 pair.check_state()
         pair.check()
+
+
+def test_a_setting_that_is_a_tensor_may_become_another() -> None:
+    """With weight decay the state is made of the weights, too."""
+    models = Net(), Net()
+    weights = sum(p.nbytes for p in models[0].parameters())
+
+    def settings() -> dict[str, Any]:
+        return {"weight_decay": torch.tensor(0.0), "foreach": False}
+
+    with tiermem.TierManager("cpu", hbm=int(weights * 0.6), dram="64MiB") as tier:
+        plain, tiered = models[0], tier.wrap(models[1])
+        by_hand = torch.optim.Adam(plain.parameters(), **settings())
+        optimizer = tier.optimizer(tiered, torch.optim.Adam, **settings())
+        pair = Pair(tier, (plain, tiered), (by_hand, optimizer))
+        pair.train(range(9))
+        for group in (by_hand.param_groups[0], optimizer.param_groups[0]):
+            group["weight_decay"].fill_(0.5)
+        pair.train(range(9, 15))
+        pair.check()

@@ -170,7 +170,8 @@ class LateStates:
         known = self._found.get(id(unit))
         if known is None or known[0] != kinds:
             found = all(
-                self._ignores(unit.own(param), number, settings_of(settings[number]))
+                _is_told_by_numbers(settings[number])
+                and self._ignores(unit.own(param), number, settings_of(settings[number]))
                 for param, number in unit.members
             )
             known = self._found[id(unit)] = kinds, found
@@ -190,4 +191,11 @@ def _kind_of(group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         (key, value if type(value) in (bool, str, type(None)) else not value)
         for key, value in settings_of(group).items()
         if type(value) in (bool, str, type(None), int, float)
+    )
+
+
+def _is_told_by_numbers(group: dict[str, Any]) -> bool:
+    """Whether a try tells of later steps too: a tensor may become zero, or another, in place."""
+    return not any(
+        isinstance(value, torch.Tensor) and key != "lr" for key, value in settings_of(group).items()
     )
