@@ -156,6 +156,37 @@ def test_a_model_taken_out_of_the_tiers_leaves_the_state_complete() -> None:
         assert_same(pair.own.state_dict()["state"], pair.optimizer.state_dict()["state"], "state")
 
 
+def test_weights_of_which_views_are_held_are_not_needed_for_it() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        assert pair.late
+        views = [layer.weight.data[1:] for layer in pair.model[:5]]
+        assert_same(pair.own.state_dict()["state"], pair.optimizer.state_dict()["state"], "state")
+        del views
+        pair.step(2)
+        pair.check()
+
+
+def test_the_room_of_spare_blocks_is_in_one_piece_again() -> None:
+    with pair_of() as pair:
+        dram = pair.tier._manager.parts.homes.dram
+        pair.step(6)
+        assert pair.tier._manager.parts.homes._reclaim()
+        assert min(gap.nbytes for gap in dram.gaps()) >= NBYTES
+        pair.step(2)
+        pair.check()
+
+
+def test_state_is_looked_at_in_inference_mode() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        with torch.inference_mode():
+            pair.optimizer.finish()
+        assert not pair.late
+        pair.step(2)
+        pair.check()
+
+
 def test_closing_gives_the_spare_blocks_back() -> None:
     with pair_of() as pair:
         pair.step(5)
@@ -308,14 +339,15 @@ def test_an_update_that_fails_is_made_at_the_next_look() -> None:
         def fail(_: Any) -> None:
             raise torch.OutOfMemoryError("no memory")
 
-        unit.run_plain = fail
+        late = unit.late
+        late.make = fail
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError):
                 pair.optimizer.state_dict()
             assert unit.late is not None
         with pytest.raises(torch.OutOfMemoryError):
             LOOKS["an acquired block"](pair)
-        del unit.run_plain
+        del late.make
         assert 0 < len(pair.late) <= count
         pair.step(2)
         pair.check()

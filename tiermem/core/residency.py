@@ -401,6 +401,16 @@ class ResidencyTable:
         new = False, _ABSENT, taker.home_extent, None, _VALID, True, giver.home_extent
         g.defined, g.at_home, g.home_extent, taken[i], t.at_home, t.defined, t.home_extent = new
 
+    def exchange_empty(self, one_id: int, other_id: int) -> None:
+        """Exchanges the homes of two blocks as large as each other that hold no data."""
+        one, other = self._records[one_id], self._records[other_id]
+        if one.home is not other.home or one.block.nbytes != other.block.nbytes:
+            raise self._wrong(one, f"given the home of {other.block.name!r}")
+        for record in (one, other):
+            if record.defined or record.in_hbm is not _ABSENT:
+                raise self._wrong(record, "given another's home")
+        one.home_extent, other.home_extent = other.home_extent, one.home_extent
+
     # -- after an exception ----------------------------------------------
 
     def repair(self, orphans: Iterable[Extent] = ()) -> None:

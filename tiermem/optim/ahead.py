@@ -265,7 +265,7 @@ class StepsAhead:
             if may_begin and self._habit.expects and self._is_worth_it():
                 blocks = list(self._blocks())
                 reserved = [self.provisional.reserve(*block) for block in blocks]
-                self._ready = any(reserved)
+                self._ready, self.late.roomy = any(reserved), all(reserved)
                 for _, units in blocks if self._ready else ():
                     self.late.reserve(units)
 

@@ -31,6 +31,7 @@ class LateStates:
     Attributes:
         share: Of the bytes of what is stepped ahead, by weight: how much takes turns.
         turn: 0 or 1, by turns, in rounds with steps made ahead.
+        roomy: Whether DRAM has room to spare when all that is stepped ahead has its shadow.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class LateStates:
         """
         self.share = 1.0
         self.turn = 0
+        self.roomy = True
         self._runtime = runtime
         self._ignores = ignores
         self._is_open = is_open
@@ -71,10 +73,10 @@ class LateStates:
 
     def reserve(self, units: Iterable[StepUnit]) -> None:
         """Reserves what takes the gradients over of units that may leave their state."""
-        for unit in units if self.share else ():
+        for unit in units if self.share and self.roomy else ():
             gradients = unit.grad_units()
             if unit.block is not None and len(gradients) == 1:
-                self._spares.of(gradients[0])
+                self._spares.of(gradients[0], new=True)
 
     def blocks(self) -> list[Block]:
         """Returns the blocks that take gradients over."""
@@ -100,7 +102,7 @@ class LateStates:
         self._due += self.share / 2 * gradients.nbytes
         if unit.late is not None or self._due < gradients.nbytes / 2:
             return None
-        spare = self._spares.of(gradients)
+        spare = self._spares.of(gradients, new=self.roomy)
         if spare is None:
             return None
         self._due -= gradients.nbytes
@@ -182,6 +184,7 @@ class LateStates:
         if self._is_open():
             return False
         self.catch_up()
+        self.roomy = False
         return self._spares.close()
 
 

@@ -48,8 +48,8 @@ class Held:
             kept: Whether state and masters are held as well.
             ahead: Of a step that can be taken back: which gradients are held as well, and whether
                 what is written of the state is given up.
-            late: An update that the state has missed, if that is all: its gradients are held
-                instead of the present ones, and weights are not written.
+            late: An update that the state has missed, if that is all: its gradients and the state
+                are held, and nothing else.
         """
         self._alone = late is not None
         self._late = late if ahead is None else ahead.late
@@ -57,7 +57,9 @@ class Held:
         self._unit = unit
         self._runtime = runtime
         self.kept = unit.kept_blocks() if kept else []
-        self._masters = unit.masters if kept else None
+        self._masters = unit.masters if kept and late is None else None
+        if late is not None:
+            self.kept = [block for block in self.kept if block is unit.block]
         self.gradients: list[GradUnit] = []
         self.follows = False
         self._slots: list[Slot] = []
@@ -131,16 +133,10 @@ class Held:
 
     def _lease(self, blocks: list[Any]) -> None:
         """Leases all, or nothing, also where Ctrl-C comes in between."""
-        manager, unit, group = self._runtime.manager, self._unit, self._unit.group
+        manager = self._runtime.manager
         with manager.lock:
-            holds = 0 if group is None else group.holds
-            try:
-                unit.foreign.hold()
-                self._group_held = True
-            except BaseException:
-                if group is not None and group.holds > holds:
-                    self._group_held = True
-                raise
+            if not self._alone:
+                self._hold_group()
             table = manager.parts.table
             self._records = [table.of(block.id) for block in blocks]
             leases = [record.leases for record in self._records]
@@ -152,6 +148,18 @@ class Held:
                     while record.leases > before:
                         table.release(record.block.id)
                 raise
+
+    def _hold_group(self) -> None:
+        """Holds the group of weights."""
+        group = self._unit.group
+        holds = 0 if group is None else group.holds
+        try:
+            self._unit.foreign.hold()
+            self._group_held = True
+        except BaseException:
+            if group is not None and group.holds > holds:
+                self._group_held = True
+            raise
 
     def _release(self, written: bool) -> None:
         """Gives back each lease that it still has."""
@@ -172,7 +180,7 @@ class Held:
         if self._group_left is None:
             self._group_left = 0 if group is None else group.holds - 1
         if group is not None and group.holds > self._group_left:
-            unit.foreign.let_go(dirty=written and not self._alone)
+            unit.foreign.let_go(dirty=written)
         self._group_held, self._group_left = False, None
 
     def _is_dirty(self, index: int, slot: Slot, *, written: bool) -> bool:

@@ -18,17 +18,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from tiermem.core.block import Block, TensorSpec, Tier
+from tiermem.core.block import Block, Extent, TensorSpec, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import State as Residency
 from tiermem.errors import CapacityError
-from tiermem.nn.compat.counters import keep_versions
+from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.quiet import uncompiled
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
+from tiermem.nn.groups.group import Group
+from tiermem.optim.rules.plainstep import run
 from tiermem.optim.rules.separable import settings_of
-from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.undo import Undo
 from tiermem.runtime.memory.slots import Slot
@@ -54,12 +56,18 @@ class SpareGradients:
             runtime: The modules' runtime.
         """
         self._manager = runtime.manager
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, Block] = {}  # by the id of the block of gradients
+        self._began: dict[int, Extent | None] = {}  # where each was at first
 
-    def of(self, gradients: GradUnit) -> Block | None:
-        """Returns the block for some gradients; None where DRAM has no room to spare for it."""
+    def of(self, gradients: GradUnit, *, new: bool) -> Block | None:
+        """Returns the block for some gradients; None where DRAM has no room to spare for it.
+
+        Args:
+            gradients: In one block.
+            new: Whether it may be made.
+        """
         block = self._blocks.get(gradients.block.id)
-        if block is not None or gradients.runs:
+        if block is not None or gradients.runs or not new:
             return block
         homes, like = self._manager.parts.homes, gradients.block
         extent = homes.lend(like.nbytes, spare=True)
@@ -76,6 +84,7 @@ class SpareGradients:
             )
         except CapacityError:
             return None
+        self._began[block.id] = self._manager.record(block).home_extent
         self._blocks[like.id] = block
         return block
 
@@ -85,9 +94,24 @@ class SpareGradients:
 
     def close(self) -> bool:
         """Frees all of them; returns whether there were any. None holds anything of use."""
+        if not self._blocks:
+            return False
+        self._take_home()
         blocks, self._blocks = list(self._blocks.values()), {}
+        self._began.clear()
         self._manager.remove_blocks(blocks)
-        return bool(blocks)
+        return True
+
+    def _take_home(self) -> None:
+        """Has each lie where it was at first, so that the room that they leave is in one piece."""
+        table = self._manager.parts.table
+        self._manager.parts.copy.synchronize()
+        for number, block in self._blocks.items():
+            gradients, spare = table.get(number), table.get(block.id)
+            if gradients is None or spare is None or gradients.defined or spare.defined:
+                continue
+            if gradients.home_extent == self._began.get(block.id):
+                table.exchange_empty(number, block.id)
 
 
 class LateState:
@@ -160,39 +184,46 @@ class LateState:
             self.runtime.manager.discard(self._spare)
 
     def make(self, slots: dict[int, Slot]) -> None:
-        """Updates the state over what is held; weights, masters and settings stay as they are.
+        """Updates the state over what is held, and nothing else.
+
+        An optimizer of its own steps stand-ins for the weights, which have no part in the state.
 
         Args:
             slots: Of the blocks, by the id of the block.
         """
         unit, plain = self._unit, self._unit.plain
-        slot = None if unit.block is None else slots.get(id(unit.block))
-        views = slots[id(self.block)].views
+        if unit.block is None:
+            return
+        kept, views = slots[id(unit.block)].views, slots[id(self.block)].views
         there = {id(entry): views[entry.unit_index] for entry in self._entries}
-        gradients = [there.get(id(entry)) for entry in unit.entry_of]
-        groups = plain.optimizer_for(None).param_groups
-        settings = [settings_of(group) for group in groups]
-        counters, owns = keep_versions([param for param, _ in unit.members]), plain.owns()
-        with torch._C.DisableTorchFunctionSubclass():
-            present = [own.grad for own in owns]
-        try:
-            optimizer = plain.optimizer_for(self.settings)
-            self._numbers.take_back()
-            unit.handed.hand_over(unit.members, owns, gradients)
-            plain.attach(slot)
-            stepped = [own.detach() for own in owns if own.grad is not None]
-            kept = [own.clone() for own in stepped]
-            unit.run_plain(optimizer)
-            torch._foreach_copy_(stepped, kept)
-            plain.take_in(self.runtime, slot, self.state)
-        finally:
-            for counter in counters:
-                counter.__exit__(None, None, None)
-            for group, before in zip(groups, settings, strict=True):
-                group.update(before)
-            with torch._C.DisableTorchFunctionSubclass():
-                for own, gradient in zip(owns, present, strict=True):
-                    own.grad = gradient
+        stand_ins: dict[int, nn.Parameter] = {}  # by the id of their parameter
+        groups = [{**settings_of(self.settings[n]), "params": []} for n in plain.numbers]
+        for (param, number), entry in zip(unit.members, unit.entry_of, strict=True):
+            if id(entry) in there:
+                gradient = there[id(entry)].to(unit.own(param).dtype)
+                stand_ins[id(param)] = stand_in = nn.Parameter(torch.zeros_like(gradient))
+                stand_in.grad = gradient
+                groups[plain.numbers.index(number)]["params"].append(stand_in)
+        with torch.enable_grad():
+            optimizer = plain.make(groups)
+        for (param, _), was in zip(unit.members, self._numbers.entries(), strict=True):
+            if id(param) in stand_ins and was is not None:
+                optimizer.state[stand_ins[id(param)]] = was
+        placed = [place for place in plain.places if id(place.param) in stand_ins]
+        for place in placed:
+            optimizer.state[stand_ins[id(place.param)]][place.key] = kept[place.first]
+        outside(run, optimizer)
+        for place in placed:
+            value = optimizer.state[stand_ins[id(place.param)]][place.key]
+            if value is not kept[place.first]:
+                kept[place.first].copy_(value)
+
+    def forget_copy(self) -> None:
+        """Gives up the copy of the state in HBM, part of which may be updated."""
+        parts, block = self.runtime.manager.parts, self._unit.block
+        record = None if block is None else parts.table.get(block.id)
+        if record is not None and record.in_hbm is _AT_HOME and not record.leases:
+            parts.evictor.evict(record)
 
     # -- inside ----------------------------------------------------------
 
@@ -240,38 +271,73 @@ class Ahead:
     leaves: bool = False
 
 
+class LateUpdate:
+    """The update that the state of a unit has missed, under way: made whole, or not at all.
+
+    Attributes:
+        made: Whether it is made.
+    """
+
+    def __init__(self, unit: StepUnit, late: LateState) -> None:
+        """Holds nothing yet.
+
+        Args:
+            unit: Whose state it is.
+            late: The update.
+        """
+        self.made = False
+        self._unit = unit
+        self._late = late
+        self._holding = Held(unit, late.runtime, late=late)
+        self._over = False
+        late.runtime.keepers.attempts.append(self)
+
+    def make(self) -> None:
+        """Makes it."""
+        self._late.make(self._holding.open())
+        self.made = True
+
+    def end(self) -> None:
+        """Ends it, made or not, and releases everything; it may be called again."""
+        if self._over:
+            return
+        if self.made:
+            self._unit.late = None
+        self._holding.close(written=self.made)
+        if not self.made:
+            self._late.forget_copy()
+        self._over = True
+        attempts = self._late.runtime.keepers.attempts
+        if self in attempts:
+            attempts.remove(self)
+
+    def leased(self) -> tuple[Group | None, list[Block]]:
+        """Returns no group of weights, and the blocks that are leased."""
+        return self._holding.leased()
+
+
 def update_now(unit: StepUnit) -> None:
-    """Makes the update that the state of a unit has missed, if any; whole, or not at all.
+    """Makes the update that the state of a unit has missed, if any.
 
     Raises:
-        CapacityError: If HBM cannot hold what that takes.
+        CapacityError: If HBM cannot hold what that takes: the state and the gradients.
         StorageError: If its bytes cannot be read.
     """
     late = unit.late
     if late is None:
         return
     late.strike()
+    update = LateUpdate(unit, late)
     try:
-        uncompiled(_update)(unit, late)
+        try:
+            uncompiled(LateUpdate.make)(update)
+        finally:
+            update.end()
     except BaseException:
         if unit.late is late:
             late.stand()
         raise
     late.free()
-
-
-def _update(unit: StepUnit, late: LateState) -> None:
-    runtime, slots = late.runtime, dict[int, Slot]()
-    attempt = unit.attempt = Attempt(unit, runtime, Held(unit, runtime, late=late))
-    try:
-        slots = attempt.holding.open()
-        attempt.keep(unit.plain.optimizer_for(None), slots, late.state, spoils=False)
-        late.make(slots)
-        attempt.made, unit.late = True, None
-        attempt.end()
-    except BaseException:
-        attempt.end()
-        raise
 
 
 def _itemsize(spec: TensorSpec) -> int:

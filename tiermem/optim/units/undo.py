@@ -137,6 +137,21 @@ class Undo:
                 ordinary += [tensor for _, tensor in insides(value)]
         self.keep_values(ordinary)
 
+    def entries(self) -> list[dict[Any, Any] | None]:
+        """Returns copies of what :meth:`keep_entries` noted last, with the values of then."""
+        was: dict[int, torch.Tensor] = {id(value): copy.clone() for value, copy in self._values}
+        for values, were in self._numbers:
+            for value, number in zip(values, were, strict=True):
+                then = was[id(value)] = value.detach().clone()
+                then.copy_(number) if isinstance(number, torch.Tensor) else then.fill_(number)
+        _, _, entries, lengths, names, values = self._entries[-1]
+        sizes, pairs = iter(lengths), zip(names, values, strict=True)
+        found: list[dict[Any, Any] | None] = []
+        for entry in entries:
+            before = None if entry is None else islice(pairs, next(sizes))
+            found.append(None if before is None else {n: was.get(id(v), v) for n, v in before})
+        return found
+
     def keep_shown(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
         """Notes of which parameters a tiered optimizer shows state at all."""
         new = [key for key in keys if key not in state]

@@ -365,10 +365,6 @@ class StepUnit(UnitGradients):
                     manager.parts.deferred.pay(block.id)
             update_now(self)
 
-    def run_plain(self, optimizer: torch.optim.Optimizer) -> None:
-        """Runs the step of the plain optimizer over what is held and attached."""
-        self._run(optimizer, None, ())
-
     def _run(
         self,
         optimizer: torch.optim.Optimizer,
