@@ -4390,7 +4390,7 @@ MUTATIONS = (
         "tiermem/optim/units/unit.py",
         "                if block.id in manager.parts.deferred:\n",
         "                if False:\n",
-        ("tests/unit/test_optim_ahead_host.py", "tests/unit/test_optim_late.py"),
+        LATE,
     ),
     Mutation(
         "late: a unit that moves to the host takes old state along",

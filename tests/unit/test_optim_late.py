@@ -17,7 +17,12 @@ from torch import nn
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import InvariantError
+from tiermem.optim.provisional import Made
+from tiermem.optim.rules.plainstep import run
 from tiermem.optim.rules.probe import StateProbe
+from tiermem.optim.units import late
+from tiermem.optim.units.late import LateState
+from tiermem.optim.units.undo import Undo
 from tiermem.runtime import assembly
 from tiermem.runtime.transfers.block_io import view_of
 from tiermem.runtime.transfers.deferred import Deferred, DeferredWork
@@ -167,12 +172,17 @@ def test_weights_of_which_views_are_held_are_not_needed_for_it() -> None:
         pair.check()
 
 
-def test_the_room_of_spare_blocks_is_in_one_piece_again() -> None:
+def test_gradients_are_at_home_where_they_were_once_spare_blocks_go() -> None:
+    """So that the room of those is in one piece again."""
     with pair_of() as pair:
-        dram = pair.tier._manager.parts.homes.dram
-        pair.step(6)
-        assert pair.tier._manager.parts.homes._reclaim()
-        assert min(gap.nbytes for gap in dram.gaps()) >= NBYTES
+        manager = pair.tier._manager
+        pair.step()
+        blocks = [unit.grad_units()[0].block for unit in pair.optimizer._units]
+        before = [manager.record(block).home_extent for block in blocks]
+        pair.step(4)  # by then one half has others
+        assert [manager.record(block).home_extent for block in blocks] != before
+        assert manager.parts.homes._reclaim()
+        assert [manager.record(block).home_extent for block in blocks] == before
         pair.step(2)
         pair.check()
 
@@ -339,17 +349,67 @@ def test_an_update_that_fails_is_made_at_the_next_look() -> None:
         def fail(_: Any) -> None:
             raise torch.OutOfMemoryError("no memory")
 
-        late = unit.late
-        late.make = fail
+        missed = unit.late
+        missed.make = fail
         for _ in range(2):
             with pytest.raises(torch.OutOfMemoryError):
                 pair.optimizer.state_dict()
             assert unit.late is not None
         with pytest.raises(torch.OutOfMemoryError):
             LOOKS["an acquired block"](pair)
-        del late.make
+        del missed.make
         assert 0 < len(pair.late) <= count
         pair.step(2)
+        pair.check()
+
+
+def test_an_update_that_fails_half_way_leaves_nothing(monkeypatch) -> None:
+    def half_way(optimizer: Any) -> None:
+        run(optimizer)
+        raise torch.OutOfMemoryError("no memory")
+
+    with pair_of() as pair:
+        pair.step(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(late, "run", half_way)
+            with pytest.raises(torch.OutOfMemoryError):
+                pair.optimizer.finish()
+        assert pair.late
+        pair.check()
+
+
+def test_a_step_that_waits_for_late_state_is_made_after_its_update() -> None:
+    with pair_of() as pair:
+        pair.step(5)
+        pair.ahead._left._ids |= {id(group) for group in pair.tier._runtime.groups}
+        pair.step()
+        assert pair.late and pair.optimizer._units.owed
+        pair.optimizer.state_dict()
+        pair.check()
+        pair.step(3)
+        pair.check()
+
+
+def test_state_that_is_left_is_written_in_place_once_its_copy_home_is_made(monkeypatch) -> None:
+    monkeypatch.setattr(assembly, "HostCopyEngine", LateDownEngine)
+    with pair_of() as pair:
+        pair.step(5)
+        unit = next(unit for unit in pair.optimizer._units if unit.late is None)
+        manager, provisional = pair.tier._manager, pair.ahead.provisional
+        assert provisional.reserve(unit.group, [unit])
+        manager.acquire(unit.group.block)
+        provisional._shadows.turn([unit.group.block])  # which makes earlier copies as well
+        manager.acquire(unit.block)
+        manager.release(unit.block, dirty=True)
+        manager.parts.transfers.drain(manager.record(unit.block))
+        copy_home = manager.parts.transfers.home_ready[unit.block.id]
+        assert not copy_home.made
+        numbers = Undo()
+        leaves = LateState(unit, pair.tier._runtime, [], numbers, unit.block)
+        provisional._turn(unit.group, Made(unit, None, numbers, leaves=leaves))
+        assert copy_home.made
+        manager.release(unit.group.block)
+        provisional._shadows.put_back()
         pair.check()
 
 

@@ -248,7 +248,7 @@ class StepsAhead:
         self._state, self._host = state, host
         units = list(units)
         self._backward.extend(units, groups)
-        self.late.extend(units, state)
+        self.late.extend(units)
 
     def prepare(self, *, may_begin: bool) -> None:
         """Called after the first step: reserves what steps in the next backward take.

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from tiermem.core.block import Block, Tier
+from tiermem.errors import REFUSALS
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.plainstep import is_bare
 from tiermem.optim.rules.probe import settings_of
 from tiermem.optim.units.late import LateState, SpareGradients
 from tiermem.optim.units.undo import Undo
-from tiermem.optim.units.unit import State, StepUnit
+from tiermem.optim.units.unit import StepUnit
 
 IgnoresWeights = Callable[[torch.Tensor, int, dict[str, Any]], bool]
 """Whether weights have no part in what a step makes of the state of a parameter, given what is
@@ -55,20 +56,13 @@ class LateStates:
         self._due = 0.0  # bytes that are to be left by now, in the backward under way
         self._room = 0  # bytes of HBM for a step, beside what a forward may hold
         self._units: list[StepUnit] = []
-        self._state: State = {}
         self._asked: object = None  # settings that were looked at last
         self._kinds: list[tuple[tuple[str, Any], ...]] = []
         self._found: dict[int, tuple[Any, bool]] = {}
         runtime.manager.parts.homes.reclaimers.append(self._give_up)
 
-    def extend(self, units: Iterable[StepUnit], state: State) -> None:
-        """Takes units on.
-
-        Args:
-            units: New ones.
-            state: The tiered optimizer's.
-        """
-        self._state = state
+    def extend(self, units: Iterable[StepUnit]) -> None:
+        """Takes new units on."""
         self._units += units
 
     def reserve(self, units: Iterable[StepUnit]) -> None:
@@ -106,7 +100,7 @@ class LateStates:
         if spare is None:
             return None
         self._due -= gradients.nbytes
-        return LateState(unit, self._runtime, settings, self._state, numbers, spare)
+        return LateState(unit, self._runtime, settings, numbers, spare)
 
     def may_leave(self, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> bool:
         """Whether the state of a unit can be left by steps with such settings."""
@@ -183,7 +177,10 @@ class LateStates:
         """Frees the spare blocks where a home needs room."""
         if self._is_open():
             return False
-        self.catch_up()
+        try:
+            self.catch_up()
+        except REFUSALS:
+            return False
         self.roomy = False
         return self._spares.close()
 

@@ -40,7 +40,7 @@ _AT_HOME = Residency.VALID
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
-    from tiermem.optim.units.unit import State, StepUnit
+    from tiermem.optim.units.unit import StepUnit
 
 
 class SpareGradients:
@@ -120,7 +120,6 @@ class LateState:
     Attributes:
         runtime: The modules' runtime.
         settings: Of the step, by parameter group.
-        state: The tiered optimizer's, to be kept up to date.
     """
 
     def __init__(
@@ -128,7 +127,6 @@ class LateState:
         unit: StepUnit,
         runtime: ModuleRuntime,
         settings: Sequence[dict[str, Any]],
-        state: State,
         numbers: Undo,
         spare: Block,
     ) -> None:
@@ -138,12 +136,11 @@ class LateState:
             unit: Its weights are stepped, its state is not.
             runtime: The modules' runtime.
             settings: As the step used them.
-            state: The tiered optimizer's.
             numbers: What the state had outside the tiers before the step.
             spare: Takes the gradients over.
         """
         (self._gradients,) = unit.grad_units()
-        self.runtime, self.settings, self.state = runtime, settings, state
+        self.runtime, self.settings = runtime, settings
         self._taken: dict[int, None] = {}  # has the spare block once the gradients lie there
         self._unit = unit
         self._numbers = numbers
