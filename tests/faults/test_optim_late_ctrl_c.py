@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support_ctrl_c import cut_short
-from support_late import WIDTH, Pair, pair_of
+from support_late_state import WIDTH, Pair, pair_of
 from support_nn import assert_same
 
 STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "61"))

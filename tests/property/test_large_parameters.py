@@ -429,7 +429,7 @@ def raise_it(*_: object) -> None:
     raise Fails
 
 
-def unreadable(*_: object) -> Any:
+def unreadable(*_: object, **__: object) -> Any:
     raise tiermem.StorageError("cannot read", block="state", path="swap")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support_ahead import leave_no_state
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,6 +57,8 @@ def rounds(
     with tiermem.TierManager("cpu", hbm=nbytes // 8192 * 4096, dram=14 * nbytes) as tier:
         tier.wrap(model)
         optimizer = None if frozen else tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        if optimizer is not None:  # less moves once state is left by turns
+            leave_no_state(optimizer)
         counters = tier._manager.parts.counters
         for number in range(1, count * micro_batches + 1):
             loss = model(x).square().mean()

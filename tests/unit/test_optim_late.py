@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support_ahead import leave_no_state, warm
-from support_late import LAYERS, NBYTES, WIDTH, Pair, layers, pair_of
 from support_late_down import LateDownEngine
+from support_late_state import LAYERS, NBYTES, WIDTH, Pair, layers, pair_of
 from support_nn import assert_same
 from torch import nn
 
