@@ -45,7 +45,7 @@ def test_half_of_the_units_leave_their_state_in_each_round_by_turns() -> None:
             found.append(set(pair.late))
         assert [len(late) for late in found] == [count // 2] * 4
         assert found[0] == found[2] and found[1] == found[3] and not found[0] & found[1]
-        assert pair.ahead.provisional.left >= 4 * count // 2
+        assert pair.optimizer.states_left >= 4 * count // 2
         assert not pair.ahead.provisional.drops
         pair.check()
 

@@ -231,6 +231,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._timing.total
 
     @property
+    def states_left(self) -> int:
+        """How many units have left their state as it was so far, to be updated in their next step.
+
+        Of each two steps inside backward one may, which spares a copy down; nothing else tells.
+        """
+        return self._timing.left
+
+    @property
     @entrance
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""

@@ -119,6 +119,11 @@ class StepTiming:
         return 0 if self.inside is None else self.inside.total
 
     @property
+    def left(self) -> int:
+        """How many units have left their state as it was so far."""
+        return 0 if self.ahead is None else self.ahead.provisional.left
+
+    @property
     def backwards(self) -> int:
         """How many there were since the last step, where it matters (``overlap="backward"``)."""
         return 0 if self.inside is None else self.inside.count
