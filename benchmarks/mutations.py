@@ -4409,15 +4409,15 @@ MUTATIONS = (
     Mutation(
         "late: the copy of state that is left stays in HBM",
         "tiermem/optim/provisional.py",
-        "                self._forget_state(made)\n        finally",
+        "                made.forget_state()\n        finally",
         "        finally",
         LATE,
     ),
     Mutation(
         "late: a dropped step loses the update before it",
         "tiermem/optim/provisional.py",
-        "                self._forget_state(made)\n                made.put_late_back()\n",
-        "                self._forget_state(made)\n",
+        "                made.forget_state()\n                made.put_late_back()\n",
+        "                made.forget_state()\n",
         LATE,
     ),
     Mutation(
@@ -4465,7 +4465,7 @@ MUTATIONS = (
     Mutation(
         "late: settings that set in later are not looked at",
         "tiermem/optim/leaving.py",
-        "        if known is None or known[0] != kinds:\n",
+        "        if known is None or known[0] != ways:\n",
         "        if known is None:\n",
         LATE,
     ),

@@ -18,6 +18,7 @@ import torch
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_held
 from tiermem.optim.rules.probe import settings_of
+from tiermem.optim.rules.torchsteps import is_own_class
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.memory.slots import use_count
@@ -48,8 +49,7 @@ class AutoOverlap:
         self.waiting: set[int] = set()
         self._runtime = runtime
         self._table = runtime.manager.parts.table
-        modules = cls.__module__, getattr(cls.step, "__module__", None) or ""
-        self._known = all(name.startswith("torch.optim.") for name in modules)
+        self._known = is_own_class(cls)
         self._tried: dict[int, Any] = {}  # settings that the class was seen to step with, by group
         self._asked: object = None  # settings that were looked at last, and those tried among them
         self._steady: set[int] = set()

@@ -95,18 +95,14 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
     found = {left: Passes(loads, left).least(speed) for left in choices}
     most = min(found.values()) * _FEWER
     left = next(choice for choice in choices if found[choice] <= most)
-    worth = now is None or not now <= set(able)
-    if now is not None and not worth and found[left] > _WORTH * Passes(loads, now).least(speed):
-        left = now
+    if now is not None and now <= set(able):
+        is_worth_it = found[left] <= _WORTH * Passes(loads, now).least(speed)
+        left = left if is_worth_it else now
     return Choice(left, Passes(loads, left).turns(speed))
 
 
 class Passes:
-    """What forward and backward copy, if some of the device's blocks are left to forward.
-
-    Attributes:
-        state: Bytes of state that steps inside backward may leave.
-    """
+    """What forward and backward copy, if some of the device's blocks are left to forward."""
 
     def __init__(self, loads: Sequence[Load], left: frozenset[int]) -> None:
         """Adds up.
@@ -126,7 +122,7 @@ class Passes:
         self._hosted = sum(load.host for load in loads if load.host is not None)
         self._kept = sum(load.kept for load in ahead)
         self._written = sum(load.weights + load.kept for load in ahead)
-        self.state = sum(load.state for load in ahead)
+        self._state = sum(load.state for load in ahead)
         self._again = sum(load.gradients for load in ahead if load.state)
 
     def seconds(self, speed: Speed, turns: float = 0.0) -> float:
@@ -139,7 +135,7 @@ class Passes:
         fetched, later = self._weights + self._fetched, self._later
         forward = max(speed.forward, fetched / speed.up, later / speed.down)
         up = self._weights + self._kept + turns * self._again / 2
-        down = self._gradients + self._written - turns * self.state / 2
+        down = self._gradients + self._written - turns * self._state / 2
         return forward + max(speed.backward, up / speed.up, down / speed.down, self._hosted)
 
     def least(self, speed: Speed) -> float:

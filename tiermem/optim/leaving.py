@@ -16,7 +16,7 @@ from tiermem.core.block import Block, Tier
 from tiermem.errors import REFUSALS
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.plainstep import is_bare
-from tiermem.optim.rules.probe import settings_of
+from tiermem.optim.rules.probe import settings_of, way_of
 from tiermem.optim.units.late import LateState, SpareGradients
 from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import StepUnit
@@ -57,7 +57,7 @@ class LateStates:
         self._room = 0  # bytes of HBM for a step, beside what a forward may hold
         self._units: list[StepUnit] = []
         self._asked: object = None  # settings that were looked at last
-        self._kinds: list[tuple[tuple[str, Any], ...]] = []
+        self._ways: list[tuple[tuple[str, Any], ...]] = []
         self._found: dict[int, tuple[Any, bool]] = {}
         runtime.manager.parts.homes.reclaimers.append(self._give_up)
 
@@ -161,16 +161,16 @@ class LateStates:
         """Whether weights have no part in what the step of a unit makes of its state."""
         if self._asked is not settings:  # once for all units
             self._asked = settings
-            self._kinds = [_kind_of(group) for group in settings]
-        kinds = [self._kinds[number] for number in unit.plain.numbers]
+            self._ways = [way_of(settings_of(group)) for group in settings]
+        ways = [self._ways[number] for number in unit.plain.numbers]
         known = self._found.get(id(unit))
-        if known is None or known[0] != kinds:
+        if known is None or known[0] != ways:
             found = all(
                 _is_told_by_numbers(settings[number])
                 and self._ignores(unit.own(param), number, settings_of(settings[number]))
                 for param, number in unit.members
             )
-            known = self._found[id(unit)] = kinds, found
+            known = self._found[id(unit)] = ways, found
         return known[1]
 
     def _give_up(self) -> bool:
@@ -183,15 +183,6 @@ class LateStates:
             return False
         self.roomy = False
         return self._spares.close()
-
-
-def _kind_of(group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Returns what may decide how a class makes its state: which settings are zero, and names."""
-    return tuple(
-        (key, value if type(value) in (bool, str, type(None)) else not value)
-        for key, value in settings_of(group).items()
-        if type(value) in (bool, str, type(None), int, float)
-    )
 
 
 def _is_told_by_numbers(group: dict[str, Any]) -> bool:

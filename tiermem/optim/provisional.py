@@ -72,6 +72,11 @@ class Made:
     late: LateState | None = None
     leaves: LateState | None = None
 
+    def forget_state(self) -> None:
+        """Gives up the copy in HBM of state that a step has updated there, and that is left."""
+        if self.leaves is not None:
+            self.leaves.forget_copy()
+
     def put_late_back(self) -> None:
         """Has the state miss what it had missed before; it may be called again."""
         if self.late is not None:
@@ -199,7 +204,7 @@ class Provisional:
                     unit.late = None
                     late.strike()
                 step(unit, made, partial(self._turn, group, made))
-                self._forget_state(made)
+                made.forget_state()
         finally:
             self._making = False
             done = self.ticket is ticket and all(u.made is ticket for u in units)
@@ -268,7 +273,7 @@ class Provisional:
                 made.unit.made = made.ticket
             self._shadows.put_back()
             for made in self._made.values():
-                self._forget_state(made)
+                made.forget_state()
                 made.put_late_back()
             if self._shadows.in_use:
                 self._broken, self.ticket = True, object()
@@ -317,15 +322,6 @@ class Provisional:
             # is written from now on
             transfers = self._manager.parts.transfers
             transfers.copy.use(transfers.home_ready.get(left.id))
-
-    def _forget_state(self, made: Made) -> None:
-        """Gives up the copy in HBM of state that a step has updated there, and that is left."""
-        block = made.unit.block
-        if made.leaves is None or block is None:
-            return
-        record = self._manager.parts.table.get(block.id)
-        if record is not None and record.in_hbm is Residency.VALID and not record.leases:
-            self._manager.parts.evictor.evict(record)
 
     def _written(self, group: Group, units: Sequence[StepUnit]) -> list[Record]:
         """Returns the blocks that a step of a block writes."""

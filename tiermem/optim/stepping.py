@@ -21,10 +21,6 @@ from tiermem.runtime.services.sweep import BlockSweep
 _TRIALS = 2
 
 
-def _nothing(_unit: StepUnit) -> list[int]:
-    return []
-
-
 class SteppedBackward:
     """Knows which gradients of a backward are final, and with which settings it steps.
 
@@ -78,7 +74,7 @@ class SteppedBackward:
         self,
         order: Sequence[int],
         is_elsewhere: Callable[[StepUnit], bool],
-        besides: Callable[[StepUnit], list[int]] = _nothing,
+        besides: Callable[[StepUnit], list[int]],
     ) -> list[int]:
         """Returns an order of use with what each step uses, behind the last use of its gradients.
 

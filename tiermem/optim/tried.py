@@ -13,6 +13,7 @@ from tiermem.optim.methods import Counts
 from tiermem.optim.rules.groups import with_defaults
 from tiermem.optim.rules.probe import StateProbe, zeros_of
 from tiermem.optim.rules.separable import Nature, check_separable, settings_of
+from tiermem.optim.rules.torchsteps import is_own_class
 from tiermem.optim.units.master import master_dtype_of
 from tiermem.optim.units.plan import note_spoils
 from tiermem.optim.units.unit import StepUnit
@@ -140,9 +141,7 @@ class TriedClass:
             number: Of its group.
             settings: Of that.
         """
-        modules = self.cls.__module__, getattr(self.cls.step, "__module__", None) or ""
-        known = all(name.startswith("torch.optim.") for name in modules)
-        return known and self.probe.ignores_weights(param, number, settings)
+        return is_own_class(self.cls) and self.probe.ignores_weights(param, number, settings)
 
     def try_on(self, group: dict[str, Any], what: str = "", method: Any = None) -> Nature:
         """Tries the class, or a method of it, with the settings of a group.

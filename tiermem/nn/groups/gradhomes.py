@@ -101,7 +101,7 @@ class GradHomes:
             CapacityError: Before anything is changed.
         """
         wanted = [
-            Wanted(entries, [self._shape(e) for e in entries])
+            Wanted(entries, [self.shape(e) for e in entries])
             for group in groups
             for entries in divide(group, self._runtime.unit_limit(group))
         ]
@@ -124,7 +124,7 @@ class GradHomes:
                 entry.unit = None
         self._runtime.manager.remove_blocks([block for unit in units for block in unit.blocks])
 
-    def _shape(self, entry: Entry) -> TensorShape:
+    def shape(self, entry: Entry) -> TensorShape:
         """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
         like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
         return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)

@@ -59,6 +59,12 @@ def zeros_of(settings: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
     return tuple((key, not value) for key, value in settings.items() if type(value) in numbers)
 
 
+def way_of(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns what decides the way of a class: which settings are zero, switches and names."""
+    named = [(key, value) for key, value in settings.items() if type(value) in _NAMED]
+    return (*zeros_of(settings), *named)
+
+
 class StateProbe:
     """Learns the state that a class keeps for a parameter of a given shape.
 
@@ -138,8 +144,7 @@ class StateProbe:
             group: Number of its parameter group.
             settings: Of that group.
         """
-        named = [(key, value) for key, value in settings.items() if type(value) in _NAMED]
-        key = (param.dim(), param.dtype, group, zeros_of(settings), *named)
+        key = (param.dim(), param.dtype, group, way_of(settings))
         if key not in self._ignoring:
             self._ignoring[key] = self._try_tiny(param, settings, self._ignores, or_else=False)
         return self._ignoring[key]

@@ -61,6 +61,12 @@ def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
+def is_own_class(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class and its ``step`` are of ``torch.optim``, as far as their modules say."""
+    modules = cls.__module__, getattr(cls.step, "__module__", None) or ""
+    return all(name.startswith("torch.optim.") for name in modules)
+
+
 @cache
 def is_torchs(method: Any) -> bool:
     """Whether all of a method is torch's own: users give classes other ones, or wrap them."""

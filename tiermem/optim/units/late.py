@@ -12,7 +12,6 @@ Until then the state is *late*: whoever looks at it brings it up to date first.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tiermem.core.block import Block, Extent, TensorSpec, Tier
-from tiermem.core.layout import TensorShape
+from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import CapacityError
 from tiermem.nn.compat.outside import outside
@@ -55,7 +53,7 @@ class SpareGradients:
         Args:
             runtime: The modules' runtime.
         """
-        self._manager = runtime.manager
+        self._manager, self._shape = runtime.manager, runtime.grads.homes.shape
         self._blocks: dict[int, Block] = {}  # by the id of the block of gradients
         self._began: dict[int, Extent | None] = {}  # where each was at first
 
@@ -74,10 +72,7 @@ class SpareGradients:
         if extent is None:
             return None
         homes.release(Tier.DRAM, extent)
-        shapes = [
-            TensorShape(spec.name, spec.shape, spec.stride, spec.dtype, _itemsize(spec))
-            for spec in like.tensors
-        ]
+        shapes = [self._shape(entry) for entry in gradients.entries]
         try:
             (block,) = self._manager.add_blocks(
                 [(f"{like.name} before", like.role, shapes)], home="dram"
@@ -335,7 +330,3 @@ def update_now(unit: StepUnit) -> None:
             late.stand()
         raise
     late.free()
-
-
-def _itemsize(spec: TensorSpec) -> int:
-    return spec.nbytes // max(1, math.prod(spec.shape))
