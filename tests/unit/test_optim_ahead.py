@@ -279,7 +279,7 @@ def test_state_is_left_by_turns_until_as_much_comes_up_as_goes_down() -> None:
     assert Passes(loads, found.left).seconds(busy, found.turns) == 60 + 30 * max(up, down)
     assert best_choice(loads, replace(busy, backward=480.0)).turns == 0.0
     assert best_choice(loads, replace(busy, down=0.1)).turns == 1.0
-    assert best_choice(LAYERS, busy) == Choice()
+    assert best_choice(LAYERS, busy) == Choice(copies_bind=True)
 
 
 def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:

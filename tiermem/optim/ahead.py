@@ -140,7 +140,7 @@ class LeftToForward:
         self._rounds += made_any
         parts = self._runtime.manager.parts
         pace = parts.pass_timer.estimates
-        if parts.device.type != "cuda":
+        if not self._runtime.manager.prefetcher.fetcher.beside:
             return  # on the CPU copies from DRAM hide behind nothing
         if self._rounds < self._next_look and self._on_host() == self._hosted:
             return
@@ -169,6 +169,7 @@ class LeftToForward:
         self._ids = {id(groups[number]) for number in found.left}
         self._late.share = found.turns
         self._hosted = hosted
+        self._runtime.manager.prefetcher.note_copies_bind(found.copies_bind)
 
     def _on_host(self) -> frozenset[int]:
         """Returns the ids of the groups that are stepped on the host, as a rule."""
@@ -263,7 +264,7 @@ class StepsAhead:
         self._prepared = True
         with self._runtime.manager.lock:
             if may_begin and self._habit.expects and self._is_worth_it():
-                blocks = list(self._blocks())
+                blocks = [found for found in self._blocks() if self.provisional.can_have(*found)]
                 reserved = [self.provisional.reserve(*block) for block in blocks]
                 self._ready, self.late.roomy = any(reserved), all(reserved)
                 for _, units in blocks if self._ready else ():
@@ -469,7 +470,7 @@ class StepsAhead:
         blocks = [group.block]
         for unit in units:
             blocks += unit.kept_blocks()
-        self._backward.write(group, blocks)
+        self._backward.write(group, blocks, ahead=True)
 
     def _make_one(self, unit: StepUnit, made: Made, at_hand: Callable[[], None]) -> None:
         unit.step(
@@ -488,7 +489,7 @@ def _may_be_ahead(group: Group) -> bool:
 
 
 def _load_of(group: Group, units: Sequence[StepUnit], host: float | None, state: int) -> Load:
-    """Returns what moves with a block and its step; residents do not move.
+    """Returns what moves with a block and its step.
 
     Args:
         group: Of the block.
@@ -501,11 +502,12 @@ def _load_of(group: Group, units: Sequence[StepUnit], host: float | None, state:
     gradients = [block for unit in units for grads in unit.grad_units() for block in grads.blocks]
     elements = sum(param.numel() for unit in units for param, _ in unit.members)
     return Load(
-        weights=0 if group.block.id in stay else group.block.nbytes,
+        weights=group.block.nbytes,
         gradients=sum(block.nbytes for block in gradients),
         kept=sum(block.nbytes for block in kept),
         host=None if host is None else host * elements,
         state=state,
+        stays=group.block.id in stay,
     )
 
 

@@ -22,12 +22,15 @@ block or two ahead. What the host steps is not chosen here
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _WORTH = 0.98  # of the time that there would be otherwise, at most
 _FEWER = 1.02
 """Blocks are left to the forward for more than this: they interrupt it, which is not counted."""
 _AS_GOOD = 1.01
+_BINDS = 1.05
+"""Times the compute that copies take at least where they bind: with little less, to keep more of
+the weights in HBM cost more in waits than it saved in copies (virtual time)."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -41,6 +44,7 @@ class Load:
         kept: Of masters and state.
         host: Seconds that the host takes to step it; None where the device does.
         state: Of the state among that, where a step may leave it as it was.
+        stays: Whether the weights stay in HBM: they are written home in the next forward.
     """
 
     weights: int
@@ -48,6 +52,12 @@ class Load:
     kept: int
     host: float | None = None
     state: int = 0
+    stays: bool = False
+
+    @property
+    def moved(self) -> int:
+        """Bytes of the weights that move as the block is used."""
+        return 0 if self.stays else self.weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +84,12 @@ class Choice:
     Attributes:
         left: Numbers of the blocks that are left to the next forward.
         turns: Share of the others whose state is left by turns, from 0 to 1.
+        copies_bind: Whether copies take longer than compute, if no weights stay in HBM.
     """
 
     left: frozenset[int] = frozenset()
     turns: float = 0.0
+    copies_bind: bool = False
 
 
 def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None = None) -> Choice:
@@ -88,6 +100,11 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
         speed: As measured.
         now: The blocks that are left at present; others are chosen only if that is worth it.
     """
+    moved = Passes([replace(load, stays=False) for load in loads], frozenset())
+    copies = moved.least(replace(speed, forward=0.0, backward=0.0))
+    if copies > _BINDS * (speed.forward + speed.backward):
+        none = frozenset[int]()  # forward has no time left
+        return Choice(none, Passes(loads, none).turns(speed), copies_bind=True)
     able = [number for number, load in enumerate(loads) if load.host is None]
     choices = [
         frozenset(able[n] for n in _evenly(count, len(able))) for count in range(len(able) + 1)
@@ -115,13 +132,14 @@ class Passes:
         ahead = [
             load for number, load in enumerate(loads) if number not in left and load.host is None
         ]
-        self._weights = sum(load.weights for load in loads)
+        self._weights = sum(load.moved for load in loads)
         self._gradients = sum(load.gradients for load in loads)
         self._fetched = sum(load.gradients + load.kept for load in waits)
-        self._later = sum(load.weights + load.kept for load in waits)
+        self._later = sum(load.moved + load.kept for load in waits)
+        self._later += sum(load.weights for load in ahead if load.stays)
         self._hosted = sum(load.host for load in loads if load.host is not None)
         self._kept = sum(load.kept for load in ahead)
-        self._written = sum(load.weights + load.kept for load in ahead)
+        self._written = sum(load.moved + load.kept for load in ahead)
         self._state = sum(load.state for load in ahead)
         self._again = sum(load.gradients for load in ahead if load.state)
 

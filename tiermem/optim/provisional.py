@@ -151,16 +151,17 @@ class Provisional:
         """Returns the units that are stepped."""
         return [made.unit for made in self._made.values()]
 
+    def can_have(self, group: Group, units: Sequence[StepUnit]) -> bool:
+        """Whether what the steps of a block write can have shadows, if there is room."""
+        return self._shadows.can_have(*self._written(group, units))
+
     def reserve(self, group: Group, units: Sequence[StepUnit]) -> bool:
-        """Reserves the shadows of a block that is likely to be stepped.
+        """Reserves the shadows of a block that is likely to be stepped, and can have them.
 
         Returns:
-            Whether it can have them, and there was room.
+            Whether there was room.
         """
-        records = self._written(group, units)
-        return self._shadows.can_have(*records) and self._shadows.reserve(
-            [record.block for record in records]
-        )
+        return self._shadows.reserve([record.block for record in self._written(group, units)])
 
     def has_room(self, group: Group, units: Sequence[StepUnit]) -> bool:
         """Whether the steps of all units of a block can be provisional."""

@@ -114,7 +114,7 @@ class SteppedBackward:
         """Freezes the settings, and clears what steps of the backward before have left."""
         self.settings = frozen_settings(self.groups)
         self.pipeline = BlockSweep(self._runtime.manager)
-        self._runtime.unwritten.clear()
+        self._runtime.unwritten.forget()
         self.held_back = self._arrivals.held_back(self._runtime)
 
     def note_settings(self) -> None:
@@ -141,12 +141,22 @@ class SteppedBackward:
                     break
         return found
 
-    def write(self, group: Group, blocks: Sequence[Block]) -> None:
-        """Writes home what steps wrote of a group, or holds it back for the next forward."""
+    def write(self, group: Group, blocks: Sequence[Block], *, ahead: bool = False) -> None:
+        """Writes home what steps wrote of a group, or holds it back for the next forward.
+
+        Args:
+            group: Whose weights are stepped.
+            blocks: What the steps wrote.
+            ahead: Whether the steps can be taken back: then the next step wants to find what the
+                weights are at home, so those that stay in HBM are written in the next forward.
+        """
+        unwritten = self._runtime.unwritten
         if id(group) in self.held_back:
-            self._runtime.unwritten += blocks  # until forward has got further
+            unwritten += blocks  # until forward has got further
         else:
             self.pipeline.write(blocks)
+        if ahead and group.block.id in self._runtime.manager.parts.evictor.residents:
+            unwritten.also(group.block)
 
 
 class FirstSteps:

@@ -117,6 +117,8 @@ class Acquirer:
         state = record.in_hbm
         if (state is not _VALID and state is not _DIRTY) or self._copy.capturing():
             return None
+        if not record.defined and block_id in self._transfers.unclaimed:
+            return None
         ready, stream = self._ready.get(block_id), self._copy.stream()
         if stream != self._stream or (ready is not None and ready.waiter != stream):
             self._copy.use(ready)
@@ -161,6 +163,8 @@ class Acquirer:
             state = record.in_hbm
             if state is _VALID or state is _DIRTY:
                 self._counters.hits += 1
+                if not record.defined:
+                    self._transfers.claim(record)
             else:
                 self._bring(record)
             extent, later = record.extent, evictor.largest_later

@@ -406,6 +406,8 @@ class BlockManager:
     def try_fill(self, record: Record, position: int) -> bool:
         """Begins to fetch a block ahead of its use, if that evicts nothing needed sooner.
 
+        One that holds no data gets its place.
+
         Args:
             record: A block that is in HBM neither now nor soon.
             position: Uses until it is needed.
@@ -413,8 +415,16 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
-        if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
+        on_disk = record.home is Tier.NVME and record.defined
+        if on_disk and not self.prefetcher.disk.staged(record, position):
             return False  # on its way into DRAM: it takes no room here until it is there
+        if not record.defined:
+            extent = self.parts.evictor.place_in_ring(record.block, position)
+            if extent is None:
+                return False
+            self.parts.transfers.blank(record, extent, ahead=True)
+            self.parts.evictor.order.note_change(record.block.id)
+            return True
         room = self.parts.evictor.place(record.block, position)
         if room is None:
             return False

@@ -38,9 +38,13 @@ class Fences:
         fences = self.fences
         offset = extent.offset
         end = offset + extent.nbytes
-        before = fences.pop(offset, None)
-        if before is not None and before[0] > end:
-            end = before[0]
+        before = fences.get(offset)
+        if before is not None:
+            if before[0] > end:
+                self._keep_rest(offset, end)
+                fences = self.fences
+            else:
+                del fences[offset]
         fences[offset] = (end, event)  # the last in order: copies of a stream end in order
         if len(fences) > self._most:
             self._tidy()
@@ -65,6 +69,17 @@ class Fences:
             if start < behind and first < end:
                 return event
         return None
+
+    def _keep_rest(self, offset: int, begin: int) -> None:
+        """Has the copy that begins at ``offset`` begin at ``begin``, which is inside it."""
+        kept: dict[int, tuple[int, Event]] = {}
+        for start, (end, event) in self.fences.items():
+            if start == offset or start == begin:  # of two that would begin there the later one
+                reach = kept.pop(begin, (end, event))[0]
+                kept[begin] = (max(end, reach), event)
+            else:
+                kept[start] = (end, event)
+        self.fences = kept
 
     def _tidy(self) -> None:
         """Forgets the copies that are over."""

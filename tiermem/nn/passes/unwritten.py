@@ -1,4 +1,4 @@
-"""What optimizer steps wrote of the blocks that forward begins with."""
+"""What optimizer steps wrote, and goes home in the next forward."""
 
 from __future__ import annotations
 
@@ -26,6 +26,18 @@ class Unwritten(list[Block]):
         super().__init__()
         self._runtime = runtime
         self._past = -1
+        self._staying: set[int] = set()  # ids of those that go home although they stay in HBM
+
+    def also(self, block: Block) -> None:
+        """Adds a block that stays in HBM, and goes home all the same."""
+        self._staying.add(block.id)
+        if block not in self:
+            self.append(block)
+
+    def forget(self) -> None:
+        """Forgets all blocks: they go home when their room is needed."""
+        self.clear()
+        self._staying.clear()
 
     def got_further(self, scope: PassScope) -> None:
         """Notes that forward uses a block; writes these home once it is past the first.
@@ -49,5 +61,9 @@ class Unwritten(list[Block]):
         if not self:
             self._past = -1
         if len(self) < len(blocks):
-            used = {block.id for block in self}
-            BlockSweep(manager).write([block for block in blocks if block.id not in used])
+            used, staying = {block.id for block in self}, self._staying
+            free = [block for block in blocks if block.id not in used]
+            sweep = BlockSweep(manager)
+            sweep.write([block for block in free if block.id not in staying])
+            sweep.write([block for block in free if block.id in staying], staying=True)
+            self._staying = staying & used

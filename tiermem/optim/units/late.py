@@ -99,13 +99,15 @@ class SpareGradients:
 
     def _take_home(self) -> None:
         """Has each lie where it was at first, so that the room that they leave is in one piece."""
-        table = self._manager.parts.table
+        table, evictor = self._manager.parts.table, self._manager.parts.evictor
         self._manager.parts.copy.synchronize()
         for number, block in self._blocks.items():
             gradients, spare = table.get(number), table.get(block.id)
             if gradients is None or spare is None or gradients.defined or spare.defined:
                 continue
             if gradients.home_extent == self._began.get(block.id):
+                for record in (gradients, spare):  # which may have places ahead of their use
+                    evictor.forget(record, gone=False)
                 table.exchange_empty(number, block.id)
 
 

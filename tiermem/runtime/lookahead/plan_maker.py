@@ -15,7 +15,7 @@ from tiermem.core.plans import share_hbm
 from tiermem.core.residency import Record
 from tiermem.core.residents import adjust_residents, choose_residents
 from tiermem.core.schedule import Schedule
-from tiermem.core.staying import choose_to_stay
+from tiermem.core.staying import choose_to_stay, window_of
 from tiermem.runtime.lookahead.lates import Lates
 from tiermem.runtime.lookahead.loop_times import LoopTimes
 from tiermem.runtime.lookahead.stream_plan import StreamPlan
@@ -49,9 +49,6 @@ _COPIES_BIND = 10.0
 other times of which that is true as well."""
 _MOST_LOADS = 32
 _STATE = (Role.MASTER, Role.OPTIMIZER)
-_OF_THE_REST = 0.65
-"""Of HBM beside what stays: how far a loop that writes fetches ahead. More than without anything
-that stays, since weights that do are not counted."""
 _TIMES = 1
 """Which of what :meth:`PlanMaker.made_of` returns changes with what was measured."""
 _OF_A_RING = (2, 5)
@@ -70,16 +67,22 @@ class Staying:
         kept: Blocks that stay.
         room: Bytes of HBM it was decided for.
         rate: Bytes a second that were thought to come up then.
+        copies_bind: Whether a round's copies were thought to take longer than its compute.
     """
 
     known: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     room: int = 0
     rate: float = 0.0
+    copies_bind: bool = False
 
 
 class PlanMaker:
-    """Makes stream plans from what was measured."""
+    """Makes stream plans from what was measured.
+
+    Attributes:
+        copies_bind: Whether the copies of loops that write take longer than their compute.
+    """
 
     def __init__(self, parts: Parts, lates: Lates, least: int) -> None:
         """Works on ``parts``.
@@ -103,6 +106,7 @@ class PlanMaker:
         self._waiting: set[int] = set()
         self._through_dram = True
         self._staying = Staying()
+        self.copies_bind = False
 
     def begin(self, load: int) -> None:
         """Notes that a pass begins.
@@ -144,7 +148,7 @@ class PlanMaker:
         stays = self._staying
         if [plan.made_of[i] for i in _OF_A_RING] != [made_of[i] for i in _OF_A_RING]:
             return True
-        if plan.plan.residents != stays.kept:
+        if plan.plan.residents != stays.kept or stays.copies_bind != self.copies_bind:
             return True
         return bool(stays.kept) and self._times.rate_up() > _FASTER * stays.rate
 
@@ -208,7 +212,7 @@ class PlanMaker:
 
         ahead, largest = table.hbm.capacity // 2, largest_beside(sizes, plan.residents)
         if plan.residents and turn:
-            ahead = int(_OF_THE_REST * plan.reserve)
+            ahead = plan.reserve // 2
         elif plan.residents and largest:  # beside the block in use, and one more
             ahead = plan.reserve - 2 * largest + 1
         key = schedule.passes[0][1] if schedule.passes else None
@@ -230,24 +234,27 @@ class PlanMaker:
 
         Passes of one loop foresee different parts of it (a micro-batch without a step), and what
         stays must be the same in all of them: it is decided again only for more state, other room,
-        or a link that turns out to be faster. The first steps, in which memory is still being
-        page-locked, see a slow one; what stayed because of that would cost the loop its window.
+        a link that turns out to be faster, or copies that come to bind, or bind no more. The first
+        steps, in which memory is still being page-locked, see a slow link; what stayed because of
+        that would cost the loop its window.
         """
-        table, rate = self._parts.table, self._times.rate_up()
+        table, rate, binds = self._parts.table, self._times.rate_up(), self.copies_bind
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
         before = self._staying
         other_room = before.known and not before.room <= room <= _FASTER * before.room
-        if other_room or (before.kept and rate > _FASTER * before.rate):
+        is_faster = before.kept and rate > _FASTER * before.rate
+        if other_room or is_faster or binds != before.copies_bind:
             before = Staying(rate=before.rate)
         known, kept = before.known, before.kept
         if not state.keys() <= known:
             sizes = {b: align_up(r.block.nbytes) for b, r in loose.items()}
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
             own = {b: sizes[b] for b in state}
-            kept = choose_to_stay(order, weights, own, max(sizes.values()), room, rate)
+            window = window_of(sizes.values(), rate, copies_bind=binds)
+            kept = choose_to_stay(order, weights, own, window, room)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
-        self._staying = Staying(known, kept, room, max(rate, before.rate))
+        self._staying = Staying(known, kept, room, max(rate, before.rate), binds)
         return Plan(kept, room - sum(align_up(table[b].block.nbytes) for b in kept))
 
     def _keep_steady(

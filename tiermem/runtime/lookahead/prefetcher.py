@@ -114,6 +114,10 @@ class Prefetcher:
         if self._repeats(self._planner.schedule):
             self._decide(self._planner.schedule)
 
+    def note_copies_bind(self, copies_bind: bool) -> None:
+        """Notes whether a training round's copies take longer than its compute."""
+        self._maker.copies_bind = copies_bind
+
     def run(self) -> None:
         """Begins every fetch that is due."""
         planner = self._planner

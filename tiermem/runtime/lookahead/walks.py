@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from tiermem.core.block import Block, Tier
+from tiermem.core.block import Block, Role, Tier
 from tiermem.core.residency import Record, State
 from tiermem.core.schedule import Schedule
 from tiermem.runtime.loans.host_loans import HostLoans
@@ -66,13 +66,15 @@ class Fetcher:
         """Begins to fetch a block for its use at a position; returns whether there was room.
 
         Args:
-            record: The block; :meth:`is_due` said so.
+            record: The block; :meth:`is_due` said so, or it holds no data, and gets its place.
             schedule: What comes.
             position: Where in it the use is.
             cursor: Where in it the compute is.
         """
         if not self.fill(record, position - cursor):
             return False
+        if not record.defined:
+            return True
         number, key = self._pass_at(schedule, position)
         self._waste.pending[record.block.id] = (self.number + number, key)  # Waste.fetched
         return True
@@ -195,6 +197,7 @@ class SequenceWalk:
     """
 
     _idle_of_many = -1
+    _reserves = False  # whether gradients get their places ahead
 
     def __init__(
         self,
@@ -270,6 +273,8 @@ class SequenceWalk:
                         if begun == _BURST or not self._fetch(record):
                             return begun
                         begun += 1
+                    elif self._reserves and record.block.role is Role.GRAD:
+                        self._fetch(record)  # where the ring has no place it gets one later
                 if not (record.block.id in residents and record.usable):
                     ahead.append(self.position, record.block)
                     self._lacking = True
@@ -311,9 +316,13 @@ class RingWalk(SequenceWalk):
     """Fetches as far ahead as there is room, where HBM is handed out in a ring.
 
     Nothing comes to stay there, so when a block leaves all but its own next use is as it was.
+    Gradients get their places among what is fetched, in order of use. A place that is taken only
+    as a gradient is there is one that was written home just now, if fetches ahead have taken all
+    others: compute would wait for that copy.
     """
 
     _idle_of_many = _FIRST
+    _reserves = True
 
     def _is_behind(self, cursor: int) -> bool:
         if self._transfers.mover is not None:

@@ -175,6 +175,17 @@ class Evictor:
             return None
         return Room(extent)
 
+    def place_in_ring(self, block: Block, position: int) -> Extent | None:
+        """Makes room for a block where the ring has come to, if nothing there is needed soon.
+
+        Args:
+            block: What needs it.
+            position: Uses until then.
+        """
+        self.order.left.clear()
+        size = align_up(block.nbytes)
+        return self._next_in_ring(size, position) if self.ring.uses else None
+
     def place_for_good(self, block: Block) -> Extent | None:
         """Makes room at the lowest address at which all that is there can leave.
 

@@ -48,15 +48,18 @@ class BlockSweep:
                 if block.id in manager.parts.deferred or not manager.try_fill(record, position + 1):
                     return
 
-    def write(self, blocks: Sequence[Block], *, gradients: bool = False) -> None:
+    def write(
+        self, blocks: Sequence[Block], *, gradients: bool = False, staying: bool = False
+    ) -> None:
         """Begins to write back what has been written and does not stay.
 
         Args:
             blocks: What is not used any more for now.
             gradients: Whether gradients, too, where that costs nothing: those of a step are about
                 to be forgotten, and on the CPU a copy to DRAM hides behind nothing.
+            staying: Whether what stays in HBM is written as well.
         """
-        manager = self._manager
+        manager, why = self._manager, Why.NEEDED if staying else Why.WRITTEN
         if not self.leaves or (gradients and not self._dram):
             return
         with manager.lock:
@@ -66,5 +69,5 @@ class BlockSweep:
                     continue
                 if block.role is Role.GRAD and not gradients:
                     continue
-                if manager.parts.evictor.rules.may_leave(record, Why.WRITTEN):
+                if manager.parts.evictor.rules.may_leave(record, why):
                     manager.parts.transfers.drain(record)

@@ -55,6 +55,7 @@ class Transfers:
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
         packed: Packed copies of homes in DRAM.
+        unclaimed: Blocks without data that have a place which compute has not waited for yet.
         poisons: Whether the bytes of what has left HBM are overwritten.
     """
 
@@ -83,6 +84,7 @@ class Transfers:
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
         self.packed = PackedCopies(table, homes, copy)
+        self.unclaimed: set[int] = set()
         self._patient = False
         self.poisons = poison
 
@@ -190,11 +192,21 @@ class Transfers:
             return partial(mover.land, parked, urgent=urgent)
         return partial(mover.read, move.source_extent, label=move.block.name, urgent=urgent)
 
-    def blank(self, record: Record, extent: Extent) -> None:
-        """Gives a block without data its place in ``extent``, to be written there."""
+    def blank(self, record: Record, extent: Extent, *, ahead: bool = False) -> None:
+        """Gives a block without data its place in ``extent``, to be written there.
+
+        Args:
+            record: The block.
+            extent: Room for it in HBM.
+            ahead: Whether it is written later: compute does not wait for what else uses the place
+                before :meth:`claim`.
+        """
         block = record.block
         try:
-            self.copy.claim(extent)
+            if ahead:
+                self.unclaimed.add(block.id)
+            else:
+                self.copy.claim(extent)
             self.slots.enter(block, extent)
             self.ready.pop(block.id, None)
             self.table.place_blank(block.id, extent)
@@ -203,6 +215,16 @@ class Transfers:
                 self.slots.leave(block.id)
                 self._give_back(extent)
             raise
+
+    def claim(self, record: Record) -> None:
+        """Makes compute wait for what else uses a block's place, where it has not done so yet.
+
+        Args:
+            record: The block; it is in HBM, and about to be used.
+        """
+        if record.block.id in self.unclaimed and record.extent is not None:
+            self.copy.claim(record.extent)
+            self.unclaimed.remove(record.block.id)
 
     def drain(self, record: Record) -> None:
         """Begins to write a dirty block back to its home.
@@ -372,6 +394,7 @@ class Transfers:
             elif flight.transfer.finished:
                 self._land(block_id, flight)
         self.copy.synchronize()
+        self.unclaimed.clear()
         for record in self.table:
             if record.in_hbm is State.FILLING:
                 self.table.end_fill(record.block.id, ok=False)
@@ -430,6 +453,7 @@ class Transfers:
             self.copy.poison(slot.bytes, slot.extent, copied=copied)
         self.slots.leave(block_id)
         self.ready.pop(block_id, None)
+        self.unclaimed.discard(block_id)
         self.departures.count += 1
         self.departures.unread.add(block_id)
         if block_id in self.waste.pending:  # it was fetched ahead for nothing
