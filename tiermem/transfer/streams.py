@@ -74,7 +74,7 @@ class Fences:
         """Has the copy that begins at ``offset`` begin at ``begin``, which is inside it."""
         kept: dict[int, tuple[int, Event]] = {}
         for start, (end, event) in self.fences.items():
-            if start == offset or start == begin:  # of two that would begin there the later one
+            if start in (offset, begin):  # of two that would begin there the later one
                 reach = kept.pop(begin, (end, event))[0]
                 kept[begin] = (max(end, reach), event)
             else:
