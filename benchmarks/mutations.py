@@ -27,6 +27,7 @@ _COPIES_DOWN = ("tests/unit/test_copy_down.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
 LATE = ("tests/unit/test_optim_late.py",)
+_TWO = ("tests/unit/test_optim_two.py",)
 LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
@@ -4489,5 +4490,68 @@ MUTATIONS = (
         "        if giver.leases or giver.in_hbm in",
         "        if giver.leases and giver.in_hbm in",
         LATE,
+    ),
+    Mutation(
+        "two optimizers: each takes the other's steps for its own",
+        "tiermem/optim/units/foreign.py",
+        "self._steps() - self._own",
+        "0",
+        _TWO,
+    ),
+    Mutation(
+        "two optimizers: a step on the host is not counted",
+        "tiermem/optim/host/side.py",
+        "            unit.foreign.step()\n",
+        "",
+        _TWO,
+    ),
+    Mutation(
+        "two optimizers: both step a weight on the host at once",
+        "tiermem/runtime/transfers/deferred.py",
+        "d.elsewhere is None or not writes.isdisjoint(d.writes)",
+        "d.elsewhere is None",
+        _TWO,
+    ),
+    Mutation(
+        "two optimizers: a block is lent whose step waits for HBM",
+        "tiermem/runtime/transfers/deferred.py",
+        "d.elsewhere is None or not writes.isdisjoint(d.writes)",
+        "not writes.isdisjoint(d.writes)",
+        _TWO,
+    ),
+    Mutation(
+        "two optimizers: steps of other weights of a block are waited for",
+        "tiermem/runtime/transfers/deferred.py",
+        "d.elsewhere is None or not writes.isdisjoint(d.writes)",
+        "True",
+        _TWO,
+    ),
+    Mutation(
+        "masters: what a step on the host has seen is forgotten as it is given up",
+        "tiermem/optim/host/side.py",
+        "        self.unit.foreign.forget()\n",
+        "",
+        ("tests/unit/test_optim_foreign.py",),
+    ),
+    Mutation(
+        "auto: a step leaves behind what holds the state",
+        "tiermem/optim/units/attempt.py",
+        "self._gradients, self._complete, self.one_call = [], None, None",
+        "self._gradients = []",
+        ("tests/unit/test_optim_auto.py",),
+    ),
+    Mutation(
+        "auto: who once held the state counts as its holder for good",
+        "tiermem/optim/auto.py",
+        "min(self._holders, count)",
+        "count",
+        ("tests/unit/test_optim_auto.py",),
+    ),
+    Mutation(
+        "clipping: what is known of gradients outlives a step that writes them",
+        "tiermem/optim/clip.py",
+        "invalidate([e for unit in units for e in unit.entries])",
+        "invalidate(e for unit in units for e in unit.entries)",
+        ("tests/unit/test_optim_norms.py",),
     ),
 )

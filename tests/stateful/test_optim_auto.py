@@ -351,7 +351,7 @@ class Looking(RuleBasedStateMachine):
         self._both(use)
         Looking.waited += len(self.optimizer._units.owed)
 
-    # else the scale is undone in the step; and the device of NumPy has none
+    # else the scale is undone in the step, and gradients keep it; and the device of NumPy has none
     @precondition(lambda self: not (self.master or self.both_sides))
     @rule(start=number, infinite=st.booleans())
     def scaled(self, start: int, infinite: bool) -> None:

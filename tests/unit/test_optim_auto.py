@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import tiermem
 from tiermem.optim.auto import kind_of
 from tiermem.optim.provisional import Provisional
+from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.unit import StepUnit
 
 DRAM = Tiers("dram")
@@ -217,6 +219,39 @@ def test_numbers_of_the_state_that_somebody_has_are_those_after_the_step(what: s
         del kept, shown
         assert ask(twins, 5) == units(twins)  # there is no reference to it any more
         twins.check()
+
+
+def attempts() -> int:
+    """How many steps there are that were begun, and that something has a reference to."""
+    return sum(type(thing) is Attempt for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("else_held", [False, True])
+def test_state_that_is_kept_is_seen_whoever_has_held_it_before(else_held: bool) -> None:
+    """Steps by one call of torch's leave nothing that holds it; what an error leaves is gone."""
+    fused = {"lr": 0.01, "fused": True}
+    gc.collect()
+    gc.disable()
+    before = attempts()
+    try:
+        with Twins(lambda: Net(torch.float32), DRAM, settings=fused, master_dtype=None) as twins:
+            held = [twins.optimizer._units.state] * else_held
+            for number in range(3):
+                ask(twins, number)
+            assert attempts() == before
+            held.clear()
+            kept = twins.optimizer.state
+            for number in range(3, 6):
+                twins.backward(number)
+                twins.by_hand.step()
+                twins.optimizer.step()
+                assert {float(values["step"]) for values in kept.values()} == {number + 1}
+                twins.by_hand.zero_grad()
+                twins.optimizer.zero_grad()
+            del kept
+            twins.check()
+    finally:
+        gc.enable()
 
 
 def test_weights_at_home_in_hbm_are_there_for_a_graph() -> None:

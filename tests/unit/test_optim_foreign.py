@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class Stack(nn.Module):
 
 @contextmanager
 def trained(
-    where: str, hbm: str = "128KiB"
+    where: str, hbm: str = "128KiB", overlap: Any = "backward"
 ) -> Iterator[tuple[tiermem.TierManager, Stack, tiermem.TieredOptimizer]]:
     torch.manual_seed(0)
     model = Stack().to(torch.bfloat16)
@@ -48,7 +49,7 @@ def trained(
             torch.optim.AdamW,
             master_dtype=torch.float32,
             where=where,
-            overlap="backward",
+            overlap=overlap,
             lr=0.01,
         )
         yield tier, model, optimizer
@@ -143,3 +144,27 @@ def test_masters_follow_what_others_write_and_nothing_else(
         # a step of 0.01 moves no weight far from what was written
         assert torch.allclose(value_of(weight).float(), expected.float(), atol=0.05)
         assert not any(looks(model, optimizer))
+
+
+def test_a_step_on_the_host_that_is_given_up_leaves_writes_to_be_followed() -> None:
+    """It has looked for them, and its masters have not followed."""
+    with trained("host", overlap=False) as (_, model, optimizer):
+        for _ in range(4):
+            step(model, optimizer)
+        weight = model.layers[2][0].weight
+        expected = value_of(weight) * 2
+        (unit,) = [u for u in optimizer._units if any(p is weight for p, _ in u.members)]
+        update = unit.host.update
+
+        def fail(*_: Any) -> None:
+            del update.update
+            raise MemoryError
+
+        in_place(weight)
+        update.update = fail
+        with pytest.raises(tiermem.StepError, match="MemoryError"):
+            step(model, optimizer)
+        optimizer.abandon_step()
+        optimizer.zero_grad()
+        step(model, optimizer)
+        assert torch.allclose(value_of(weight).float(), expected.float(), atol=0.05)

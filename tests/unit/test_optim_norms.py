@@ -169,6 +169,24 @@ def test_an_optimizer_that_writes_gradients(overlap: Any) -> None:
             pair.check()
 
 
+def test_a_step_that_undoes_a_scale_in_the_gradients() -> None:
+    """A norm that is asked for behind it is not the one of the gradients that had the scale."""
+    fused = {"lr": 0.01, "fused": True}
+    with Twins(lambda: Net(torch.float32), DRAM, settings=fused, master_dtype=None) as pair:
+        loops = (pair.plain, pair.by_hand.optimizer), (pair.model, pair.optimizer)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in loops]
+        for step in range(4):
+            norms = []
+            for (model, optimizer), scaler in zip(loops, scalers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e6))
+            assert_same(norms[0], norms[1], f"norm {step}")
+        pair.check()
+
+
 def test_not_finite() -> None:
     with Twins(Net, DRAM, master_dtype=None) as pair:
         pair.backward(0)

@@ -97,8 +97,8 @@ class AutoOverlap:
         if self._all_there(units):
             return
         count = sys.getrefcount(state)
-        if not looked_into:
-            self._holders = count
+        if not looked_into:  # what is left of an error may hold it for a while
+            self._holders = min(self._holders, count)
         elif count > self._holders:
             return
         kinds = {number: kind_of(group) for number, group in enumerate(groups)}

@@ -112,7 +112,7 @@ class Norms:
 
     def forget(self, units: Sequence[StepUnit]) -> None:
         """Forgets what was measured."""
-        self._runtime.grads.norms.invalidate(e for unit in units for e in unit.entries)
+        self._runtime.grads.norms.invalidate([e for unit in units for e in unit.entries])
 
     def clip(
         self,

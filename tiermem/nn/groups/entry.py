@@ -84,6 +84,7 @@ class Entry(Member):
         whole: Whether its gradient is to be in one block, or in runs, as who steps it asks for;
             None for what there is room for.
         sparse: Whether a module takes sparse gradients of it, which are stepped as a whole.
+        steps: How many steps of optimizers have written it, whichever they are.
     """
 
     __slots__ = (
@@ -96,6 +97,7 @@ class Entry(Member):
         "param",
         "shares",
         "sparse",
+        "steps",
         "tracked",
         "unheard",
         "unit",
@@ -121,3 +123,4 @@ class Entry(Member):
         self.ways: Ways | None = None
         self.whole: bool | None = None
         self.sparse = False
+        self.steps = 0

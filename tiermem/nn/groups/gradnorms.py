@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -71,7 +71,7 @@ class GradNorms:
         self._measures.pop(id(entry), None)
         self._known.pop(id(entry), None)
 
-    def invalidate(self, entries: Iterable[Entry]) -> None:
+    def invalidate(self, entries: Collection[Entry]) -> None:
         """Forgets what was measured of gradients that may be written now."""
         self.scale.invalidate(entries)
         if self._known:

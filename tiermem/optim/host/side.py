@@ -279,6 +279,7 @@ class HostSide:
             views, events = manager.host_loans.lend(blocks)
             by_block = {block.id: tensors for block, tensors in zip(blocks, views, strict=True)}
             job = Job(gradients, blocks, by_block, events, follows, proven, staged)
+            unit.foreign.step()
             register(job)
             for u in held:
                 u.pending.clear()
@@ -289,6 +290,7 @@ class HostSide:
                 for u in held:
                     u.pending.clear()
             else:
+                unit.foreign.forget()
                 lent = [b for b in blocks if manager.host_loans.borrowers(b) > out[b.id]]
                 manager.host_loans.give_back(lent, written=False)
             raise
@@ -372,6 +374,7 @@ class HostSide:
             job.staged.give_up()
         job.gradients.put_back(())
         job.bring_the_rest(())  # where it was confirmed by step(), and failed
+        self.unit.foreign.forget()
         self._return(runtime, job, written=False)
 
     def turn(self, runtime: ModuleRuntime, job: Job, spare: Iterable[int]) -> None:

@@ -108,6 +108,7 @@ class HostSteps:
         if scaling is not None:
             scaling = scaling.on_host()
         with self._manager.lock, unrecorded():
+            self._settle_others(hosts)
             self._prepare(hosts)
             waiting: tuple[HostSide, Job] | None = None
             try:
@@ -126,6 +127,17 @@ class HostSteps:
             for host in hosts:
                 if host.unit.is_viewed():  # reads through a view do not wait for the step
                     self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
+
+    def _settle_others(self, hosts: Sequence[HostSide]) -> None:
+        """Makes the steps of other optimizers that come before those of the host's units.
+
+        Each optimizer has a thread of its own, so two of them would step a parameter together.
+        """
+        deferred = self._manager.parts.deferred
+        for unit in (host.unit for host in hosts):
+            writes = frozenset(unit.ids())
+            for block in unit.blocks():
+                deferred.pay_before_loan(block.id, writes)
 
     def _prepare(self, hosts: Sequence[HostSide]) -> None:
         """Checks that units can be stepped on the host, and settles what is to be written first.
@@ -196,7 +208,8 @@ class HostSteps:
         self._owed.add(id(host.unit))
         blocks = [block.id for block in job.blocks]
         work = partial(self._take_up, host, job, ticket)
-        self._manager.parts.deferred.add(Deferred(host.unit.name, blocks, work, job))
+        debt = Deferred(host.unit.name, blocks, work, job, frozenset(host.unit.ids()))
+        self._manager.parts.deferred.add(debt)
 
     def abandon(self) -> None:
         """Gives up steps that failed; the others are waited for and taken up."""

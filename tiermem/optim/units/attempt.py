@@ -191,7 +191,9 @@ class Attempt:
         self._waiting.end()
         unit.attempt = None
         self._over = True
-        self._gradients = []  # this is a circle of references: it would keep stand-ins alive
+        # these are circles of references: they would keep stand-ins and the state alive, whose
+        # references are counted to see whether a program has kept them
+        self._gradients, self._complete, self.one_call = [], None, None
 
     def leave_as_is(self) -> None:
         """Leaves everything as the failure has left it; the caller takes it back."""

@@ -75,7 +75,7 @@ class StepUnit(UnitGradients):
         managed = {id(entry.param): entry for entry in entries}
         self.entry_of = [managed.get(id(param)) for param, _ in members]
         self.group: Group | None = entries[0].group if entries else None
-        self.foreign = ForeignWrites(self.group)
+        self.foreign = ForeignWrites(self.group, self.entries)
         self.counted = CountedSteps()
         self.block: Block | None = None
         self.masters: Masters | None = None

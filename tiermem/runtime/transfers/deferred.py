@@ -31,12 +31,14 @@ class Deferred:
             an exception may have it, it does nothing.
         elsewhere: What goes on in another thread, to be taken up by ``work``; None where that
             does it all.
+        writes: Ids of the tensors that are written there, of blocks that others may write beside.
     """
 
     name: str
     blocks: Sequence[int]
     work: Callable[[], None]
     elsewhere: Elsewhere | None = None
+    writes: frozenset[int] = frozenset()
 
 
 class DeferredWork:
@@ -113,6 +115,19 @@ class DeferredWork:
         standing = self.standing.get(block_id)
         if standing is not None:
             standing.work()
+
+    def pay_before_loan(self, block_id: int, writes: frozenset[int]) -> None:
+        """Does the deferred work that cannot be left to the time after a loan of the block.
+
+        That is all that uses the block in HBM, and what another thread does to the same tensors;
+        beside its work on other tensors the block can be lent once more.
+
+        Args:
+            block_id: The block.
+            writes: Ids of the tensors that the borrower reads and writes.
+        """
+        owed = self.owed.get(block_id, ())
+        self._settle([d for d in owed if d.elsewhere is None or not writes.isdisjoint(d.writes)])
 
     def pay_standing(self) -> None:
         """Does all work that may stand over many passes."""

@@ -1,0 +1,172 @@
+"""Two optimizers over the same weights, or over weights of the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from support_hostbits import device_of_numpy, keeps_share, tried_shares
+from support_two import Two, everything, matrices, two, vectors
+
+from tiermem.optim.host.loop import library
+
+MASTERS = {"master_dtype": torch.float32}
+OVERLAPS = [False, "auto", "forward", "backward"]
+ROUNDS = [(0,)] * 6 + [(1,)] + [(0,)] * 3 + [(1,)] * 5 + [(0, 1)] * 5 + [(1, 0)] * 2
+"""Which optimizers step in each round: long enough alone that their steps are made ahead."""
+
+
+def train(pair: Two, rounds: list[tuple[int, ...]] = ROUNDS) -> None:
+    for number, which in enumerate(rounds):
+        pair.backward(number)
+        pair.step(*which)
+    pair.check()
+
+
+@pytest.mark.parametrize("where", ["device", "host", "both"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_masters_follow_what_another_optimizer_writes(overlap: Any, where: str) -> None:
+    """Each has masters of its own, and none brings back what was before the other's step."""
+    options = {"overlap": overlap, "where": where, **MASTERS}
+    with two(options, options) as pair:
+        train(pair)
+        if overlap == "auto" and where == "device":
+            assert pair.optimizers[0].stepped_in_backward
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("mine", [0, 1])
+def test_masters_follow_an_optimizer_that_has_none(overlap: Any, mine: int) -> None:
+    options = [{"overlap": overlap}, {"overlap": overlap}]
+    options[mine] |= MASTERS
+    with two(*options) as pair:
+        train(pair)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_masters_follow_what_another_optimizer_was_loaded_with(overlap: Any) -> None:
+    """Weights are the casts of masters that are loaded."""
+    options = {"overlap": overlap, **MASTERS}
+    with two(options, options) as pair:
+        train(pair, [(0,)] * 4)
+        saved = pair.optimizers[0].state_dict()
+        train(pair, [(1,)] * 4)
+        pair.by_hand[0].load(saved)
+        pair.optimizers[0].load_state_dict(saved)
+        train(pair, [(1,)] * 4 + [(0,)] * 4)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_masters_are_not_looked_at_for_steps_of_other_weights_of_the_block(where: str) -> None:
+    options = {"overlap": False, "where": where, **MASTERS}
+    with two(options, options, params=(matrices, vectors)) as pair:
+        train(pair, [(0, 1)] * 3)
+        looks: list[bool] = []
+        for unit in (unit for optimizer in pair.optimizers for unit in optimizer._units):
+
+            def seen(look: Callable[[], bool] = unit.foreign.look) -> bool:
+                looks.append(look())
+                return looks[-1]
+
+            unit.foreign.look = seen  # type: ignore[method-assign]
+        for number in range(3):
+            pair.backward(number)
+            pair.step(0, 1)
+        assert looks and not any(looks)
+
+
+class WhenAwaited(Future[None]):
+    """Work that is done as late as may be: when somebody waits for it, in that thread."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
+        self.work = work
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Does the work, once."""
+        if not self.done() and self.set_running_or_notify_cancel():
+            try:
+                self.work()
+            except BaseException as error:
+                self.set_exception(error)
+            else:
+                self.set_result(None)
+        return super().exception(timeout)
+
+
+class Unhurried:
+    """Stands for the thread of an optimizer's steps on the host."""
+
+    def __init__(self, real: Any) -> None:
+        self.begun: list[WhenAwaited] = []
+        self.shutdown = real.shutdown
+
+    def submit(self, run: Callable[..., None], *args: Any) -> WhenAwaited:
+        """Begins nothing."""
+        self.begun.append(WhenAwaited(lambda: run(*args)))
+        return self.begun[-1]
+
+
+def unhurried(optimizer: Any) -> Unhurried:
+    """Makes the host's steps of an optimizer as late as may be, until it is closed."""
+    steps = optimizer._host.steps
+    found = steps._pool = Unhurried(steps._pool)
+    return found
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("overlap", ["auto", "forward", "backward"])
+def test_the_host_makes_steps_of_one_weight_in_their_order(overlap: Any, masters: bool) -> None:
+    """Each optimizer has a thread of its own, and the first one's is slow."""
+    options = {"overlap": overlap, "where": "host", **(MASTERS if masters else {})}
+    dtype = torch.bfloat16 if masters else torch.float32
+    with two(options, options, dtype=dtype) as pair:
+        slow = unhurried(pair.optimizers[0])
+        train(pair, [(0, 1)] * 4)
+        assert slow.begun
+
+
+def test_steps_of_other_weights_of_the_block_are_not_waited_for() -> None:
+    options = {"overlap": "forward", "where": "host"}
+    with two(options, options, dtype=torch.float32, params=(matrices, vectors)) as pair:
+        slow = unhurried(pair.optimizers[0])
+        for number in range(3):
+            pair.backward(number)
+            pair.by_hand[0].step()
+            pair.by_hand[1].step()
+            begun = len(slow.begun)
+            for optimizer in pair.optimizers:
+                optimizer.step()
+            assert len(slow.begun) > begun
+            assert not any(step.done() for step in slow.begun[begun:])
+            pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("params", [(matrices, vectors), (everything, everything)])
+@pytest.mark.parametrize("overlap", ["auto", "forward", "backward"])
+@pytest.mark.parametrize("where", [("device", "host"), ("host", "device"), ("both", "both")])
+def test_what_waits_in_hbm_is_made_before_the_host_is_lent_the_block(
+    where: tuple[str, str], overlap: Any, params: Any
+) -> None:
+    options = [{"overlap": overlap, "where": side} for side in where]
+    with two(*options, dtype=torch.float32, params=params) as pair:
+        train(pair)
+
+
+@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
+def test_by_default_the_host_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With steps that have the device's bits, in every second block."""
+    adamw = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    adam = (torch.optim.Adam, {"lr": 0.02, "fused": True})
+    with (
+        tried_shares(monkeypatch, keeps_share),
+        device_of_numpy(),
+        two({}, {}, dtype=torch.float32, chosen=(adamw, adam), hbm="64KiB") as pair,
+    ):
+        slow = unhurried(pair.optimizers[0])
+        train(pair, [(0, 1)] * 6)
+        assert slow.begun
