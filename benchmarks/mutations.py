@@ -4284,8 +4284,8 @@ MUTATIONS = (
             (
                 "a block whose modules do more than call is read in DRAM",
                 "nn/wrap/inplace.py",
-                "        if not isinstance(module, _KINDS) or len(scope.groups) != 1:\n",
-                "        if False:\n",
+                "    if any(not isinstance(module, _KINDS) or any(module.children()) for module in owners):\n",
+                "    if False:\n",
             ),
             (
                 "what is trained is left in DRAM",
@@ -4296,8 +4296,8 @@ MUTATIONS = (
             (
                 "operations return views of the home",
                 "nn/groups/away.py",
-                "                and _memory_of(part) == _memory_of(self.tensor) != 0\n",
-                "                and False\n",
+                "            or not _memory_of(result) == _memory_of(self.tensor) != 0\n",
+                "            or True\n",
             ),
             (
                 "operations return the memory of the home",
@@ -4318,10 +4318,28 @@ MUTATIONS = (
                 "    return False\n",
             ),
             (
-                "its modules are expected to use it in HBM",
+                "its modules hold it beside what else they have",
                 "nn/wrap/intercepted.py",
-                "                if group.in_place:\n                    continue\n",
-                "",
+                "tuple(other for other in scope.groups if other is not group)",
+                "scope.groups",
+            ),
+            (
+                "what else its modules have is not held",
+                "nn/wrap/inplace.py",
+                "        if self._groups:\n",
+                "        if False:\n",
+            ),
+            (
+                "a view looks at the begin of the weight",
+                "nn/groups/placeview.py",
+                "        offset = whole.storage_offset() + view._offset\n",
+                "        offset = whole.storage_offset()\n",
+            ),
+            (
+                "a view of a weight that has another form looks anywhere",
+                "nn/groups/placeview.py",
+                "            if _form(whole) != self._form:\n",
+                "            if False:\n",
             ),
         )
     ),

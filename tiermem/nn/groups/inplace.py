@@ -28,6 +28,6 @@ def no_room(manager: BlockManager, group: Group) -> CapacityError:
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm with a "
         f"budget of {format_size(table.hbm.capacity)}: it is read in tier dram, where it lies, by "
-        "operations that take no gradients and return no views of it",
+        "operations that take no gradients, and nothing has its address",
         advice,
     )

@@ -22,7 +22,7 @@ from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
-from tiermem.nn.wrap.inplace import InPlaceInterceptor, can_be_read_in_place
+from tiermem.nn.wrap.inplace import InPlaceInterceptor, can_be_read_in_place, has_params_of
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
@@ -267,21 +267,25 @@ class InterceptedModules:
             if apart:
                 largest = max(apart, key=lambda group: group.block.nbytes)
                 held[id(largest)] = largest
-            moves = [g for g in held.values() if not (g.in_place or record(g.block).fixed)]
+            moves = [g for g in held.values() if not record(g.block).fixed]
             total = sum(group.block.nbytes for group in moves)
             if total > best[0]:
                 best = (total, moves)
         return best
 
     def leave_in_place(self, group: Group) -> bool:
-        """Has a block read in DRAM, where it lies, if all its modules' calls can do that."""
-        users = [
-            (self._modules[name], scope)
-            for name, scope in self.scopes.items()
-            if group in scope.groups
-        ]
-        group.in_place = can_be_read_in_place(group, users, self._wrapped.runtime.manager)
-        return group.in_place
+        """Has a block read in DRAM, where it lies, if all modules that have it can do that."""
+        scopes = [(self._modules[n], s) for n, s in self.scopes.items() if group in s.groups]
+        owners = [(module, scope) for module, scope in scopes if has_params_of(module, group)]
+        manager = self._wrapped.runtime.manager
+        if not can_be_read_in_place(group, [module for module, _ in owners], manager):
+            return False
+        group.in_place = True
+        for _, scope in scopes:  # whatever else they need is held as ever
+            scope.groups = tuple(other for other in scope.groups if other is not group)
+        for _, scope in owners:
+            scope.in_place = (*scope.in_place, group)
+        return True
 
     def _nested(self) -> Iterator[list[Scope]]:
         """Yields the scopes of calls that are inside each other, the outermost first."""
@@ -309,8 +313,6 @@ class InterceptedModules:
             scope = scopes.get(id(module))
             for group in scope.groups if scope is not None else ():
                 block = group.block.id
-                if group.in_place:
-                    continue
                 if scope is not None and (block not in seen or scope.begins):
                     found.append((block, few_tokens(module, scope)))
                     seen.add(block)
@@ -436,7 +438,7 @@ class InterceptedModules:
 
 def _call_kind(module: nn.Module, scope: Scope) -> type[CallInterceptor]:
     """Returns what stands in front of a module's calls."""
-    if any(group.in_place for group in scope.groups):
+    if scope.in_place:
         return InPlaceInterceptor
     if is_lookup(module, scope):
         return LookupInterceptor
