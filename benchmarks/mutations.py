@@ -31,7 +31,7 @@ LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
-_TOO_LARGE = "tests/unit/test_nn_inplace.py"
+_TOO_LARGE, _ANNEX = "tests/unit/test_nn_inplace.py", "tests/unit/test_nn_annex.py"
 _USED_APART = "tests/unit/test_nn_used_apart.py"
 _KEPT_VIEWS = ("tests/unit/test_nn_kept_views.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
@@ -248,8 +248,8 @@ _ELSEWHERE = (
     Mutation(
         "a discarded block's space is reused under who looks at it",
         _RUNTIME + "placement/evictor.py",
-        "keep = slot is not None and slot.aliased and (gone or not record.fixed)",
-        "keep = False",
+        "seen = slot is not None and slot.aliased and (gone or not record.fixed)",
+        "seen = False",
         MANAGER + FAULTS,
     ),
     Mutation(
@@ -4284,14 +4284,14 @@ MUTATIONS = (
             (
                 "a block whose modules do more than call is read in DRAM",
                 "nn/wrap/inplace.py",
-                "    if any(not isinstance(module, _KINDS) or any(module.children()) for module in owners):\n",
-                "    if False:\n",
+                "    if any(not isinstance(module, _KINDS) or any(module.children()) for",
+                "    if any(False for",
             ),
             (
                 "what is trained is left in DRAM",
                 "nn/wrap/wrapped.py",
-                "            if self.model.training or not self.modules",
-                "            if not self.modules",
+                "            if self.model.training:\n                left",
+                "            if False:\n                left",
             ),
             (
                 "operations return views of the home",
@@ -4340,6 +4340,53 @@ MUTATIONS = (
                 "nn/groups/placeview.py",
                 "            if _form(whole) != self._form:\n",
                 "            if False:\n",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"annex: {name}", f"tiermem/{file}", old, new, (_ANNEX,))
+        for name, file, old, new in (
+            (
+                "all that is too large is trained in DRAM",
+                "nn/wrap/wrapped.py",
+                "                left = vocabulary and self.modules",
+                "                left = self.modules",
+            ),
+            (
+                "it takes room of HBM",
+                "core/residency.py",
+                "            and record.annexed is None\n",
+                "",
+            ),
+            (
+                "its place is free while somebody looks there",
+                "runtime/registry.py",
+                "            if annexed is not None and slot is not None and slot.aliased:\n",
+                "            if False:\n",
+            ),
+            (
+                "its place is never free again",
+                "runtime/registry.py",
+                "                self._parts.homes.release(Tier.DRAM, annexed)\n",
+                "                pass\n",
+            ),
+            (
+                "a repair frees its place",
+                "runtime/registry.py",
+                "        places = [record.annexed for record in self._parts.table]\n",
+                "        places = []\n",
+            ),
+            (
+                "it is overwritten while somebody looks there",
+                "runtime/placement/evictor.py",
+                "            self.transfers.leave(block_id, seen=seen)\n\n    def leave_behind",
+                "            self.transfers.leave(block_id, seen=keep)\n\n    def leave_behind",
+            ),
+            (
+                "heads of their own are refused",
+                "nn/wrap/inplace.py",
+                "    return largest is not None and largest.num_embeddings in rows\n",
+                "    return False\n",
             ),
         )
     ),

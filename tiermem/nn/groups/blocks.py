@@ -56,6 +56,8 @@ class Inventory:
         rate: Bytes a second at which weights are expected to come to HBM, by default from DRAM.
         trained: Whether most of its weights will be trained.
         worst_chain: Most bytes of blocks that nested calls hold at once; 0 before they are made.
+        only_read: Whether it has a vocabulary that HBM has no room for, and was wrapped to be
+            evaluated, so that it cannot be trained.
         other_places: Where modules are besides their first places, as the model is wrapped
             (:func:`.partition.other_places`).
     """
@@ -90,6 +92,7 @@ class Inventory:
         most = sum(number for number, _ in elements) // 2
         self.trained = model.training and sum(n for n, grad in elements if grad) > most
         self.worst_chain = 0
+        self.only_read = False
         self.other_places = other_places(model)
         self._first: tuple[list[str], BlockPlan] | None = None
 

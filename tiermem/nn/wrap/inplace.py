@@ -84,6 +84,22 @@ def has_params_of(module: nn.Module, group: Group) -> bool:
     return any(id(entry.param) in own for entry in group.entries)
 
 
+def has_vocabulary(owners: Iterable[nn.Module], modules: Iterable[nn.Module]) -> bool:
+    """Whether a block is an embedding's, or a linear layer's with as many rows as the largest one.
+
+    Args:
+        owners: The modules that have parameters of it.
+        modules: All of the model.
+    """
+    found = list(owners)
+    if any(isinstance(module, nn.Embedding) for module in found):
+        return True
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
+    largest = max(embeddings, key=lambda m: m.num_embeddings * m.embedding_dim, default=None)
+    rows = {module.out_features for module in found if isinstance(module, nn.Linear)}
+    return largest is not None and largest.num_embeddings in rows
+
+
 def can_be_read_in_place(group: Group, owners: Iterable[nn.Module], manager: BlockManager) -> bool:
     """Whether all that a model does with a block, as far as is known, are calls that may read it.
 

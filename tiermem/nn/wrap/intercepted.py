@@ -22,7 +22,12 @@ from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
-from tiermem.nn.wrap.inplace import InPlaceInterceptor, can_be_read_in_place, has_params_of
+from tiermem.nn.wrap.inplace import (
+    InPlaceInterceptor,
+    can_be_read_in_place,
+    has_params_of,
+    has_vocabulary,
+)
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
@@ -273,19 +278,34 @@ class InterceptedModules:
                 best = (total, moves)
         return best
 
+    def _owners(self, group: Group) -> list[tuple[nn.Module, Scope]]:
+        """Returns the modules that have parameters of a block themselves, and their scopes."""
+        found = [(self._modules[n], scope) for n, scope in self.scopes.items()]
+        return [(m, s) for m, s in found if group in s.groups and has_params_of(m, group)]
+
+    def has_vocabulary(self, group: Group) -> bool:
+        """Whether a block is an embedding's, or that of a head with as many rows."""
+        return has_vocabulary([m for m, _ in self._owners(group)], self._modules.values())
+
     def leave_in_place(self, group: Group) -> bool:
         """Has a block read in DRAM, where it lies, if all modules that have it can do that."""
-        scopes = [(self._modules[n], s) for n, s in self.scopes.items() if group in s.groups]
-        owners = [(module, scope) for module, scope in scopes if has_params_of(module, group)]
-        manager = self._wrapped.runtime.manager
+        owners, manager = self._owners(group), self._wrapped.runtime.manager
         if not can_be_read_in_place(group, [module for module, _ in owners], manager):
             return False
         group.in_place = True
-        for _, scope in scopes:  # whatever else they need is held as ever
-            scope.groups = tuple(other for other in scope.groups if other is not group)
         for _, scope in owners:
             scope.in_place = (*scope.in_place, group)
+        for scope in self.scopes.values():  # whatever else they need is held as ever
+            scope.groups = tuple(other for other in scope.groups if other is not group)
         return True
+
+    def annex(self, group: Group) -> bool:
+        """Has a block used in DRAM for good, to be trained there, if its modules can do that."""
+        owners, manager = (
+            [module for module, _ in self._owners(group)],
+            self._wrapped.runtime.manager,
+        )
+        return can_be_read_in_place(group, owners, manager) and manager.annex(group.block)
 
     def _nested(self) -> Iterator[list[Scope]]:
         """Yields the scopes of calls that are inside each other, the outermost first."""
