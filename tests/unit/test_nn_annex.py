@@ -26,6 +26,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core.block import ANNEX
+from tiermem.runtime.repair import repair_homes
 
 
 class Norming(nn.Embedding):
@@ -315,4 +316,8 @@ def test_a_repair_keeps_it() -> None:
         train((model, plain), both, begin=3)
         assert len(annexed(tier)) == 1
         tier._manager.parts.table.check()
+        places = tier._manager.parts.homes.dram
+        assert any(places.holds(record.annexed) for record in annexed(tier))
+        repair_homes(tier._manager.parts)
+        assert any(places.holds(record.annexed) for record in annexed(tier)), "it is its own"
         assert_alike(model, plain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from operator import contains
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
+from tiermem.core.block import Role
 from tiermem.nn.compat.callees import Places
 from tiermem.nn.compat.writes import hook_may, may_write_uncounted, only_unmerges
+from tiermem.nn.groups.blocks import AT_ONCE
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
@@ -88,6 +90,7 @@ class InterceptedModules:
         again: Sequence[Sequence[str]],
         territory: Mapping[str, str],
         groups: Iterable[Group],
+        divided: Collection[str] = (),
     ) -> None:
         """Intercepts nothing yet.
 
@@ -97,11 +100,13 @@ class InterceptedModules:
             again: Where they are besides: the names around each such place, its own last.
             territory: The root of the block that each module's tensors are in, by name.
             groups: Its groups, but for the resident one.
+            divided: Modules whose calls do not hold what they have themselves.
         """
         self._wrapped = wrapped
         self._modules = modules
         self._again = again
         self._territory = territory
+        self._divided = divided
         self.scopes: dict[str, Scope] = {}
         self._around: dict[str, Scope] = {}
         self._looked_up: dict[str, list[Group]] = {}  # by the name of a list of parameters
@@ -244,7 +249,12 @@ class InterceptedModules:
             group = self.group_of[id(tensor.tensor)]
             for module_name, _ in tensor.places:
                 root = self._territory[module_name]
-                if not group.resident:  # else the pass holds it
+                if module_name in self._divided and group.block.role is Role.PARAM:
+                    # each is brought as it is looked up
+                    needed.setdefault(root, {})
+                    looked_up = self._looked_up.setdefault(root, [])
+                    looked_up += [group] if group not in looked_up else []
+                elif not group.resident:  # else the pass holds it
                     needed.setdefault(root, {})[id(group)] = group
                     called.add(module_name)
                 elif numbered:
@@ -268,10 +278,10 @@ class InterceptedModules:
         best: tuple[int, list[Group]] = (0, [])
         for scopes in self._nested():
             held = {id(group): group for scope in scopes for group in scope.groups}
-            apart = [g for scope in scopes for g in self._looked_up.get(scope.name, ())]
-            if apart:
-                largest = max(apart, key=lambda group: group.block.nbytes)
-                held[id(largest)] = largest
+            for scope in scopes:
+                apart = sorted(self._looked_up.get(scope.name, ()), key=lambda g: g.block.nbytes)
+                most = 1 if isinstance(self._modules[scope.name], PARAMETERS) else AT_ONCE
+                held.update((id(group), group) for group in apart[-most:])
             moves = [g for g in held.values() if not record(g.block).fixed]
             total = sum(group.block.nbytes for group in moves)
             if total > best[0]:

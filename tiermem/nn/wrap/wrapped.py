@@ -130,7 +130,9 @@ class WrappedModel:
             sources = self._plan(plan)
             self._add_shells(whole)
             again = inventory.other_places
-            self.modules = InterceptedModules(self, modules, again, plan.territory, self.groups)
+            self.modules = InterceptedModules(
+                self, modules, again, plan.territory, self.groups, plan.divided
+            )
             self.scopes = self.modules.scopes
             self.bypass = Bypass(self)
             large = [found for members in plan.buffers.values() for found in members]
