@@ -132,6 +132,27 @@ def test_a_model_is_trained_to_the_same_bits(kind: str) -> None:
         assert_alike(model, plain)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"where": "device", "overlap": False},
+        {"overlap": "forward"},
+        {"overlap": "backward"},
+    ],
+)
+@pytest.mark.parametrize("nvme", [False, True])
+def test_steps_in_every_way_have_the_same_bits(
+    settings: dict[str, Any], nvme: bool, tmp_path: Path
+) -> None:
+    where: Any = {"nvme": str(tmp_path), "policy": {"params": "dram", "optimizer": "nvme"}}
+    with twins("masked", **(where if nvme else {})) as (model, plain, tier):
+        mine = tier.optimizer(model, torch.optim.AdamW, lr=0.01, **settings)
+        theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        train((model, plain), (mine, theirs))
+        assert_alike(model, plain)
+        assert len(annexed(tier)) == 1
+
+
 def test_frozen_embeddings_and_gradients_of_what_comes_before() -> None:
     with twins("masked") as (model, plain, tier):
         for net in (model, plain):
@@ -320,4 +341,40 @@ def test_a_repair_keeps_it() -> None:
         assert any(places.holds(record.annexed) for record in annexed(tier))
         repair_homes(tier._manager.parts)
         assert any(places.holds(record.annexed) for record in annexed(tier)), "it is its own"
+        assert_alike(model, plain)
+
+
+@pytest.mark.parametrize("name", ["Bert", "XLMRoberta", "DebertaV2"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_masked_language_models_of_transformers(name: str, trained: bool) -> None:
+    """Their decoders have the embedding's weight, and a bias that is the head's as well."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=3000,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=40,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    plain = getattr(transformers, f"{name}ForMaskedLM")(config).train(trained)
+    model = deepcopy(plain)
+    nbytes = sum(p.nbytes for p in plain.parameters())
+    ids = torch.randint(1, 3000, (2, 9), generator=torch.Generator().manual_seed(0))
+    with tiermem.TierManager("cpu", hbm=nbytes // 4, dram=20 * nbytes) as tier:
+        tier.wrap(model)
+        optimizers: Any = optimizers_of(model, plain, tier) if trained else ()
+        for _ in range(2):
+            losses = []
+            for net, optimizer in zip((model, plain), optimizers or (None, None), strict=True):
+                torch.manual_seed(1)  # of dropout
+                with torch.set_grad_enabled(trained):
+                    losses.append(net(ids, labels=ids).loss)
+                if optimizer is not None:
+                    losses[-1].backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert same_bits(*[loss.detach() for loss in losses])
         assert_alike(model, plain)
