@@ -309,6 +309,19 @@ def test_other_modules_are_refused_as_before() -> None:
         tier.wrap(model)
 
 
+def test_a_vocabulary_that_is_no_embedding_is_refused_with_what_to_do() -> None:
+    class Hand(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    with (
+        tiermem.TierManager("cpu", hbm=HEAD // 2, dram=40 * HEAD) as tier,
+        pytest.raises(tiermem.CapacityError, match=r"'table'.*have it in an nn.Embedding"),
+    ):
+        tier.wrap(Hand())
+
+
 def test_a_call_of_many_parameters_is_refused_by_name() -> None:
     model = nn.Sequential(nn.LSTM(64, 64, 8))
     with (

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tiermem.config import Settings, format_size
@@ -39,6 +40,10 @@ FREEZE = (
 
 
 DtypeFor = Callable[[torch.Tensor], torch.dtype]
+
+_READ = (nn.Linear, nn.Embedding)
+_TABLE = ", or, if it is a vocabulary's, have it in an nn.Embedding, which is used in DRAM then"
+"""What to do about a large parameter that a module uses itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,9 +302,14 @@ class Program:
         name = max(sizes, key=sizes.__getitem__)
         if sizes[name] <= self._settings.hbm:
             return self._together()
+        own = any(
+            f.name == name and not isinstance(m.model.get_submodule(f.places[0][0]), _READ)
+            for m in self.models
+            for f in m.params
+        )
         return (
             f"; calls have {name!r} ({format_size(sizes[name])}) in HBM as a whole: to do with "
-            "less, divide it among several modules"
+            f"less, divide it among several modules{_TABLE if own else ''}"
         )
 
     def _together(self) -> str:
