@@ -31,6 +31,7 @@ LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
+_OWN = "tests/unit/test_nn_own_parameters.py"
 _TOO_LARGE, _ANNEX = "tests/unit/test_nn_inplace.py", "tests/unit/test_nn_annex.py"
 _USED_APART = "tests/unit/test_nn_used_apart.py"
 _KEPT_VIEWS = ("tests/unit/test_nn_kept_views.py",)
@@ -1797,8 +1798,8 @@ _ELSEWHERE = (
     Mutation(
         "models that are trained have coarser blocks",
         "tiermem/nn/groups/blocks.py",
-        'if self.blocks != "auto" or self.trained:',
-        'if self.blocks != "auto":',
+        "        if self.trained:\n            return fine\n",
+        "",
         ("tests/unit/test_nn_hostbound.py",),
     ),
     Mutation(
@@ -4130,8 +4131,8 @@ MUTATIONS = (
             (
                 "the largest of one needs no room beside a call",
                 "tiermem/nn/wrap/intercepted.py",
-                "            if apart:\n",
-                "            if False:\n",
+                "apart[-most:])\n",
+                "())\n",
             ),
             (
                 "one is a block of its own, however large",
@@ -4340,6 +4341,29 @@ MUTATIONS = (
                 "nn/groups/placeview.py",
                 "            if _form(whole) != self._form:\n",
                 "            if False:\n",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"own parameters: {name}", f"tiermem/{file}", old, new, (_OWN,))
+        for name, file, old, new in (
+            (
+                "they are one block where HBM has no room",
+                "nn/groups/blocks.py",
+                '        if fine.chain("dram") > fine.streamed().room:\n',
+                "        if False:\n",
+            ),
+            (
+                "kinds of torch's own are divided",
+                "nn/groups/partition.py",
+                "    return ours and not experts_of(module)",
+                "    return not experts_of(module)",
+            ),
+            (
+                "calls hold them",
+                "nn/wrap/intercepted.py",
+                "                if module_name in self._divided and",
+                "                if False and",
             ),
         )
     ),

@@ -276,11 +276,14 @@ def test_operations_on_the_weight_by_itself() -> None:
 
 
 def test_a_bias_that_others_have_as_well_is_held_as_ever() -> None:
+    seen = set[type]()
     with twins("masked") as (model, plain, tier), torch.no_grad():
         x = plain.inner(IDS)
+        model.decoder.register_forward_pre_hook(lambda module, _: seen.add(type(module.bias)))
         for _ in range(2):
             assert same_bits(model.head(x), plain.head(x))
             assert same_bits(model.decoder(x), plain.decoder(x)), "called by itself"
+        assert seen == {nn.Parameter}, "not what brings its block for each operation"
         for net in (model, plain):
             net.head[0].bias.mul_(2.0)
             net.decoder.weight.mul_(2.0)
