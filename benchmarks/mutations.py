@@ -32,7 +32,8 @@ LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
 _TENSORS = "tiermem/runtime/services/expert_tensors.py"
 _ADAPTERS = ("tests/unit/test_lora_arranged.py",)
-_TOO_LARGE = "tests/unit/test_nn_inplace.py"
+_OWN = "tests/unit/test_nn_own_parameters.py"
+_TOO_LARGE, _ANNEX = "tests/unit/test_nn_inplace.py", "tests/unit/test_nn_annex.py"
 _USED_APART = "tests/unit/test_nn_used_apart.py"
 _KEPT_VIEWS = ("tests/unit/test_nn_kept_views.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
@@ -249,8 +250,8 @@ _ELSEWHERE = (
     Mutation(
         "a discarded block's space is reused under who looks at it",
         _RUNTIME + "placement/evictor.py",
-        "keep = slot is not None and slot.aliased and (gone or not record.fixed)",
-        "keep = False",
+        "seen = slot is not None and slot.aliased and (gone or not record.fixed)",
+        "seen = False",
         MANAGER + FAULTS,
     ),
     Mutation(
@@ -1798,8 +1799,8 @@ _ELSEWHERE = (
     Mutation(
         "models that are trained have coarser blocks",
         "tiermem/nn/groups/blocks.py",
-        'if self.blocks != "auto" or self.trained:',
-        'if self.blocks != "auto":',
+        "        if self.trained:\n            return fine\n",
+        "",
         ("tests/unit/test_nn_hostbound.py",),
     ),
     Mutation(
@@ -4131,8 +4132,8 @@ MUTATIONS = (
             (
                 "the largest of one needs no room beside a call",
                 "tiermem/nn/wrap/intercepted.py",
-                "            if apart:\n",
-                "            if False:\n",
+                "apart[-most:])\n",
+                "())\n",
             ),
             (
                 "one is a block of its own, however large",
@@ -4285,20 +4286,20 @@ MUTATIONS = (
             (
                 "a block whose modules do more than call is read in DRAM",
                 "nn/wrap/inplace.py",
-                "        if not isinstance(module, _KINDS) or len(scope.groups) != 1:\n",
-                "        if False:\n",
+                "    if any(not isinstance(module, _KINDS) or any(module.children()) for",
+                "    if any(False for",
             ),
             (
                 "what is trained is left in DRAM",
                 "nn/wrap/wrapped.py",
-                "            if self.model.training or not self.modules",
-                "            if not self.modules",
+                "            if self.model.training:\n                left",
+                "            if False:\n                left",
             ),
             (
                 "operations return views of the home",
                 "nn/groups/away.py",
-                "                and _memory_of(part) == _memory_of(self.tensor) != 0\n",
-                "                and False\n",
+                "            or not _memory_of(result) == _memory_of(self.tensor) != 0\n",
+                "            or True\n",
             ),
             (
                 "operations return the memory of the home",
@@ -4319,10 +4320,98 @@ MUTATIONS = (
                 "    return False\n",
             ),
             (
-                "its modules are expected to use it in HBM",
+                "its modules hold it beside what else they have",
                 "nn/wrap/intercepted.py",
-                "                if group.in_place:\n                    continue\n",
+                "tuple(other for other in scope.groups if other is not group)",
+                "scope.groups",
+            ),
+            (
+                "what else its modules have is not held",
+                "nn/wrap/inplace.py",
+                "        if self._groups:\n",
+                "        if False:\n",
+            ),
+            (
+                "a view looks at the begin of the weight",
+                "nn/groups/placeview.py",
+                "        offset = whole.storage_offset() + view._offset\n",
+                "        offset = whole.storage_offset()\n",
+            ),
+            (
+                "a view of a weight that has another form looks anywhere",
+                "nn/groups/placeview.py",
+                "            if _form(whole) != self._form:\n",
+                "            if False:\n",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"own parameters: {name}", f"tiermem/{file}", old, new, (_OWN,))
+        for name, file, old, new in (
+            (
+                "they are one block where HBM has no room",
+                "nn/groups/blocks.py",
+                '        if fine.chain("dram") > fine.streamed().room:\n',
+                "        if False:\n",
+            ),
+            (
+                "kinds of torch's own are divided",
+                "nn/groups/partition.py",
+                "    return ours and not experts_of(module)",
+                "    return not experts_of(module)",
+            ),
+            (
+                "calls hold them",
+                "nn/wrap/intercepted.py",
+                "                if module_name in self._divided and",
+                "                if False and",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"annex: {name}", f"tiermem/{file}", old, new, (_ANNEX,))
+        for name, file, old, new in (
+            (
+                "all that is too large is trained in DRAM",
+                "nn/wrap/wrapped.py",
+                "                left = vocabulary and self.modules",
+                "                left = self.modules",
+            ),
+            (
+                "it takes room of HBM",
+                "core/residency.py",
+                "            and record.annexed is None\n",
                 "",
+            ),
+            (
+                "its place is free while somebody looks there",
+                "runtime/registry.py",
+                "            if annexed is not None and slot is not None and slot.aliased:\n",
+                "            if False:\n",
+            ),
+            (
+                "its place is never free again",
+                "runtime/registry.py",
+                "                self._parts.homes.release(Tier.DRAM, annexed)\n",
+                "                pass\n",
+            ),
+            (
+                "a repair frees its place",
+                "runtime/registry.py",
+                "        places = [record.annexed for record in self._parts.table]\n",
+                "        places = []\n",
+            ),
+            (
+                "it is overwritten while somebody looks there",
+                "runtime/placement/evictor.py",
+                "            self.transfers.leave(block_id, seen=seen)\n\n    def leave_behind",
+                "            self.transfers.leave(block_id, seen=keep)\n\n    def leave_behind",
+            ),
+            (
+                "heads of their own are refused",
+                "nn/wrap/inplace.py",
+                "    return largest is not None and largest.num_embeddings in rows\n",
+                "    return False\n",
             ),
         )
     ),

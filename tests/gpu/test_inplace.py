@@ -98,3 +98,54 @@ def test_new_values_do_not_come_before_the_kernels_that_read_the_old_ones(device
             net.load_state_dict(other)
         assert torch.equal(found, wanted)
         assert torch.equal(model(ids(9)), plain(ids(9)))
+
+
+@pytest.mark.parametrize("tokens", [7, 300])
+@pytest.mark.parametrize("masters", [False, True])
+def test_it_is_trained_there_to_the_same_bits(tokens: int, masters: bool) -> None:
+    """Its gradient is made by the same kernels, and its step writes over the bus."""
+    model, plain = build().train(), build().train()
+    dtype = torch.float32 if masters else torch.bfloat16
+    copies = [p.detach().to(dtype).requires_grad_() for p in plain.parameters()]
+    theirs = torch.optim.AdamW(copies, lr=0.01)
+    with tiermem.TierManager("cuda", hbm=HEAD // 2, dram="4GiB") as tier:
+        tier.wrap(model)
+        mine = tier.optimizer(
+            model, torch.optim.AdamW, lr=0.01, master_dtype=dtype if masters else None
+        )
+        for number in range(4):
+            x = (ids(tokens) + number) % ROWS
+            losses = [net(x).float().square().mean() for net in (model, plain)]
+            assert torch.equal(*losses)
+            for loss in losses:
+                loss.backward()
+            mine.step()
+            mine.zero_grad()
+            with torch.no_grad():
+                for param, copy in zip(plain.parameters(), copies, strict=True):
+                    copy.grad, param.grad = param.grad.to(dtype), None
+                theirs.step()
+                for param, copy in zip(plain.parameters(), copies, strict=True):
+                    param.copy_(copy)
+            torch.cuda._sleep(LATE)  # what is read next is what kernels have yet to write
+        state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value.cpu()), name
+        assert tier.stats().peak["hbm"] <= HEAD // 2
+        tier.unwrap(model)
+        for name, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name].cpu(), value.cpu()), name
+
+
+def test_its_place_is_not_used_again_before_kernels_are_through() -> None:
+    model, plain = build().train(), build().train()
+    with tiermem.TierManager("cuda", hbm=HEAD // 2, dram="1GiB") as tier:
+        tier.wrap(model)
+        torch.cuda._sleep(LATE)
+        found = model(ids(9)).detach()
+        tier.unwrap(model)
+        other = build().train()
+        with torch.no_grad():
+            other.embed.weight.zero_()
+        tier.wrap(other)
+        assert torch.equal(found, plain(ids(9)).detach())

@@ -543,7 +543,29 @@ def test_a_model_comes_back_with_a_gradient_in_runs() -> None:
                 assert_same(theirs, mine, "weight")
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [Tied, Looked])
+@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize(
+    ("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_embeddings_that_do_not_fit_are_trained_where_they_lie(
+    make: Any, case: Any, dtype: torch.dtype, masters: bool
+) -> None:
+    _, largest = sizes_of(make, dtype)
+    with pair(make, case, dtype, largest // 2, masters) as twins:
+        for number in range(3):
+            twins.backward(number)
+            if number == 1:
+                twins.backward(number + 7)
+                clip_both(twins, "by torch")
+            twins.step()
+            twins.zero_grad()
+            twins.check()
+        twins.tier.unwrap(twins.model)
+        assert_same(twins.plain.state_dict(), twins.model.state_dict(), "weights")
+
+
+@pytest.mark.parametrize("make", [make for make in MODELS if make not in (Tied, Looked)])
 def test_weights_that_do_not_fit_are_refused_by_name(make: Any) -> None:
     """Before anything has moved; what is asked for does."""
     seed(3)

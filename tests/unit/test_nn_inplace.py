@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,21 @@ from typing import Any
 import pytest
 import torch
 from support_nn import same_bits
+from support_vocabulary import (
+    DEPTH,
+    HEAD,
+    IDS,
+    LAYER,
+    ROWS,
+    WIDTH,
+    HandModel,
+    MaskedModel,
+    Model,
+)
 from torch import nn
 
 import tiermem
-
-ROWS, WIDTH, DEPTH = 1000, 32, 6
-HEAD = ROWS * WIDTH * 4
-LAYER = 4096 + 4096  # of a square layer and its bias, in whole pages
-IDS = torch.arange(0, ROWS, 7)[None]
+from tiermem.nn.groups.placeview import PlaceView
 
 
 class Scaled(nn.Embedding):
@@ -29,32 +36,13 @@ class Scaled(nn.Embedding):
         return super().forward(input) * torch.tensor(4.0).to(self.weight.dtype)
 
 
-class Model(nn.Module):
-    """A few small layers between an embedding and a head that may share its weight."""
-
-    def __init__(self, embed: type[nn.Embedding], *, tied: bool, bias: bool) -> None:
-        super().__init__()
-        self.embed = embed(ROWS, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, ROWS, bias=bias)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def inner(self, ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embed(ids)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.inner(ids))
-        return out
-
-
 KINDS: dict[str, Callable[[], Model]] = {
     "tied": lambda: Model(nn.Embedding, tied=True, bias=False),
     "scaled": lambda: Model(Scaled, tied=True, bias=False),
     "apart": lambda: Model(nn.Embedding, tied=False, bias=True),
+    "masked": MaskedModel,
+    "T": lambda: HandModel(lambda weight: weight.T),
+    "transpose": lambda: HandModel(lambda weight: weight.data.transpose(0, 1)),
 }
 
 
@@ -84,7 +72,7 @@ def test_a_head_that_does_not_fit_gives_the_same_bits(kind: str, inference: bool
                 assert same_bits(model(ids), plain(ids))
         assert tier.stats().reads_in_place >= 6
         assert tier.stats().peak["hbm"] <= HEAD // 2
-        assert came_up(tier) <= DEPTH * LAYER, "nothing but the layers, once"
+        assert came_up(tier) <= (DEPTH + 2) * LAYER, "nothing but layers and biases, once"
 
 
 def test_parts_of_the_model_can_be_called_by_themselves() -> None:
@@ -287,25 +275,106 @@ def test_operations_on_the_weight_by_itself() -> None:
         assert same_bits(model(IDS), plain(IDS))
 
 
+def test_a_bias_that_others_have_as_well_is_held_as_ever() -> None:
+    seen = set[type]()
+    with twins("masked") as (model, plain, tier), torch.no_grad():
+        x = plain.inner(IDS)
+        model.decoder.register_forward_pre_hook(lambda module, _: seen.add(type(module.bias)))
+        for _ in range(2):
+            assert same_bits(model.head(x), plain.head(x))
+            assert same_bits(model.decoder(x), plain.decoder(x)), "called by itself"
+        assert seen == {nn.Parameter}, "not what brings its block for each operation"
+        for net in (model, plain):
+            net.head[0].bias.mul_(2.0)
+            net.decoder.weight.mul_(2.0)
+        assert same_bits(model(IDS), plain(IDS))
+        assert not any(record.leases for record in tier._manager.parts.table)
+        with torch.enable_grad(), pytest.raises(tiermem.CapacityError, match=r"no_grad\(\)"):
+            model.decoder(x)
+        tier.unwrap(model)
+        assert model.decoder.bias is model.head[0].bias
+        assert same_bits(model(IDS), plain(IDS))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "t": lambda w: w.t(),
+    "rows": lambda w: w[3:5],
+    "detach": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "einsum": lambda w: torch.einsum("ij->ji", w),
+    "broadcast": lambda w: torch.broadcast_to(w, (1, ROWS, WIDTH)),
+    "hsplit": lambda w: torch.hsplit(w, 2),
+    "strided": lambda w: w.as_strided((3,), (1,), 5),
+    "aten": lambda w: torch.ops.aten.t.default(w),
+    "of a view": lambda w: w[2:].T[3:, 1:].unbind(1)[4],
+    "of one element": lambda w: w[3, 4],
+    "reshaped": lambda w: w.view(2, -1, WIDTH).flatten(1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_it_look_where_it_lies(view: str) -> None:
+    with twins() as (model, plain, tier), torch.no_grad():
+        found, there = VIEWS[view](model.head.weight), VIEWS[view](plain.head.weight)
+        pairs = list(zip(found, there, strict=True)) if type(there) is tuple else [(found, there)]
+        assert type(found) is (tuple if type(there) is tuple else PlaceView)
+        for one, other in pairs:
+            assert (one.shape, one.stride()) == (other.shape, other.stride())
+            assert one.is_contiguous() == other.is_contiguous() and not one.requires_grad
+            assert same_bits(one.clone(), other) and one.tolist() == other.tolist()
+            assert same_bits(deepcopy(one), other) and repr(one) == repr(other.detach())
+            assert one.mul_(3.0) is one, "a write goes where it lies"
+            other.mul_(3.0)
+            one += 1.0
+            other += 1.0
+        assert same_bits(model(IDS), plain(IDS))
+        assert same_bits(model.state_dict()["head.weight"], plain.head.weight)
+        assert not any(record.leases for record in tier._manager.parts.table)
+
+
+def test_a_write_by_a_view_is_told_to_a_checkpoint_under_way() -> None:
+    with twins() as (model, _, tier), torch.no_grad():
+        writes = list[object]()
+        homes = tier._manager.parts.homes
+        homes.keeper = SimpleNamespace(before_write=writes.append)  # type: ignore[assignment]
+        model.head.weight.T[1].zero_()
+        homes.keeper = None
+        assert writes[-1] is tier._manager.parts.table[writes[-1].block.id]  # type: ignore[attr-defined]
+
+
+def test_a_view_follows_the_weight_out_of_the_tiers() -> None:
+    with twins() as (model, plain, tier):
+        with torch.no_grad():
+            view = model.head.weight.T
+        with pytest.raises(tiermem.CapacityError, match=r"no_grad\(\)"):
+            view.sum()
+        with tier.materialize(model.head):
+            assert same_bits(view.clone(), plain.head.weight.T)
+        tier.unwrap(model)
+        assert not view.clone().requires_grad
+        assert same_bits(view.clone(), plain.head.weight.T)
+        model.head.weight.data = torch.zeros(3, WIDTH)
+        with pytest.raises(tiermem.ParameterError, match="make the view anew"):
+            view.sum()
+
+
 @pytest.mark.parametrize(
     "look",
     [
-        lambda w: w.t(),
-        lambda w: w[3:5],
-        lambda w: w.detach(),
-        lambda w: w.data,
         lambda w: w.data_ptr(),
         lambda w: w.untyped_storage(),
         lambda w: w.numpy(),
-        lambda w: torch.einsum("ij->ji", w),
-        lambda w: torch.broadcast_to(w, (1, ROWS, WIDTH)),
-        lambda w: torch.hsplit(w, 2),
-        lambda w: w.as_strided((3,), (1,)),
-        lambda w: torch.ops.aten.t.default(w),
+        lambda w: w.view(torch.int32),
+        copy,
+        nn.Parameter,
+        lambda w: w.T.data_ptr(),
+        lambda w: w.T.numpy(),
+        lambda w: w.T.view(torch.int32),
+        lambda w: torch.vmap(lambda row: row + 1)(w.T),
     ],
 )
-def test_views_of_it_are_refused(look: Callable[[torch.Tensor], object]) -> None:
-    """They would be views of the home, and could be written where nobody sees it."""
+def test_its_address_is_refused(look: Callable[[torch.Tensor], object]) -> None:
+    """What has it could write the home where nobody sees it, or look at another block there."""
     with twins() as (model, plain, tier), torch.no_grad():
         with pytest.raises(tiermem.CapacityError, match="give hbm= at least"):
             look(model.head.weight)
@@ -313,14 +382,23 @@ def test_views_of_it_are_refused(look: Callable[[torch.Tensor], object]) -> None
         assert not any(record.leases for record in tier._manager.parts.table)
 
 
+def test_a_view_takes_no_other_memory() -> None:
+    with twins() as (model, plain, _), torch.no_grad():
+        with pytest.raises(tiermem.ParameterError, match="copy_"):
+            model.head.weight.T.set_(torch.zeros(3))
+        assert same_bits(model(IDS), plain(IDS))
+
+
 def test_a_model_in_training_is_refused_as_before() -> None:
-    model = build().train()
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(WIDTH, ROWS), nn.ReLU()), torch.randn(3, WIDTH)
+    plain = deepcopy(model)
     with (
         tiermem.TierManager("cpu", hbm=HEAD // 2, dram=4 * HEAD) as tier,
         pytest.raises(tiermem.CapacityError, match="give hbm= at least"),
     ):
         tier.wrap(model)
-    assert same_bits(model.eval()(IDS), build()(IDS))
+    assert same_bits(model(x), plain(x))
 
 
 def test_an_optimizer_is_refused() -> None:

@@ -52,6 +52,10 @@ class Extent:
         return self.offset + self.nbytes
 
 
+ANNEX = 1 << 61
+"""First address of the annex of HBM: places in DRAM at which kernels use a block for good."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor inside a block.

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.block import ANNEX, Block, Extent, Tier
 
 
 class State(enum.Enum):
@@ -52,7 +52,7 @@ class Record:
         defined: Whether the block holds data at all (a gradient may not yet).
         writes: How often the HBM copy was marked as written.
         home_writes: How often the home copy was written directly.
-        fixed: Whether it is in HBM for good.
+        fixed: Whether it is in HBM for good, or in its annex.
         still: Whether something else than parameters knows its address in HBM, so that it must not
             be moved there.
         copied: Whether nothing but a copy home has used the HBM copy since compute did, so that
@@ -77,6 +77,14 @@ class Record:
     def stamp(self) -> tuple[Any, ...]:
         """What tells which bytes its home has: it differs once they may be others."""
         return self.writes, self.home_writes, self.home, self.home_extent
+
+    @property
+    def annexed(self) -> Extent | None:
+        """The address in DRAM of a block that kernels use there for good, as if it were HBM."""
+        place = self.extent
+        if place is None or place.offset < ANNEX:
+            return None
+        return Extent(place.offset - ANNEX, place.nbytes)
 
     @property
     def usable(self) -> bool:

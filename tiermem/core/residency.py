@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from tiermem.core.allocator import Allocator, Backing
-from tiermem.core.block import Block, Extent, Tier
+from tiermem.core.block import ANNEX, Block, Extent, Tier
 from tiermem.core.record import Move, Record, State
 from tiermem.errors import InvariantError
 
@@ -72,7 +72,9 @@ class ResidencyTable:
         return sum(
             record.block.nbytes
             for record in self
-            if record.fixed and (now or record.block.id not in self.give_way)
+            if record.fixed
+            and record.annexed is None
+            and (now or record.block.id not in self.give_way)
         )
 
     def add(
@@ -111,9 +113,32 @@ class ResidencyTable:
             raise self._wrong(record, "removed")
         del self._records[block_id]  # first: cut short after it, the rest follows from it
         self.give_way.discard(block_id)
+        if record.annexed is None:
+            self.nbytes -= record.block.nbytes
         self._leave(record, keep=keep)
-        self.nbytes -= record.block.nbytes
         return record
+
+    def annex(self, block_id: int) -> Extent:
+        """Has a block used at its home in DRAM for good, as if that were a place in HBM.
+
+        Args:
+            block_id: The block; it holds no data yet. Its place is the caller's to free, once it
+                is taken out.
+
+        Returns:
+            The address at which it is from now on, of no byte of HBM.
+        """
+        record = self._records[block_id]
+        home = record.home_extent
+        if record.defined or record.in_hbm is not _ABSENT or record.home is not Tier.DRAM:
+            raise self._wrong(record, "annexed")
+        if home is None:
+            raise self._wrong(record, "annexed without a home")
+        place = Extent(ANNEX + home.offset, home.nbytes)
+        new = place, Tier.HBM, None, _VALID, True, self.nbytes - record.block.nbytes
+        r = record  # one line, in which Python calls nothing: it is done as a whole
+        r.extent, r.home, r.home_extent, r.in_hbm, r.fixed, self.nbytes = new
+        return place
 
     # -- HBM: in ---------------------------------------------------------
 
@@ -426,14 +451,14 @@ class ResidencyTable:
         self.by_offset.clear()
         for record in self._records.values():
             self._repair(record)
-            if record.extent is not None:
+            if record.extent is not None and record.annexed is None:
                 self.by_offset[record.extent.offset] = record
         self._orphans.update((extent.offset, extent) for extent in orphans)
         for offset in [offset for offset in self._orphans if offset in self.by_offset]:
             del self._orphans[offset]  # was about to become one
         held = [record.extent for record in self.by_offset.values() if record.extent is not None]
         self.hbm.rebuild([*held, *self._orphans.values()])
-        self.nbytes = sum(record.block.nbytes for record in self._records.values())
+        self.nbytes = sum(r.block.nbytes for r in self._records.values() if r.annexed is None)
 
     def _repair(self, record: Record) -> None:
         record.copied = False
@@ -459,6 +484,7 @@ class ResidencyTable:
         Raises:
             InvariantError: Naming the first block that breaks one.
         """
+        held: list[Extent] = []
         for record in self._records.values():
             states = (record.at_home, record.in_hbm)
             present = record.in_hbm is not State.ABSENT
@@ -473,9 +499,11 @@ class ResidencyTable:
                 raise self._wrong(record, "leased and not usable")
             if present != (record.extent is not None):
                 raise self._wrong(record, "in HBM without an extent, or the other way round")
-            if record.extent is not None and self.by_offset.get(record.extent.offset) is not record:
+            if record.extent is None or record.annexed is not None:
+                continue
+            if self.by_offset.get(record.extent.offset) is not record:
                 raise self._wrong(record, "at an address that is another's")
-        held = [r.extent for r in self._records.values() if r.extent is not None]
+            held.append(record.extent)
         used = sum(extent.nbytes for extent in [*held, *self._orphans.values()])
         if used != self.hbm.used or used > self.hbm.capacity:
             raise InvariantError(f"HBM: {used} bytes in the table, {self.hbm.used} allocated")
@@ -491,7 +519,7 @@ class ResidencyTable:
         self.by_offset[extent.offset] = record
 
     def _leave(self, record: Record, *, keep: bool = False) -> None:
-        if record.extent is not None:
+        if record.extent is not None and record.annexed is None:
             # else its entering was cut short
             if self.by_offset.get(record.extent.offset) is record:
                 del self.by_offset[record.extent.offset]

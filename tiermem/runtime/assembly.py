@@ -12,6 +12,7 @@ import torch
 from tiermem.config import Settings
 from tiermem.core.residency import ResidencyTable
 from tiermem.core.schedule import Planner
+from tiermem.errors import InvariantError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.memory.homes import Homes
 from tiermem.runtime.memory.opening import OpenHbm, open_homes, open_mover
@@ -83,6 +84,7 @@ class OpenTiers:
         holders: dict[int, Holder] = {}
         pass_timer = open_pass_timer(copy, counters, device)
         homes: Homes = self.homes  # type: ignore[assignment]
+        slots.annex = lambda extent: _seen(copy, homes.arena.bytes_of(extent))
         # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
         # on a GPU that costs bandwidth, and is for tests
         poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
@@ -136,3 +138,11 @@ class OpenTiers:
         self.chosen = (chosen[0], chosen[1])
         if self.transfers is not None:
             self.transfers.mover = mover
+
+
+def _seen(copy: CopyEngine, source: torch.Tensor) -> torch.Tensor:
+    """Returns bytes of DRAM as kernels see them, which they were asked about before."""
+    found = copy.seen(source)
+    if found is None:
+        raise InvariantError(f"the device does not see {source.numel()} bytes of DRAM any more")
+    return found

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from tiermem.config import Settings
-from tiermem.core.block import Block, Role, Tier
+from tiermem.core.block import ANNEX, Block, Role, Tier
 from tiermem.core.forecast import timed
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record
@@ -119,6 +119,22 @@ class BlockManager:
         with self.lock:
             self.gate.guard()
             return self._registry.add(wanted, home, stored)
+
+    def annex(self, block: Block) -> bool:
+        """Has kernels use a block where it lies in DRAM, for good, as if that were a part of HBM.
+
+        It takes no room of HBM and comes and goes no more, and is as slow as the bus.
+
+        Args:
+            block: The block; it holds no data yet.
+
+        Returns:
+            Whether it is so from now on: not where its home is elsewhere, or kernels do not see it.
+        """
+        self.gate.guard()
+        with self.lock:
+            self.gate.guard()
+            return self._registry.annex(block)
 
     def attach_files(
         self, paths: Sequence[Path], check: Callable[[int, int], None] | None = None
@@ -517,7 +533,8 @@ class BlockManager:
         """Shares with forked children the HBM bytes that have aliases (CPU), and no others."""
         self._forking = self.lock.acquire(blocking=False)
         if self._forking:
-            seen = [slot.extent for slot in self.parts.slots.current.values() if slot.aliased]
+            slots = self.parts.slots.current.values()
+            seen = [s.extent for s in slots if s.aliased and s.extent.offset < ANNEX]
             self.parts.slots.arena.show_to_children([*seen, *self.parts.table.orphans()])
         else:  # another thread has the lock: which bytes have aliases is unknown
             self.parts.slots.arena.show_to_children(None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tiermem.core.block import Block, Role, Tier
+from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack
-from tiermem.core.residency import Record
+from tiermem.core.residency import Record, State
 from tiermem.errors import REFUSALS, InvariantError
 from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.loans.zero_copy import ZeroCopy
@@ -39,6 +39,8 @@ class BlockRegistry:
         self._zero_copy = zero_copy
         self._repair = repair
         self._next_id = 0
+        self._seen: list[Extent] = []  # in DRAM, of annexed blocks that are gone, with aliases
+        parts.homes.owners.append(self._annexed)
 
     def add(
         self,
@@ -73,6 +75,22 @@ class BlockRegistry:
                     self._parts.homes.release(tier, extent)  # no block of the table has it yet
             raise
         return blocks
+
+    def annex(self, block: Block) -> bool:
+        """Has a block used in DRAM for good; see :meth:`BlockManager.annex`."""
+        record = self._parts.table[block.id]
+        if record.home is not Tier.DRAM or record.defined or record.in_hbm is not State.ABSENT:
+            return False
+        if not self._zero_copy.sees(block):
+            return False
+        self._zero_copy.forget(block.id)
+        self._parts.slots.enter(block, self._parts.table.annex(block.id))
+        return True
+
+    def _annexed(self) -> list[tuple[Tier, Extent]]:
+        """Returns the places in DRAM of annexed blocks."""
+        places = [record.annexed for record in self._parts.table]
+        return [(Tier.DRAM, place) for place in (*places, *self._seen) if place is not None]
 
     def make_writable(self, blocks: Sequence[Block]) -> None:
         """Gives blocks homes that may be written; see :meth:`BlockManager.make_writable`."""
@@ -109,8 +127,11 @@ class BlockRegistry:
         if any(self._parts.table[block.id].home is Tier.DRAM for block in present):
             # the host may be the next to write at home
             self._parts.copy.wait(self._parts.copy.risen())
+        if any(self._parts.table[block.id].annexed for block in present):
+            self._parts.copy.synchronize()  # kernels may use it
         for block in present:
             record = self._parts.table[block.id]
+            annexed, slot = record.annexed, self._parts.slots.current.get(block.id)
             if self._parts.homes.keeper is not None:
                 self._parts.homes.keeper.before_write(record)
             self._parts.transfers.ahead.drop(block.id)
@@ -119,6 +140,10 @@ class BlockRegistry:
             self._parts.evictor.forget(record, gone=True)
             if record.home_extent is not None:
                 self._parts.homes.release(record.home, record.home_extent)
+            if annexed is not None and slot is not None and slot.aliased:
+                self._seen.append(annexed)
+            elif annexed is not None:
+                self._parts.homes.release(Tier.DRAM, annexed)
             self._parts.slots.forget(block.id)
             self._zero_copy.forget(block.id)
             self._parts.transfers.failing.discard(block.id)

@@ -26,6 +26,7 @@ from tiermem.nn.compat.views import VIEWS
 from tiermem.nn.groups.inplace import no_room
 from tiermem.nn.groups.inspect import OR_SHARDED
 from tiermem.nn.groups.olddata import REPLACED, give, keep_old, share
+from tiermem.nn.groups.placeview import place_view
 from tiermem.nn.groups.replaced import named, why_not
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.nn.tensors.standin import Opened, StandIn, writes
@@ -169,9 +170,10 @@ class Away(StandIn):
     def _given(self, func: Callable[..., Any]) -> Any:
         """Returns a tensor over the memory of the block, as ``data`` and ``detach()`` do."""
         itself: Any = self
-        use = Held(self)
+        use = self._open()
         try:
-            return give(itself, func(use.tensor))
+            found = func(use.tensor)
+            return use.given(found) if isinstance(use, InPlace) else give(itself, found)
         finally:
             use.close(func)
 
@@ -239,14 +241,14 @@ class Held(Opened):
 class InPlace(Opened):
     """The block of a parameter is used in DRAM for one operation, since HBM has no room for it."""
 
-    __slots__ = ("group",)
+    __slots__ = ("away", "group")
 
     def __init__(self, away: Any, group: Group) -> None:
         member = group.pointing.member_of(away)
         if member is None:
             raise InvariantError(f"a tensor of block {group.block.name!r} is none of its members")
         super().__init__(group.lender.lend_in_place(group)[member.index].detach())
-        self.group = group
+        self.away, self.group = away, group
 
     def close(self, func: Callable[..., Any]) -> None:
         """Ends the use.
@@ -258,22 +260,24 @@ class InPlace(Opened):
         if func in _ALIASES:
             raise no_room(self.group.manager, self.group)
 
-    def look_at(self, result: Any) -> None:
-        """Refuses an operation that returns a view: nobody else gets one of the home.
+    def given(self, result: Any) -> Any:
+        """Puts stand-ins in the place of views: nobody gets one of the home.
 
         Raises:
-            CapacityError: If it is one.
+            CapacityError: If something else looks at the memory.
         """
-        parts = result if type(result) in (list, tuple) else (result,)
-        for part in parts:
-            if type(part) in (list, tuple):
-                self.look_at(part)
-            elif (
-                isinstance(part, torch.Tensor)
-                and part is not self.tensor
-                and _memory_of(part) == _memory_of(self.tensor) != 0
-            ):
-                raise no_room(self.group.manager, self.group)
+        if type(result) in (list, tuple):
+            return type(result)(map(self.given, result))
+        if (
+            not isinstance(result, torch.Tensor)
+            or isinstance(result, StandIn)
+            or not _memory_of(result) == _memory_of(self.tensor) != 0
+        ):
+            return result
+        view = place_view(self.away, self.tensor, result)
+        if view is None:
+            raise no_room(self.group.manager, self.group)
+        return view
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
@@ -327,9 +331,11 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
         use = away._open()
         try:
             with unrecorded():
-                data = away.clone() if copy else away.detach()
+                data = use.tensor.clone() if copy else use.tensor.detach()
         finally:
             use.close(torch.Tensor.detach)
+        if isinstance(use, InPlace) and not copy:
+            raise no_room(use.group.manager, use.group)
         made: Any = torch.Tensor._make_subclass(kind, data, away.requires_grad)
     if kind is not torch.Tensor:
         made.__dict__.update(away.__dict__)

@@ -22,6 +22,7 @@ from tiermem.nn.groups.partition import (
     Predicate,
     home_of,
     largest_block,
+    looks_up_its_own,
     other_places,
     runs,
     steps_bind,
@@ -41,6 +42,8 @@ from tiermem.nn.groups.resident import (
 )
 
 _LARGE_BUFFER = 1 << 18
+AT_ONCE = 2
+"""How many of the blocks of a module that is divided an operation may need: a weight and a bias."""
 _OF_HBM = 4  # that part of it, at most, has a list of parameters that a module's call holds
 
 
@@ -56,6 +59,8 @@ class Inventory:
         rate: Bytes a second at which weights are expected to come to HBM, by default from DRAM.
         trained: Whether most of its weights will be trained.
         worst_chain: Most bytes of blocks that nested calls hold at once; 0 before they are made.
+        only_read: Whether it has a vocabulary that HBM has no room for, and was wrapped to be
+            evaluated, so that it cannot be trained.
         other_places: Where modules are besides their first places, as the model is wrapped
             (:func:`.partition.other_places`).
     """
@@ -90,6 +95,7 @@ class Inventory:
         most = sum(number for number, _ in elements) // 2
         self.trained = model.training and sum(n for n, grad in elements if grad) > most
         self.worst_chain = 0
+        self.only_read = False
         self.other_places = other_places(model)
         self._first: tuple[list[str], BlockPlan] | None = None
 
@@ -126,7 +132,13 @@ class Inventory:
     def _choose(self, hbm: int) -> BlockPlan:
         """Chooses blocks: coarser ones where the host binds a forward, or would if it were slow."""
         best = fine = BlockPlan(self, hbm)
-        if self.blocks != "auto" or self.trained:
+        if self.blocks != "auto":
+            return fine
+        if fine.chain("dram") > fine.streamed().room:
+            finer = BlockPlan(self, hbm, divides=True)
+            if finer.divided and finer.chain("dram") < fine.chain("dram"):
+                return finer
+        if self.trained:
             return fine
         least, link_binds = fine.streamed().on_hosts(self.host, self.rate)
         if link_binds:
@@ -147,6 +159,8 @@ class BlockPlan:
         inventory: The model's tensors.
         hbm: The budget in bytes.
         coarse: Bytes up to which blocks are not divided, and shared, in any case.
+        divides: Whether what modules have as attributes of their own may be several blocks.
+        divided: Modules of which that is so: their calls hold none of those blocks.
         roots: Modules at which a block begins, by qualified name.
         territory: For every module, the name of the one at which its block begins.
         params: Parameters that share a block, by that name; of those over the same memory one.
@@ -158,6 +172,8 @@ class BlockPlan:
     inventory: Inventory
     hbm: int
     coarse: int = 0
+    divides: bool = False
+    divided: set[str] = field(init=False, default_factory=set)
     roots: Mapping[str, nn.Module] = field(init=False)
     territory: dict[str, str] = field(init=False)
     params: dict[str, list[Found]] = field(init=False, default_factory=dict)
@@ -247,9 +263,10 @@ class BlockPlan:
     def _parts_of(
         self, root: str, found: list[Found], largest: int
     ) -> Iterator[tuple[str, list[Found]]]:
-        """Yields the blocks of a list of parameters, none of which is held for another.
+        """Yields blocks of parameters, of which those of a list are not held for each other.
 
-        Nobody calls the list: each is looked up by itself, and brings its block.
+        Nobody calls the list: each is looked up by itself, and brings its block. Where HBM has no
+        room for what a module has as attributes of its own, these are taken for such a list.
 
         Args:
             root: The name of what is one block so far.
@@ -257,8 +274,34 @@ class BlockPlan:
             largest: Bytes that one block may have.
         """
         if not isinstance(self.roots.get(root), PARAMETERS):
-            yield root, found
+            rest = found
+            for name in self._to_divide(found) if self.divides else ():
+                own = [f for f in rest if f.places[0][0] == name]
+                rest = [f for f in rest if f.places[0][0] != name]
+                self.divided.add(name)
+                yield from self._cut(name, own, largest)
+            if rest:
+                yield root, rest
             return
+        yield from self._cut(root, found, largest)
+
+    def _to_divide(self, found: list[Found]) -> list[str]:
+        """Returns the modules that have too much of a block as attributes of their own."""
+        owners = list(dict.fromkeys(f.places[0][0] for f in found))
+        own = {n: [f for f in found if f.places[0][0] == n] for n in owners}
+        return [
+            name
+            for name, members in own.items()
+            if len(members) > 1
+            and self.inventory.packed(members) > self.hbm // _OF_HBM
+            and not any(f.shell for f in members)
+            and looks_up_its_own(self.inventory.model.get_submodule(name))
+        ]
+
+    def _cut(
+        self, root: str, found: list[Found], largest: int
+    ) -> Iterator[tuple[str, list[Found]]]:
+        """Yields blocks of consecutive parameters, as large as one may be."""
         parts: list[list[Found]] = []
         for more in by_parameter(found):
             if not parts or self.inventory.packed([*parts[-1], *more]) > largest:
@@ -349,9 +392,14 @@ class BlockPlan:
                 block_of.update((id(found), (kind, root)) for found in members)
         needed: dict[str, set[tuple[str, str]]] = {root: set() for root in self.roots}
         travel = [f for members in self.buffers.values() for f in members]
+        alone: dict[str, set[tuple[str, str]]] = {}
         for found in [*self.inventory.params, *travel]:
             for module, _ in found.places:
-                needed[self.territory[module]].add(block_of[id(found.same_as or found)])
+                root, block = self.territory[module], block_of[id(found.same_as or found)]
+                held_apart = block[0] == "params" and module in self.divided
+                (alone.setdefault(root, set()) if held_apart else needed[root]).add(block)
+        for root, blocks in alone.items():
+            needed[root] |= set(sorted(blocks, key=nbytes.__getitem__)[-AT_ONCE:])
         for root, top in self.roots.items():
             if isinstance(top, PARAMETERS) and needed[root]:  # one at a time
                 needed[root] = {max(needed[root], key=nbytes.__getitem__)}

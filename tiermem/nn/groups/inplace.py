@@ -24,10 +24,13 @@ def no_room(manager: BlockManager, group: Group) -> CapacityError:
     block, table = group.block, manager.parts.table
     advice = f"give hbm= at least {table.fixed_nbytes() + block.nbytes}"
     if torch.is_grad_enabled():
-        advice = f"call the model inside torch.no_grad(), or {advice}"
+        advice = (
+            f"call the model inside torch.no_grad(), or {advice}, or call model.train() before "
+            "tier.wrap(model) if it is an embedding or a head, which is trained in DRAM then"
+        )
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm with a "
         f"budget of {format_size(table.hbm.capacity)}: it is read in tier dram, where it lies, by "
-        "operations that take no gradients and return no views of it",
+        "operations that take no gradients, and nothing has its address",
         advice,
     )

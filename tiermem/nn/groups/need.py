@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tiermem.config import Settings, format_size
@@ -39,6 +40,10 @@ FREEZE = (
 
 
 DtypeFor = Callable[[torch.Tensor], torch.dtype]
+
+_READ = (nn.Linear, nn.Embedding)
+_TABLE = ", or, if it is a vocabulary's, have it in an nn.Embedding, which is used in DRAM then"
+"""What to do about a large parameter that a module uses itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,21 +301,55 @@ class Program:
         sizes = {f.name: m.shape(f).nbytes for m in self.models for f in (*m.params, *m.buffers)}
         name = max(sizes, key=sizes.__getitem__)
         if sizes[name] <= self._settings.hbm:
-            return ""
+            return self._together()
+        own = any(
+            f.name == name and not isinstance(m.model.get_submodule(f.places[0][0]), _READ)
+            for m in self.models
+            for f in m.params
+        )
         return (
             f"; calls have {name!r} ({format_size(sizes[name])}) in HBM as a whole: to do with "
-            "less, divide it among several modules"
+            f"less, divide it among several modules{_TABLE if own else ''}"
+        )
+
+    def _together(self) -> str:
+        """Returns what to do about a module whose parameters are together larger than HBM."""
+        hbm, sizes = self._settings.hbm, dict[str, tuple[int, int]]()
+        for model in self.models:
+            plan = model.plan(hbm)
+            for root, members in plan.params.items():
+                own = [f for f in members if any(place == root for place, _ in f.places)]
+                if root in plan.roots and len(own) > 1:
+                    kind = type(plan.roots[root]).__name__
+                    sizes[f"{root!r} ({kind})" if root else kind] = model.packed(own), len(own)
+        name = max(sizes, key=lambda found: sizes[found][0], default="")
+        if not name or sizes[name][0] <= hbm:
+            return ""
+        nbytes, number = sizes[name]
+        return (
+            f"; a call of {name} has its own {number} parameters ({format_size(nbytes)}) in HBM "
+            "together: to do with less, divide them among several modules"
+        )
+
+    def _wrapped_to_read(self) -> str:
+        """Returns what to do about embeddings that are only read, as the model was evaluated."""
+        if not any(model.only_read for model in self.models):
+            return ""
+        return (
+            "; or call model.train() before tier.wrap(model): embeddings and heads that HBM has no "
+            "room for are trained where they lie in DRAM then"
         )
 
     def refuse_optimizer(self, error: CapacityError, kept: Kept) -> CapacityError:
         """Returns the error of an optimizer that does not fit, with what would do for it all."""
         optimizers = [*self.optimizers, kept]
-        return _refusal(error, self.budgets(gradients=True, optimizers=optimizers))
+        found = self.budgets(gradients=True, optimizers=optimizers)
+        return _refusal(error, found, self._wrapped_to_read())
 
     def refuse_gradients(self, error: CapacityError) -> CapacityError:
         """Returns the error of gradients that do not fit, with what would do for them."""
         found = self.budgets(gradients=True, optimizers=self.optimizers)
-        return _refusal(error, found, f"; {FREEZE}")
+        return _refusal(error, found, f"; {FREEZE}{self._wrapped_to_read()}")
 
 
 @dataclass(frozen=True, slots=True)

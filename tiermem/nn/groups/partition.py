@@ -160,6 +160,16 @@ def _around(name: str, whole: set[str]) -> str:
     return next(reversed([above for above in names_above(name) if above in whole]), name)
 
 
+def looks_up_its_own(module: nn.Module) -> bool:
+    """Whether a module is no kind of torch's, whose kernels take all of its parameters at once.
+
+    Its code looks its parameters up one by one, as far as is known.
+    """
+    kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
+    ours = not any(kind.__module__.partition(".")[0] == "torch" for kind in kinds)
+    return ours and not experts_of(module) and not uses_inside(module)
+
+
 def runs(
     model: nn.Module,
     roots: Mapping[str, nn.Module],

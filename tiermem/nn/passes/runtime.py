@@ -216,7 +216,8 @@ class ModuleRuntime:
         """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM."""
         sizes = [e.param.numel() * e.param.element_size() for e in group.entries]
         hbm = self.manager.parts.table.hbm.capacity
-        return unit_limit(hbm, group.block.nbytes, sizes, few=group.few)
+        here = 0 if group.record.annexed else group.block.nbytes
+        return unit_limit(hbm, here, sizes, few=group.few)
 
     # -- forward ---------------------------------------------------------
 

@@ -97,8 +97,9 @@ class Opened:
     def close(self, func: Callable[..., Any]) -> None:
         """Ends the use; ``func`` is what was done with it."""
 
-    def look_at(self, result: Any) -> None:
-        """Refuses what the operation has returned, if nobody may have that."""
+    def given(self, result: Any) -> Any:
+        """Returns what the program gets of what the operation has returned."""
+        return result
 
 
 class StandIn:
@@ -232,9 +233,9 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 cut_short()
         raise
     for value, use in opened.values():
-        use.look_at(result)
         if use.tensor is result:
             return value  # an operation in place returns the tensor it was called on
+        result = use.given(result)
     return result
 
 

@@ -33,6 +33,8 @@ def _following(wrap: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(tensor, StandIn):
             with temporarily_pop_interpreter_stack():  # outside the transform that begins
                 tensor = tensor.view_as(tensor)  # an operation: the block comes, and stays
+                if isinstance(tensor, StandIn):  # it cannot come: this says so
+                    tensor.data_ptr()
         return wrap(tensor, *args, **kwargs)
 
     return follow

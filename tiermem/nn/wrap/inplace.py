@@ -26,20 +26,23 @@ _item = dict.get  # a name is looked at, and nothing brought up for it
 
 
 class InPlaceInterceptor(CallInterceptor):
-    """Holds nothing: operations of a module's forward on its weights read them in DRAM.
+    """Holds no block that is in DRAM: operations of a module's forward read its weights there.
 
-    See :class:`tiermem.nn.groups.away.InPlace`.
+    See :class:`tiermem.nn.groups.away.InPlace`. What else the module has (a bias that belongs to
+    another one as well) is held as for any call.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_first")
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
         """Finds the weights; see :func:`can_be_read_in_place`."""
         super().__init__(module, scope)
-        names: dict[str, Any] = module.__dict__["_parameters"]
-        by_param = {id(entry.param): entry for entry in scope.groups[0].entries}
+        self._first = scope.in_place[0]
+        by_param = {id(entry.param): entry for group in scope.in_place for entry in group.entries}
         self._entries: dict[str, Entry] = {
-            name: by_param[id(param)] for name, param in dict.items(names) if param is not None
+            name: by_param[id(param)]
+            for name, param in dict.items(module.__dict__["_parameters"])
+            if id(param) in by_param
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -51,12 +54,17 @@ class InPlaceInterceptor(CallInterceptor):
         if self._manager.gate.unsure:
             self.runtime.repair()
         if not torch.is_grad_enabled() or not self._is_its_own():
-            return self.inner(*args, **kwargs)
-        params = [entry.param for entry in self._entries.values()]
-        if any(_takes_gradients(value) for value in (*params, *args, *kwargs.values())):
-            raise no_room(self._manager, self._groups[0])
+            return self._call(args, kwargs)
+        names: dict[str, Any] = self.module.__dict__["_parameters"]
+        if any(map(_takes_gradients, (*dict.values(names), *args, *kwargs.values()))):
+            raise no_room(self._manager, self._first)
         with torch.no_grad():
-            return self.inner(*args, **kwargs)
+            return self._call(args, kwargs)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        if self._groups:
+            return super().__call__(*args, **kwargs)
+        return self.inner(*args, **kwargs)
 
     def _is_its_own(self) -> bool:
         """Whether the module has its own weights in DRAM: not others, as in ``functional_call``."""
@@ -70,14 +78,34 @@ def _takes_gradients(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def can_be_read_in_place(
-    group: Group, users: Iterable[tuple[nn.Module, Scope]], manager: BlockManager
-) -> bool:
+def has_params_of(module: nn.Module, group: Group) -> bool:
+    """Whether parameters of a block are a module's own, not of one inside it."""
+    own = {id(param) for param in dict.values(module.__dict__["_parameters"])}
+    return any(id(entry.param) in own for entry in group.entries)
+
+
+def has_vocabulary(owners: Iterable[nn.Module], modules: Iterable[nn.Module]) -> bool:
+    """Whether a block is an embedding's, or a linear layer's with as many rows as the largest one.
+
+    Args:
+        owners: The modules that have parameters of it.
+        modules: All of the model.
+    """
+    found = list(owners)
+    if any(isinstance(module, nn.Embedding) for module in found):
+        return True
+    embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
+    largest = max(embeddings, key=lambda m: m.num_embeddings * m.embedding_dim, default=None)
+    rows = {module.out_features for module in found if isinstance(module, nn.Linear)}
+    return largest is not None and largest.num_embeddings in rows
+
+
+def can_be_read_in_place(group: Group, owners: Iterable[nn.Module], manager: BlockManager) -> bool:
     """Whether all that a model does with a block, as far as is known, are calls that may read it.
 
     Args:
         group: Of the block.
-        users: Every module whose call needs it, and its scope.
+        owners: Every module that has parameters of it itself.
         manager: Where it is.
     """
     record = manager.record(group.block)
@@ -87,11 +115,6 @@ def can_be_read_in_place(
         return False
     if any(entry.kind not in ORDINARY for entry in group.entries):
         return False
-    own = {id(entry.param) for entry in group.entries}
-    for module, scope in users:
-        params = [p for p in dict.values(module.__dict__["_parameters"]) if p is not None]
-        if not isinstance(module, _KINDS) or len(scope.groups) != 1:
-            return False
-        if any(module.children()) or not all(id(param) in own for param in params):
-            return False
+    if any(not isinstance(module, _KINDS) or any(module.children()) for module in owners):
+        return False
     return manager.zero_copy.sees(group.block)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from operator import contains
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
+from tiermem.core.block import Role
 from tiermem.nn.compat.callees import Places
 from tiermem.nn.compat.writes import hook_may, may_write_uncounted, only_unmerges
+from tiermem.nn.groups.blocks import AT_ONCE
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.inspect import Found
@@ -22,7 +24,12 @@ from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
-from tiermem.nn.wrap.inplace import InPlaceInterceptor, can_be_read_in_place
+from tiermem.nn.wrap.inplace import (
+    InPlaceInterceptor,
+    can_be_read_in_place,
+    has_params_of,
+    has_vocabulary,
+)
 from tiermem.nn.wrap.lookup import LookupInterceptor, few_tokens, is_lookup
 from tiermem.nn.wrap.originals import Originals
 from tiermem.nn.wrap.scope import (
@@ -83,6 +90,7 @@ class InterceptedModules:
         again: Sequence[Sequence[str]],
         territory: Mapping[str, str],
         groups: Iterable[Group],
+        divided: Collection[str] = (),
     ) -> None:
         """Intercepts nothing yet.
 
@@ -92,11 +100,13 @@ class InterceptedModules:
             again: Where they are besides: the names around each such place, its own last.
             territory: The root of the block that each module's tensors are in, by name.
             groups: Its groups, but for the resident one.
+            divided: Modules whose calls do not hold what they have themselves.
         """
         self._wrapped = wrapped
         self._modules = modules
         self._again = again
         self._territory = territory
+        self._divided = divided
         self.scopes: dict[str, Scope] = {}
         self._around: dict[str, Scope] = {}
         self._looked_up: dict[str, list[Group]] = {}  # by the name of a list of parameters
@@ -239,7 +249,12 @@ class InterceptedModules:
             group = self.group_of[id(tensor.tensor)]
             for module_name, _ in tensor.places:
                 root = self._territory[module_name]
-                if not group.resident:  # else the pass holds it
+                if module_name in self._divided and group.block.role is Role.PARAM:
+                    # each is brought as it is looked up
+                    needed.setdefault(root, {})
+                    looked_up = self._looked_up.setdefault(root, [])
+                    looked_up += [group] if group not in looked_up else []
+                elif not group.resident:  # else the pass holds it
                     needed.setdefault(root, {})[id(group)] = group
                     called.add(module_name)
                 elif numbered:
@@ -263,25 +278,44 @@ class InterceptedModules:
         best: tuple[int, list[Group]] = (0, [])
         for scopes in self._nested():
             held = {id(group): group for scope in scopes for group in scope.groups}
-            apart = [g for scope in scopes for g in self._looked_up.get(scope.name, ())]
-            if apart:
-                largest = max(apart, key=lambda group: group.block.nbytes)
-                held[id(largest)] = largest
-            moves = [g for g in held.values() if not (g.in_place or record(g.block).fixed)]
+            for scope in scopes:
+                apart = sorted(self._looked_up.get(scope.name, ()), key=lambda g: g.block.nbytes)
+                most = 1 if isinstance(self._modules[scope.name], PARAMETERS) else AT_ONCE
+                held.update((id(group), group) for group in apart[-most:])
+            moves = [g for g in held.values() if not record(g.block).fixed]
             total = sum(group.block.nbytes for group in moves)
             if total > best[0]:
                 best = (total, moves)
         return best
 
+    def _owners(self, group: Group) -> list[tuple[nn.Module, Scope]]:
+        """Returns the modules that have parameters of a block themselves, and their scopes."""
+        found = [(self._modules[n], scope) for n, scope in self.scopes.items()]
+        return [(m, s) for m, s in found if group in s.groups and has_params_of(m, group)]
+
+    def has_vocabulary(self, group: Group) -> bool:
+        """Whether a block is an embedding's, or that of a head with as many rows."""
+        return has_vocabulary([m for m, _ in self._owners(group)], self._modules.values())
+
     def leave_in_place(self, group: Group) -> bool:
-        """Has a block read in DRAM, where it lies, if all its modules' calls can do that."""
-        users = [
-            (self._modules[name], scope)
-            for name, scope in self.scopes.items()
-            if group in scope.groups
-        ]
-        group.in_place = can_be_read_in_place(group, users, self._wrapped.runtime.manager)
-        return group.in_place
+        """Has a block read in DRAM, where it lies, if all modules that have it can do that."""
+        owners, manager = self._owners(group), self._wrapped.runtime.manager
+        if not can_be_read_in_place(group, [module for module, _ in owners], manager):
+            return False
+        group.in_place = True
+        for _, scope in owners:
+            scope.in_place = (*scope.in_place, group)
+        for scope in self.scopes.values():  # whatever else they need is held as ever
+            scope.groups = tuple(other for other in scope.groups if other is not group)
+        return True
+
+    def annex(self, group: Group) -> bool:
+        """Has a block used in DRAM for good, to be trained there, if its modules can do that."""
+        owners, manager = (
+            [module for module, _ in self._owners(group)],
+            self._wrapped.runtime.manager,
+        )
+        return can_be_read_in_place(group, owners, manager) and manager.annex(group.block)
 
     def _nested(self) -> Iterator[list[Scope]]:
         """Yields the scopes of calls that are inside each other, the outermost first."""
@@ -309,8 +343,6 @@ class InterceptedModules:
             scope = scopes.get(id(module))
             for group in scope.groups if scope is not None else ():
                 block = group.block.id
-                if group.in_place:
-                    continue
                 if scope is not None and (block not in seen or scope.begins):
                     found.append((block, few_tokens(module, scope)))
                     seen.add(block)
@@ -436,7 +468,7 @@ class InterceptedModules:
 
 def _call_kind(module: nn.Module, scope: Scope) -> type[CallInterceptor]:
     """Returns what stands in front of a module's calls."""
-    if any(group.in_place for group in scope.groups):
+    if scope.in_place:
         return InPlaceInterceptor
     if is_lookup(module, scope):
         return LookupInterceptor

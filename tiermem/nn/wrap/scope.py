@@ -73,6 +73,7 @@ class Scope:
         name: The module's qualified name.
         number: Which wrapped model of the manager it belongs to.
         groups: Held during the call.
+        in_place: Not held, though the module has parameters of them: HBM has no room for any.
         inside: Counts the threads inside the modules that need the same groups.
         begins: Whether a block begins at this module.
         called: Whether its calls are intercepted: not those of one whose tensors all stay in HBM.
@@ -85,6 +86,7 @@ class Scope:
         "begins",
         "called",
         "groups",
+        "in_place",
         "inside",
         "name",
         "number",
@@ -106,6 +108,7 @@ class Scope:
         self.name = name
         self.number = number
         self.groups = tuple(groups)
+        self.in_place: tuple[Group, ...] = ()
         self.wrapped = wrapped
         self.inside = inside
         self.begins = begins

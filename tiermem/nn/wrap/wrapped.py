@@ -130,7 +130,9 @@ class WrappedModel:
             sources = self._plan(plan)
             self._add_shells(whole)
             again = inventory.other_places
-            self.modules = InterceptedModules(self, modules, again, plan.territory, self.groups)
+            self.modules = InterceptedModules(
+                self, modules, again, plan.territory, self.groups, plan.divided
+            )
             self.scopes = self.modules.scopes
             self.bypass = Bypass(self)
             large = [found for members in plan.buffers.values() for found in members]
@@ -261,8 +263,8 @@ class WrappedModel:
     def _check_hbm(self, inventory: Inventory) -> None:
         """Refuses a device budget in which the model could not run.
 
-        In evaluation, what alone is too large is left in DRAM and read there
-        (:mod:`tiermem.nn.wrap.inplace`).
+        In evaluation, what alone is too large is left in DRAM and read there; in training that is
+        done with embeddings, which are written there as well (:mod:`tiermem.nn.wrap.inplace`).
 
         Args:
             inventory: Of the model; it is told what calls hold.
@@ -274,7 +276,13 @@ class WrappedModel:
         worst, chain = self.modules.worst_chain()
         while chain and not self.runtime.manager.can_hold(fixed + worst):
             largest = max(chain, key=lambda g: g.block.nbytes)
-            if self.model.training or not self.modules.leave_in_place(largest):
+            vocabulary = self.modules.has_vocabulary(largest)
+            if self.model.training:
+                left = vocabulary and self.modules.annex(largest)
+            else:
+                left = self.modules.leave_in_place(largest)
+                inventory.only_read |= left and vocabulary
+            if not left:
                 break
             worst, chain = self.modules.worst_chain()
         inventory.worst_chain = worst

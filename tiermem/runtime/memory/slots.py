@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from tiermem.core.block import Block, Extent
+from tiermem.core.block import ANNEX, Block, Extent
 from tiermem.runtime.base.functorch import modes, transforming, untransformed, without_modes
 from tiermem.storage.arena import Arena
 
@@ -242,6 +242,7 @@ class SlotCache:
     """Makes slots, and keeps them, since addresses repeat from step to step.
 
     Attributes:
+        annex: Returns bytes of DRAM as kernels see them, by their address there.
         current: Slot of each block that is in HBM or on its way there.
         by_address: The same slots by the address of their first byte.
         kept: Slots that blocks have had, by id and by offset in HBM.
@@ -250,6 +251,7 @@ class SlotCache:
     def __init__(self, arena: Arena) -> None:
         """Makes slots in ``arena``."""
         self.arena = arena
+        self.annex: Callable[[Extent], torch.Tensor] = arena.bytes_of
         self.kept: dict[int, dict[int, Slot]] = {}
         self._sights: WeakValueDictionary[tuple[Extent, int], Sight] = WeakValueDictionary()
         self._layouts: dict[int, int] = {}  # by block: which of the layouts below
@@ -347,7 +349,7 @@ class SlotCache:
             with without_modes():
                 return self._look(block, extent)
         with torch.inference_mode(False), torch.no_grad():
-            whole = self.arena.bytes_of(extent)
+            whole = self._bytes_of(extent)
             storage, device, views = whole.untyped_storage(), whole.device, []
             for spec in block.tensors:
                 dtype = spec.dtype
@@ -356,8 +358,13 @@ class SlotCache:
                 empty = torch.empty(0, dtype=dtype, device=device)
                 offset = spec.offset // dtype.itemsize
                 views.append(empty.set_(storage, offset, spec.shape, spec.stride))  # typed_view
-            reading = self.arena.bytes_of(extent).untyped_storage()
+            reading = self._bytes_of(extent).untyped_storage()
         handles = storage._cdata, reading._cdata
         own, own_reading = map(use_count, handles)
         address = storage.data_ptr()
         return Sight(whole, views, storage, reading, handles, address, own, own_reading)
+
+    def _bytes_of(self, extent: Extent) -> torch.Tensor:
+        if extent.offset >= ANNEX:
+            return self.annex(Extent(extent.offset - ANNEX, extent.nbytes))
+        return self.arena.bytes_of(extent)

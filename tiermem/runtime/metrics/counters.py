@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 
 from tiermem.core.block import Tier
-from tiermem.core.residency import Record
+from tiermem.core.residency import Record, State
 
 _TIERS = ("hbm", "dram", "nvme")
 _STARTED, _ENDED, _NBYTES = itemgetter(2), itemgetter(3), itemgetter(4)
@@ -393,14 +393,16 @@ def stats_of(
 
 def row_of(record: Record) -> ResidencyRow:
     """Returns where a block is, for users."""
+    home, block = record.home, record.block
     tiers = {"hbm": record.in_hbm.value}
-    if record.home is not Tier.HBM:
-        tiers[record.home.value] = record.at_home.value
-    block = record.block
+    if record.annexed is not None:
+        home, tiers = Tier.DRAM, {"hbm": State.ABSENT.value, "dram": record.in_hbm.value}
+    elif home is not Tier.HBM:
+        tiers[home.value] = record.at_home.value
     return ResidencyRow(
         block=block.name,
         role=block.role.value,
-        home=record.home.value,
+        home=home.value,
         nbytes=block.nbytes,
         tiers=tiers,
         leases=record.leases,

@@ -476,7 +476,8 @@ class Evictor:
         self.rules.unpoint(record)
         self.order.note_change(block_id)
         slot = self.slots.current.get(block_id)
-        keep = slot is not None and slot.aliased and (gone or not record.fixed)
+        seen = slot is not None and slot.aliased and (gone or not record.fixed)
+        keep = seen and record.annexed is None  # whose place is none of HBM
         if keep and slot is not None:
             self._orphans.append(slot)  # first: cut short, the bytes must stay all the same
         if gone:
@@ -486,7 +487,7 @@ class Evictor:
         else:
             self.table.discard(block_id, keep=keep)
         if gone or not record.fixed:
-            self.transfers.leave(block_id, seen=keep)
+            self.transfers.leave(block_id, seen=seen)
 
     def leave_behind(self, extent: Extent, parts: Sequence[Left]) -> None:
         """Frees the place of a block that has left while it had aliases, but for parts of it.
