@@ -7,22 +7,20 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.core.staying import choose_to_stay
+from tiermem.core.staying import choose_to_stay, window_of
 
 sizes = st.lists(st.integers(1, 40), max_size=30)
 
 
-@given(sizes, sizes, st.integers(1, 40), st.integers(0, 3000), st.integers(0, 4000), st.randoms())
-def test_what_stays_leaves_the_circle_its_room(weights, state, largest, room, rate, rng) -> None:
-    largest = max([largest, *weights, *state])
+@given(sizes, sizes, st.integers(1, 400), st.integers(0, 3000), st.randoms())
+def test_what_stays_leaves_the_circle_its_room(weights, state, window, room, rng) -> None:
     own = dict(enumerate(weights))
     kept_with = {len(weights) + n: size for n, size in enumerate(state)}
     every = own | kept_with
     order = [*every, *own]
     rng.shuffle(order)
-    kept = choose_to_stay(order, own, kept_with, largest, room, rate)
+    kept = choose_to_stay(order, own, kept_with, window, room)
     taken = sum(every[block] for block in kept)
-    window = max(6 * largest, rate // 10)
     assert kept <= every.keys()
     assert not kept or taken + window <= room
     if room - window >= sum(every.values()):
@@ -36,16 +34,32 @@ def test_what_stays_leaves_the_circle_its_room(weights, state, largest, room, ra
 
 
 def test_nothing_stays_in_a_small_budget() -> None:
-    assert choose_to_stay([0, 1], {0: 10}, {1: 80}, 80, 480, 0.0) == frozenset()
+    assert choose_to_stay([0, 1], {0: 10}, {1: 80}, 480, 480) == frozenset()
 
 
 def test_what_stays_is_spread_over_the_loop() -> None:
     state = dict.fromkeys(range(40), 10)
-    kept = sorted(choose_to_stay(list(state), {}, state, 10, 60 + 100, 0.0))
+    kept = sorted(choose_to_stay(list(state), {}, state, 60, 60 + 100))
     assert len(kept) == 10
     assert all(3 <= b - a <= 5 for a, b in itertools.pairwise(kept))
 
 
+@given(st.lists(st.integers(1, 1000), min_size=1), st.integers(0, 100_000), st.booleans())
+def test_the_circle_has_room_for_the_largest_block(sizes, rate, binds) -> None:
+    window = window_of(sizes, rate, copies_bind=binds)
+    assert window >= 6 * max(sizes)
+    assert window == window_of(sizes[::-1], rate, copies_bind=binds)
+
+
 def test_a_fast_link_has_a_larger_circle() -> None:
-    state = dict.fromkeys(range(40), 10)
-    assert len(choose_to_stay(list(state), {}, state, 10, 300, 2000.0)) == 10
+    assert window_of([10] * 40, 2000.0, copies_bind=False) == 200
+    assert window_of([10] * 40, 0.0, copies_bind=False) == 60
+
+
+def test_where_copies_bind_the_usual_block_counts() -> None:
+    """Half of the bytes are in blocks of at most its size, however fast the link is."""
+    assert window_of([10] * 40, 1e9, copies_bind=True) == 160
+    assert window_of([*[10] * 40, 12], 1e9, copies_bind=True) == 160
+    assert window_of([*[10] * 40, 100], 1e9, copies_bind=True) == 600
+    assert window_of([1] * 100 + [10] * 11, 1e9, copies_bind=True) == 160
+    assert window_of([1] * 100 + [10] * 9, 1e9, copies_bind=True) == 60

@@ -112,3 +112,45 @@ def test_micro_batches_and_passes_without_gradients_in_between() -> None:
                 assert torch.equal(loss_of(pair.plain, step), loss_of(pair.model, step))
         assert pair.tier.stats().kept_in_hbm > 0
         pair.check()
+
+
+def test_weights_that_stay_go_home_in_forward_where_steps_are_made_ahead() -> None:
+    """Backward finds what they were at home, and compute waits for no copy of them."""
+    with staying(overlap="auto") as pair:
+        for step in range(10):
+            pair.backward(step)
+            pair.step()
+        manager = pair.tier._manager
+        assert manager.prefetcher._maker.copies_bind  # the link is slow beyond measure
+        stay = manager.parts.evictor.residents
+        weights = {b for b in stay if manager.parts.table[b].block.role is Role.PARAM}
+        assert weights and weights & dirty(pair)
+        transfers, copied = manager.parts.transfers, list[int]()
+        copy_home = transfers.copy_home
+        transfers.copy_home = lambda r: (copied.append(r.block.id), copy_home(r))[1]  # type: ignore[assignment, misc]
+        for step in range(10, 14):
+            loss = loss_of(pair.model, step)
+            behind = weights & dirty(pair)  # what forward had begun with, and autograd keeps
+            assert len(behind) <= 1 < len(weights)
+            loss.backward()
+            loss_of(pair.plain, step).backward()
+            assert pair.optimizer._timing.ahead.provisional.units
+            pair.step()
+        assert len(weights.intersection(copied)) <= 1
+        assert pair.tier.stats().kept_in_hbm > 0
+        pair.check()
+
+
+def test_weights_that_stay_go_home_though_forward_does_not_get_far() -> None:
+    with staying(overlap="auto") as pair:
+        for step in range(8):
+            pair.backward(step)
+            pair.step()
+        unwritten = pair.tier._runtime.unwritten
+        assert unwritten and unwritten._staying
+        unwritten.forget()  # as a backward does that begins before forward has written them
+        for step in range(8, 11):
+            pair.backward(step)
+            pair.step()
+        pair.check()
+        assert not pair.optimizer._timing.ahead.provisional.drops
