@@ -60,6 +60,7 @@ def test_what_is_used_again_waits_for_the_place_as_well() -> None:
         record = place_ahead(made)
         slot = made.manager.again(record.block)
         assert found == [record.extent] and slot.extent == record.extent
+        assert made.manager.acquirer.at_hand(record.block.id) is record  # though it holds no data
         made.manager.release(record.block)
 
 
