@@ -4720,4 +4720,11 @@ MUTATIONS = (
         "self._blocks()]",
         ("tests/unit/test_optim_ahead.py",),
     ),
+    Mutation(
+        "staying: state stays as well where copies bind",
+        "tiermem/runtime/lookahead/plan_maker.py",
+        "{} if binds else own",
+        "own",
+        ("tests/unit/test_optim_staying.py",),
+    ),
 )

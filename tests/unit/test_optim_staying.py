@@ -27,9 +27,9 @@ class Even(Net):
 
 
 @contextmanager
-def staying(**options: Any) -> Iterator[Twins]:
+def staying(tiers: Tiers = ROOMY, **options: Any) -> Iterator[Twins]:
     """Opens twins whose loops go in circles as on a GPU."""
-    with Twins(Even, ROOMY, **options) as pair:
+    with Twins(Even, tiers, **options) as pair:
         manager = pair.tier._manager
         manager.prefetcher.fetcher.beside = True
         # a link that is slow beside such small blocks: they set the size of the circle
@@ -125,6 +125,8 @@ def test_weights_that_stay_go_home_in_forward_where_steps_are_made_ahead() -> No
         stay = manager.parts.evictor.residents
         weights = {b for b in stay if manager.parts.table[b].block.role is Role.PARAM}
         assert weights and weights & dirty(pair)
+        assert weights == stay  # no step is left to step() for its state
+        made = pair.optimizer.stepped_in_backward
         transfers, copied = manager.parts.transfers, list[int]()
         copy_home = transfers.copy_home
         transfers.copy_home = lambda r: (copied.append(r.block.id), copy_home(r))[1]  # type: ignore[assignment, misc]
@@ -136,6 +138,7 @@ def test_weights_that_stay_go_home_in_forward_where_steps_are_made_ahead() -> No
             loss_of(pair.plain, step).backward()
             assert pair.optimizer._timing.ahead.provisional.units
             pair.step()
+        assert pair.optimizer.stepped_in_backward == made + 4 * len(pair.optimizer._units)
         assert len(weights.intersection(copied)) <= 1
         assert pair.tier.stats().kept_in_hbm > 0
         pair.check()
@@ -154,3 +157,18 @@ def test_weights_that_stay_go_home_though_forward_does_not_get_far() -> None:
             pair.step()
         pair.check()
         assert not pair.optimizer._timing.ahead.provisional.drops
+
+
+def test_where_copies_bind_no_state_stays_so_that_all_steps_are_made_ahead() -> None:
+    with staying(Tiers("dram", extra_hbm=7 << 16, dram=8 << 20), overlap="auto") as pair:
+        for step in range(10):
+            pair.backward(step)
+            pair.step()
+        manager = pair.tier._manager
+        roles = {manager.parts.table[b].block.role for b in manager.parts.evictor.residents}
+        assert manager.prefetcher._maker.copies_bind and roles == {Role.PARAM}
+        made = pair.optimizer.stepped_in_backward
+        pair.backward(10)
+        pair.step()
+        assert pair.optimizer.stepped_in_backward == made + len(pair.optimizer._units)
+        pair.check()

@@ -251,7 +251,8 @@ class PlanMaker:
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
             own = {b: sizes[b] for b in state}
             window = window_of(sizes.values(), rate, copies_bind=binds)
-            kept = choose_to_stay(order, weights, own, window, room)
+            # steps whose state stays are made in step(), as they have no copies to hide
+            kept = choose_to_stay(order, weights, {} if binds else own, window, room)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
         self._staying = Staying(known, kept, room, max(rate, before.rate), binds)
