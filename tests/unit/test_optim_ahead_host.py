@@ -129,8 +129,8 @@ class Held:
 
     def __init__(self, make_steps: Callable[[Any], None]) -> None:
         self._make_steps = make_steps
-        self._may_go_on = threading.Event()
-        self.let_go = self._may_go_on.set
+        self._may_go_on, self._has_begun = threading.Event(), threading.Event()
+        self.let_go, self.wait_until_begun = self._may_go_on.set, self._has_begun.wait
 
     def __enter__(self) -> Held:
         return self
@@ -139,6 +139,7 @@ class Held:
         self.let_go()
 
     def __call__(self, rows: Any) -> None:
+        self._has_begun.set()
         self._may_go_on.wait()
         self._make_steps(rows)
 
@@ -173,6 +174,7 @@ def test_a_step_that_failed_before_step_is_called_is_dropped(monkeypatch) -> Non
         with monkeypatch.context() as patch, Held(_no_memory) as failing:
             patch.setattr(exact, "make_steps", failing)
             pair.backward(2)
+            failing.wait_until_begun()  # else the wait for it takes it back
             failing.let_go()
             for step in pair.optimizer._timing.ahead.provisional._elsewhere:
                 step.job.wait()
