@@ -4727,4 +4727,11 @@ MUTATIONS = (
         "own",
         ("tests/unit/test_optim_staying.py",),
     ),
+    Mutation(
+        "places ahead: gradients that are there are fetched whatever else says",
+        "tiermem/runtime/lookahead/walks.py",
+        "record.block.role is Role.GRAD and not record.defined",
+        "record.block.role is Role.GRAD",
+        ("tests/unit/test_runtime_places_ahead.py",),
+    ),
 )

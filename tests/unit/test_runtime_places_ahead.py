@@ -109,6 +109,25 @@ def test_it_is_asked_for_where_the_ring_has_come_to() -> None:
         evictor.ring.uses = 0
 
 
+def test_gradients_that_are_there_are_fetched_as_anything_else_is() -> None:
+    """Not where fetches ahead for a pass came to nothing before."""
+    with rig(6, depth=3) as made:
+        fetcher = made.manager.prefetcher.fetcher
+        fetcher.beside = True
+        for _ in range(10):
+            made.add(1, "dram", Role.GRAD)
+        for due in (True, False):
+            if not due:
+                fetcher.is_due = lambda *_: False  # type: ignore[method-assign]
+            for _ in range(3):
+                made.manager.begin_pass("loop")
+                before = made.manager.stats().prefetches
+                for block in made.blocks:
+                    made.write(block)
+            assert (made.manager.stats().prefetches > before) == due
+        made.check()
+
+
 @pytest.fixture
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """A loop that goes in circles, and whose copies down are made as late as they may be."""

@@ -273,7 +273,7 @@ class SequenceWalk:
                         if begun == _BURST or not self._fetch(record):
                             return begun
                         begun += 1
-                    elif self._reserves and record.block.role is Role.GRAD:
+                    elif self._reserves and self._is_to_come(record):
                         self._fetch(record)  # where the ring has no place it gets one later
                 if not (record.block.id in residents and record.usable):
                     ahead.append(self.position, record.block)
@@ -283,6 +283,11 @@ class SequenceWalk:
             # every block is in HBM and stays: no need to look again until one leaves
             self.complete = self._seen
         return begun
+
+    @staticmethod
+    def _is_to_come(record: Record) -> bool:
+        """Whether a block is for gradients that are not there yet."""
+        return record.block.role is Role.GRAD and not record.defined
 
     def _fetch(self, record: Record) -> bool:
         if not self._fetcher.begin(record, self._schedule, self.position, self._cursor):
