@@ -4681,8 +4681,8 @@ MUTATIONS = (
     Mutation(
         "places ahead: none is asked for",
         "tiermem/runtime/lookahead/walks.py",
-        "    _reserves = True\n",
-        "    _reserves = False\n",
+        "elif self._gets_place(record):",
+        "elif False:",
         ("tests/unit/test_runtime_places_ahead.py",),
     ),
     Mutation(

@@ -45,6 +45,34 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def assert_trained_alike(
+    model: nn.Module, mine: Any, plain: nn.Module, theirs: torch.optim.Optimizer, width: int
+) -> None:
+    """Trains a model in the tiers and a plain one in four steps, and compares every bit.
+
+    Args:
+        model: The one in the tiers.
+        mine: Its optimizer.
+        plain: The same, resident.
+        theirs: Its optimizer.
+        width: Of the inputs, (3, width).
+    """
+    for step in range(4):
+        x = torch.randn(3, width, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for one in (model, plain):
+            losses.append(one(x).square().mean())
+            losses[-1].backward()
+        mine.clip_grad_norm_(1.0)
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_bits(*[loss.detach() for loss in losses])
+    state = plain.state_dict()
+    assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+
+
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors agree in shape, dtype and every bit."""
     if first.layout is not torch.strided or second.layout is not torch.strided:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import same_bits
+from support_nn import assert_trained_alike, same_bits
 from torch import nn
 from torch.nn import functional
 
@@ -90,19 +90,7 @@ def test_they_are_trained_as_resident(kind: str, overlap: Any) -> None:
     with tiermem.TierManager("cpu", hbm=found.hbm, dram=found.dram, policy=POLICY) as tier:
         tier.wrap(model)
         mine = tier.optimizer(model, torch.optim.AdamW, lr=1e-2, overlap=overlap)
-        for step in range(4):
-            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
-            losses = [one(x).square().mean() for one in (model, plain)]
-            for loss in losses:
-                loss.backward()
-            mine.clip_grad_norm_(1.0)
-            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-            for optimizer in (mine, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            assert same_bits(*[loss.detach() for loss in losses])
-        state = plain.state_dict()
-        assert all(same_bits(value, state[name]) for name, value in model.state_dict().items())
+        assert_trained_alike(model, mine, plain, theirs, WIDTH)
         assert tier.stats().peak["hbm"] <= found.hbm
 
 

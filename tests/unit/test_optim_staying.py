@@ -37,6 +37,12 @@ def staying(tiers: Tiers = ROOMY, **options: Any) -> Iterator[Twins]:
         yield pair
 
 
+def train(pair: Twins, steps: range) -> None:
+    for step in steps:
+        pair.backward(step)
+        pair.step()
+
+
 def link_of(pair: Twins, rate: float) -> None:
     """Makes the link as fast as that, in bytes a second."""
     estimates = pair.tier._manager.parts.pass_timer.estimates
@@ -54,18 +60,14 @@ def dirty(pair: Twins) -> set[int]:
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_weights_and_state_that_stay_are_those_of_the_resident_run(overlap: str) -> None:
     with staying(overlap=overlap) as pair:
-        for step in range(6):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(6))
         manager = pair.tier._manager
         roles = {manager.parts.table[block].block.role for block in manager.parts.evictor.residents}
         assert Role.PARAM in roles and roles & {Role.OPTIMIZER, Role.MASTER}
         assert pair.tier.stats().kept_in_hbm > 0
         assert dirty(pair)
         pair.check()  # reads what is at home nowhere else
-        for step in range(6, 9):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(6, 9))
         pair.check()
 
 
@@ -74,14 +76,10 @@ def test_weights_that_stay_and_that_the_host_steps() -> None:
     settings = {"lr": 0.01, "fused": True}  # as the host steps
     with staying(overlap="backward", where="host", settings=settings) as pair:
         manager = pair.tier._manager
-        for step in range(3):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(3))
         weights = {r.block.id for r in manager.parts.table if r.block.role is Role.PARAM}
         manager.prefetcher._maker._staying = Staying(kept=frozenset(weights), rate=1e30)
-        for step in range(3, 8):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(3, 8))
         assert weights <= manager.parts.evictor.residents
         pair.check()
 
@@ -89,14 +87,10 @@ def test_weights_that_stay_and_that_the_host_steps() -> None:
 def test_a_link_that_turns_out_to_be_fast_gets_the_room() -> None:
     """Six of the blocks, or a tenth of a second of the link, is what the circle needs."""
     with staying(overlap="forward") as pair:
-        for step in range(4):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(4))
         assert pair.tier.stats().kept_in_hbm > 0
         link_of(pair, 1e12)
-        for step in range(4, 8):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(4, 8))
         assert pair.tier.stats().kept_in_hbm == 0
         pair.check()
 
@@ -117,9 +111,7 @@ def test_micro_batches_and_passes_without_gradients_in_between() -> None:
 def test_weights_that_stay_go_home_in_forward_where_steps_are_made_ahead() -> None:
     """Backward finds what they were at home, and compute waits for no copy of them."""
     with staying(overlap="auto") as pair:
-        for step in range(10):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(10))
         manager = pair.tier._manager
         assert manager.prefetcher._maker.copies_bind  # the link is slow beyond measure
         stay = manager.parts.evictor.residents
@@ -146,24 +138,18 @@ def test_weights_that_stay_go_home_in_forward_where_steps_are_made_ahead() -> No
 
 def test_weights_that_stay_go_home_though_forward_does_not_get_far() -> None:
     with staying(overlap="auto") as pair:
-        for step in range(8):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(8))
         unwritten = pair.tier._runtime.unwritten
-        assert unwritten and unwritten._staying
+        assert unwritten and unwritten.staying
         unwritten.forget()  # as a backward does that begins before forward has written them
-        for step in range(8, 11):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(8, 11))
         pair.check()
         assert not pair.optimizer._timing.ahead.provisional.drops
 
 
 def test_where_copies_bind_no_state_stays_so_that_all_steps_are_made_ahead() -> None:
     with staying(Tiers("dram", extra_hbm=7 << 16, dram=8 << 20), overlap="auto") as pair:
-        for step in range(10):
-            pair.backward(step)
-            pair.step()
+        train(pair, range(10))
         manager = pair.tier._manager
         roles = {manager.parts.table[b].block.role for b in manager.parts.evictor.residents}
         assert manager.prefetcher._maker.copies_bind and roles == {Role.PARAM}

@@ -138,9 +138,9 @@ class LeftToForward:
             settings: Of the steps.
         """
         self._rounds += made_any
-        parts = self._runtime.manager.parts
-        pace = parts.pass_timer.estimates
-        if not self._runtime.manager.prefetcher.fetcher.beside:
+        manager = self._runtime.manager
+        pace = manager.parts.pass_timer.estimates
+        if not manager.prefetcher.fetcher.beside:
             return  # on the CPU copies from DRAM hide behind nothing
         if self._rounds < self._next_look and self._on_host() == self._hosted:
             return

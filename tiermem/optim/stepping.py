@@ -151,12 +151,14 @@ class SteppedBackward:
                 weights are at home, so those that stay in HBM are written in the next forward.
         """
         unwritten = self._runtime.unwritten
+        stays = ahead and group.block.id in self._runtime.manager.parts.evictor.residents
         if id(group) in self.held_back:
             unwritten += blocks  # until forward has got further
         else:
             self.pipeline.write(blocks)
-        if ahead and group.block.id in self._runtime.manager.parts.evictor.residents:
-            unwritten.also(group.block)
+            unwritten += [group.block] if stays else []
+        if stays:
+            unwritten.staying.add(group.block.id)
 
 
 class FirstSteps:

@@ -431,9 +431,6 @@ class BlockManager:
         Returns:
             Whether the fetch has begun.
         """
-        on_disk = record.home is Tier.NVME and record.defined
-        if on_disk and not self.prefetcher.disk.staged(record, position):
-            return False  # on its way into DRAM: it takes no room here until it is there
         if not record.defined:
             extent = self.parts.evictor.place_in_ring(record.block, position)
             if extent is None:
@@ -441,6 +438,8 @@ class BlockManager:
             self.parts.transfers.blank(record, extent, ahead=True)
             self.parts.evictor.order.note_change(record.block.id)
             return True
+        if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
+            return False  # on its way into DRAM: it takes no room here until it is there
         room = self.parts.evictor.place(record.block, position)
         if room is None:
             return False

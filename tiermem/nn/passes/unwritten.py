@@ -19,6 +19,9 @@ class Unwritten(list[Block]):
 
     Models read values back as they begin (is a mask needed?), and on CUDA such a read waits for all
     copies down that are ready to run.
+
+    Attributes:
+        staying: Ids of those that go home although they stay in HBM.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -26,18 +29,12 @@ class Unwritten(list[Block]):
         super().__init__()
         self._runtime = runtime
         self._past = -1
-        self._staying: set[int] = set()  # ids of those that go home although they stay in HBM
-
-    def also(self, block: Block) -> None:
-        """Adds a block that stays in HBM, and goes home all the same."""
-        self._staying.add(block.id)
-        if block not in self:
-            self.append(block)
+        self.staying: set[int] = set()
 
     def forget(self) -> None:
         """Forgets all blocks: they go home when their room is needed."""
         self.clear()
-        self._staying.clear()
+        self.staying.clear()
 
     def got_further(self, scope: PassScope) -> None:
         """Notes that forward uses a block; writes these home once it is past the first.
@@ -61,9 +58,9 @@ class Unwritten(list[Block]):
         if not self:
             self._past = -1
         if len(self) < len(blocks):
-            used, staying = {block.id for block in self}, self._staying
+            used, staying = {block.id for block in self}, self.staying
             free = [block for block in blocks if block.id not in used]
             sweep = BlockSweep(manager)
             sweep.write([block for block in free if block.id not in staying])
             sweep.write([block for block in free if block.id in staying], staying=True)
-            self._staying = staying & used
+            self.staying = staying & used

@@ -288,22 +288,22 @@ class InterceptedModules:
                 best = (total, moves)
         return best
 
-    def _owners(self, group: Group) -> list[tuple[nn.Module, Scope]]:
+    def _owners(self, group: Group) -> dict[nn.Module, Scope]:
         """Returns the modules that have parameters of a block themselves, and their scopes."""
         found = [(self._modules[n], scope) for n, scope in self.scopes.items()]
-        return [(m, s) for m, s in found if group in s.groups and has_params_of(m, group)]
+        return {m: s for m, s in found if group in s.groups and has_params_of(m, group)}
 
     def has_vocabulary(self, group: Group) -> bool:
         """Whether a block is an embedding's, or that of a head with as many rows."""
-        return has_vocabulary([m for m, _ in self._owners(group)], self._modules.values())
+        return has_vocabulary(self._owners(group), self._modules.values())
 
     def leave_in_place(self, group: Group) -> bool:
         """Has a block read in DRAM, where it lies, if all modules that have it can do that."""
         owners, manager = self._owners(group), self._wrapped.runtime.manager
-        if not can_be_read_in_place(group, [module for module, _ in owners], manager):
+        if not can_be_read_in_place(group, owners, manager):
             return False
         group.in_place = True
-        for _, scope in owners:
+        for scope in owners.values():
             scope.in_place = (*scope.in_place, group)
         for scope in self.scopes.values():  # whatever else they need is held as ever
             scope.groups = tuple(other for other in scope.groups if other is not group)
@@ -311,10 +311,7 @@ class InterceptedModules:
 
     def annex(self, group: Group) -> bool:
         """Has a block used in DRAM for good, to be trained there, if its modules can do that."""
-        owners, manager = (
-            [module for module, _ in self._owners(group)],
-            self._wrapped.runtime.manager,
-        )
+        owners, manager = self._owners(group), self._wrapped.runtime.manager
         return can_be_read_in_place(group, owners, manager) and manager.annex(group.block)
 
     def _nested(self) -> Iterator[list[Scope]]:

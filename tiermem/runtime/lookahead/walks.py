@@ -197,7 +197,6 @@ class SequenceWalk:
     """
 
     _idle_of_many = -1
-    _reserves = False  # whether gradients get their places ahead
 
     def __init__(
         self,
@@ -273,7 +272,7 @@ class SequenceWalk:
                         if begun == _BURST or not self._fetch(record):
                             return begun
                         begun += 1
-                    elif self._reserves and self._is_to_come(record):
+                    elif self._gets_place(record):
                         self._fetch(record)  # where the ring has no place it gets one later
                 if not (record.block.id in residents and record.usable):
                     ahead.append(self.position, record.block)
@@ -284,10 +283,9 @@ class SequenceWalk:
             self.complete = self._seen
         return begun
 
-    @staticmethod
-    def _is_to_come(record: Record) -> bool:
-        """Whether a block is for gradients that are not there yet."""
-        return record.block.role is Role.GRAD and not record.defined
+    def _gets_place(self, _record: Record) -> bool:
+        """Whether a block that is not in HBM gets its place ahead, as there is nothing to fetch."""
+        return False
 
     def _fetch(self, record: Record) -> bool:
         if not self._fetcher.begin(record, self._schedule, self.position, self._cursor):
@@ -327,7 +325,9 @@ class RingWalk(SequenceWalk):
     """
 
     _idle_of_many = _FIRST
-    _reserves = True
+
+    def _gets_place(self, record: Record) -> bool:
+        return record.block.role is Role.GRAD and not record.defined
 
     def _is_behind(self, cursor: int) -> bool:
         if self._transfers.mover is not None:
