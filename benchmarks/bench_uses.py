@@ -310,6 +310,7 @@ def smaller(by: int, vectors: int = 1) -> Iterator[None]:
         (hostbound, "_FASTEST"),
         (need, "_LEAST_UNIT"),
         (need, "_LARGE_ENOUGH"),
+        (need, "_LARGEST"),
     ]
     kept = [getattr(module, name) for module, name in places]
     try:

@@ -1785,7 +1785,7 @@ _ELSEWHERE = (
     Mutation(
         "coarser blocks leave no room for the steps of several parameters together",
         "tiermem/nn/groups/blocks.py",
-        "return max(*sizes, limit)",
+        "return max(*sizes, min(limit, nbytes))",
         "return max(sizes)",
         ("tests/unit/test_nn_hostbound.py",),
     ),
@@ -1797,11 +1797,51 @@ _ELSEWHERE = (
         ("tests/unit/test_nn_hostbound.py",),
     ),
     Mutation(
-        "models that are trained have coarser blocks",
+        "models that are trained have the coarser blocks of those that are evaluated",
         "tiermem/nn/groups/blocks.py",
-        "        if self.trained:\n            return fine\n",
+        "        if self.trained:\n            return self._stepped(fine)\n",
         "",
         ("tests/unit/test_nn_hostbound.py",),
+    ),
+    *(
+        Mutation(f"coarser blocks to step: {name}", f"tiermem/{path}", old, new, tests)
+        for name, path, old, new, tests in (
+            (
+                "where the link takes longer than the host",
+                "nn/groups/blocks.py",
+                "        if not steps_bind(fine.hbm, self.rate):\n            return fine\n",
+                "",
+                ("tests/unit/test_nn_hostbound.py",),
+            ),
+            (
+                "where HBM has no room for their steps",
+                "nn/groups/blocks.py",
+                "return coarse if coarse.can_replace(fine) else fine",
+                "return coarse",
+                ("tests/unit/test_nn_hostbound.py",),
+            ),
+            (
+                "steps of whole blocks are not counted",
+                "nn/groups/blocks.py",
+                "for unit, finer in whole if unit > finer]",
+                "for unit, finer in whole if unit < finer]",
+                ("tests/unit/test_nn_hostbound.py",),
+            ),
+            (
+                "what keeps masters steps whole blocks as well",
+                "optim/intake.py",
+                "if group.few and any(_large(group, kept))]",
+                "if False]",
+                ("tests/unit/test_optim_units.py",),
+            ),
+            (
+                "units stay fine though the optimizer was refused",
+                "optim/intake.py",
+                "        for group in finer:\n            group.few = True\n",
+                "",
+                ("tests/unit/test_optim_units.py",),
+            ),
+        )
     ),
     Mutation(
         "the lists of a layer that is one block are divided",
@@ -3470,7 +3510,7 @@ MUTATIONS = (
     Mutation(
         "small budgets: large units of a trained block are not divided",
         "tiermem/core/need.py",
-        "return min(hbm // _AT_ONCE, _LARGE_ENOUGH)",
+        "return max(min(hbm // _AT_ONCE, _LARGE_ENOUGH), min(hbm // _WITH_ROOM, _LARGEST))",
         "return hbm // _AT_ONCE",
         ("tests/unit/test_nn_partition.py",),
     ),

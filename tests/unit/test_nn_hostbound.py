@@ -382,6 +382,65 @@ def test_what_fits_with_finer_blocks_fits(
         assert coarse <= max(hbm, fine)
 
 
+@settings(max_examples=examples(60, 2000), deadline=None)
+@given(
+    own=st.sampled_from([1, 5000, 40000]),
+    layers=st.lists(st.tuples(SIZES, SIZES, st.integers(1, 4)), min_size=1, max_size=12),
+    pages=st.integers(1, 400),
+    part=st.integers(4, 20),
+    states=st.integers(0, 3),
+    masters=st.booleans(),
+    wide=st.booleans(),
+    elementwise=st.booleans(),
+    overlap=st.booleans(),
+)
+def test_what_is_stepped_in_finer_blocks_is_stepped_in_coarser_ones(
+    own: int,
+    layers: list[tuple[int, int, int]],
+    pages: int,
+    part: int,
+    states: int,
+    masters: bool,
+    wide: bool,
+    elementwise: bool,
+    overlap: bool,
+) -> None:
+    """With blocks that are coarser since steps bind the host, whatever an optimizer keeps."""
+    model = Net(own, layers).bfloat16().train()
+    hbm = 4096 * pages
+
+    def shaped(shape: TensorShape) -> TensorShape:
+        return dataclasses.replace(shape, itemsize=4) if masters or wide else shape
+
+    kept = Kept(
+        frozenset(id(p) for p in model.parameters()),
+        lambda _, shape: [shaped(shape)] * states,
+        lambda _, shape: dataclasses.replace(shape, itemsize=4) if masters else None,
+        overlap,
+        elementwise,
+        grad_itemsize=4,
+    )
+    limits = Settings("cpu", hbm, 1 << 40, (), None, Policy(), "auto")
+    needs = []
+    for binds in (False, True):
+        program = Program(limits, lambda param: param.dtype)
+        program.models.append(inventory(model))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "steps_bind", lambda *_, binds=binds: binds)
+            patch.setattr(partition, "_FINEST", 4096)
+            patch.setattr(need, "_LEAST_UNIT", 4096)
+            patch.setattr(need, "_WITH_ROOM", part)
+            patch.setattr(need, "_LARGE_ENOUGH", 1)
+            needs.append(
+                [
+                    program.play(hbm, gradients=False).hbm(),
+                    program.play(hbm, gradients=True, optimizers=[kept]).hbm(),
+                ]
+            )
+    for fine, coarse in zip(*needs, strict=True):
+        assert coarse <= max(hbm, fine)
+
+
 class TwoParts(nn.Module):
     """The matrices of a layer's attention, and a feed-forward part beside it, as in a GPT-2."""
 
@@ -396,6 +455,6 @@ def test_a_small_model_that_is_trained_has_as_few_blocks_as_its_link_hides() -> 
     with torch.device("meta"):
         model = nn.Sequential(*[TwoParts(1024) for _ in range(12)]).train()
     hbm = 336_130_048
-    quick, slow = (inventory(model, rate).plan(hbm) for rate in (55e9, 12e9))
+    quick, slow = (inventory(model, rate).plan(hbm) for rate in (55e9, 10e9))
     assert len(quick.params) == 24 and quick.few
     assert len(slow.params) == 48 and not slow.few

@@ -18,11 +18,15 @@ _LEAST_UNIT = 16 << 20
 _LARGE_ENOUGH, _AT_ONCE = 40 << 20, 10
 """Where steps bind the host, blocks need not be finer than that, nor than this part of HBM, which
 holds two of them with gradients and the states of Adam."""
+_LARGEST, _WITH_ROOM = 128 << 20, 12
+"""Likewise, where they leave some room in which the next ones come."""
 _LITTLE_MORE = 8
 """A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
 host as one of the matrix beside it."""
 STEPPED = 10
 """Times the bytes of a bfloat16 parameter: gradient, master and three states in float32."""
+STEPPED_WHOLE = 5
+"""Likewise without a master: a gradient in float32, and three states in the parameter's dtype."""
 _ROUNDS = 256
 _FINE = 256  # so many parts of a budget are told apart, as long as they are pages
 
@@ -35,7 +39,7 @@ def whole_block(hbm: int) -> int:
     Args:
         hbm: Budget in bytes.
     """
-    return min(hbm // _AT_ONCE, _LARGE_ENOUGH)
+    return max(min(hbm // _AT_ONCE, _LARGE_ENOUGH), min(hbm // _WITH_ROOM, _LARGEST))
 
 
 def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
+from tiermem.nn.compat.shapes import shape_of
+from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.need import Kept
 from tiermem.nn.passes.keepers import Keeper
 from tiermem.nn.passes.runtime import entries_of
@@ -19,6 +24,34 @@ from tiermem.optim.timing import StepTiming
 from tiermem.optim.units.parted import ELEMENTWISE
 from tiermem.optim.units.plan import Member, kept_of, let_apart, plan_units
 from tiermem.optim.units.unit import StepUnit
+
+
+@contextmanager
+def _finer_units(groups: Sequence[Group], kept: Kept) -> Iterator[None]:
+    """Has gradients in finer units where a step of a whole block takes too much of HBM.
+
+    Args:
+        groups: The groups of all parameters.
+        kept: What an optimizer is to keep for its own.
+    """
+    finer = [group for group in groups if group.few and any(_large(group, kept))]
+    for group in finer:
+        group.few = False
+    try:
+        yield
+    except BaseException:
+        for group in finer:
+            group.few = True
+        raise
+
+
+def _large(group: Group, kept: Kept) -> Iterator[bool]:
+    """Yields of each parameter of a group whether what is kept for it is large."""
+    for entry in group.entries:
+        if id(entry.param) in kept.params:
+            like = torch.empty(entry.param.shape, dtype=entry.param.dtype, device="meta")
+            shape = shape_of(entry.name, like, group.block.tensors[entry.index].stride)
+            yield kept.is_large(entry.param, shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,17 +123,18 @@ class Intake:
         )
         planned: list[StepUnit] = []
         try:
-            planned = plan_units(
-                self._runtime,
-                groups,
-                members,
-                tried.probe,
-                tried.make,
-                tried.master_dtype,
-                overlap=overlap,
-                on_host=self._host.is_chosen,
-                elementwise=elementwise,
-            )
+            with _finer_units(self._runtime.groups, kept):
+                planned = plan_units(
+                    self._runtime,
+                    groups,
+                    members,
+                    tried.probe,
+                    tried.make,
+                    tried.master_dtype,
+                    overlap=overlap,
+                    on_host=self._host.is_chosen,
+                    elementwise=elementwise,
+                )
             units = [*self._units, *planned]
             if tried.draws:
                 units = in_order(tried.cls.__name__, units, groups)

@@ -12,7 +12,7 @@ from torch import nn
 
 from tiermem.core.block import align_up
 from tiermem.core.layout import TensorShape, packed_nbytes
-from tiermem.core.need import STEPPED, Home, unit_limit
+from tiermem.core.need import STEPPED, STEPPED_WHOLE, Home, unit_limit, whole_block
 from tiermem.errors import ConfigError
 from tiermem.nn.compat.shapes import shape_of
 from tiermem.nn.groups.hostbound import SHARES, Streamed, host_seconds, rate_up
@@ -139,7 +139,7 @@ class Inventory:
             if finer.divided and finer.chain("dram") < fine.chain("dram"):
                 return finer
         if self.trained:
-            return fine
+            return self._stepped(fine)
         least, link_binds = fine.streamed().on_hosts(self.host, self.rate)
         if link_binds:
             return fine
@@ -149,6 +149,13 @@ class Inventory:
             if seconds < least and plan.can_replace(fine):
                 best, least = plan, seconds
         return best
+
+    def _stepped(self, fine: BlockPlan) -> BlockPlan:
+        """Returns coarser blocks for training, where steps of these fine ones bind the host."""
+        if not steps_bind(fine.hbm, self.rate):
+            return fine
+        coarse = BlockPlan(self, fine.hbm, whole_block(fine.hbm))
+        return coarse if coarse.can_replace(fine) else fine
 
 
 @dataclass(slots=True)
@@ -182,14 +189,14 @@ class BlockPlan:
 
     @property
     def few(self) -> bool:
-        """Whether blocks are larger, and stepped as one, since their steps bind the host."""
-        return self.inventory.trained and steps_bind(self.hbm, self.inventory.rate)
+        """Whether blocks are coarser, and stepped as one, since their steps bind the host."""
+        return self.inventory.trained and self.coarse > 0
 
     def __post_init__(self) -> None:
         """Chooses the blocks."""
         known = self.inventory
         model = known.model
-        largest = largest_block(training_bytes(model), self.hbm, self.coarse, few=self.few)
+        largest = largest_block(training_bytes(model), self.hbm, self.coarse)
         lists = self.hbm // _OF_HBM
         roots = territories(model, known.blocks, largest, self.coarse, lists)
         modules = dict(model.named_modules())
@@ -251,8 +258,7 @@ class BlockPlan:
         known = self.inventory
         free = {name: module for name, module in self.roots.items() if name not in known.homes}
         sizes = {root: known.packed(members) for root, members in self.params.items()}
-        trained, few, coarse = known.trained, self.few, self.coarse
-        joined = runs(known.model, free, sizes, self.hbm, trained=trained, few=few, coarse=coarse)
+        joined = runs(known.model, free, sizes, self.hbm, trained=known.trained, coarse=self.coarse)
         for blocks in (self.params, self.buffers):
             apart, found = list(blocks.items()), dict[str, list[Found]]()
             for root, members in apart:
@@ -351,15 +357,23 @@ class BlockPlan:
         own = [members for members in self.params.values() if tuple(map(id, members)) not in same]
         chain = self.chain("dram")
         beside = own if chain <= fine.chain("dram") else self.params.values()
-        largest = max(map(self._largest_unit, beside), default=0)
-        return chain + STEPPED * align_up(largest) <= self.streamed().room
+        steps = [STEPPED * align_up(self._unit(members)) for members in beside]
+        if self.few:
+            whole = [(self._unit(m, whole=True), self._unit(m)) for m in self.params.values()]
+            steps += [STEPPED_WHOLE * align_up(unit) for unit, finer in whole if unit > finer]
+        return chain + max(steps, default=0) <= self.streamed().room
 
-    def _largest_unit(self, members: Sequence[Found]) -> int:
-        """Returns the most bytes of a block's weights that are stepped together."""
+    def _unit(self, members: Sequence[Found], *, whole: bool = False) -> int:
+        """Returns the most bytes of a block's weights that are stepped together.
+
+        Args:
+            members: Its tensors.
+            whole: Whether they are stepped as one where they are small enough.
+        """
         known = self.inventory
-        sizes = [known.shape(f).nbytes for f in members]
-        limit = unit_limit(self.hbm, known.packed(members), sizes, few=self.few)
-        return max(*sizes, limit)
+        sizes, nbytes = [known.shape(f).nbytes for f in members], known.packed(members)
+        limit = unit_limit(self.hbm, nbytes, sizes, few=whole)
+        return max(*sizes, min(limit, nbytes))
 
     def homes(self) -> list[Home | None]:
         """Returns the home of each block, parameters' first, where it is not the policy's."""

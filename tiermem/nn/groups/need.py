@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from tiermem.config import Settings, format_size
 from tiermem.core.block import Role, align_up
 from tiermem.core.layout import TensorShape, contiguous_stride, packed_nbytes, split
-from tiermem.core.need import Home, Played, StepNeed, least, unit_limit
+from tiermem.core.need import STEPPED_WHOLE, Home, Played, StepNeed, least, unit_limit
 from tiermem.core.parts import at_once, gradient_parts, parts_of
 from tiermem.errors import CapacityError
 from tiermem.nn.groups.above import Passes
@@ -41,6 +41,7 @@ FREEZE = (
 
 DtypeFor = Callable[[torch.Tensor], torch.dtype]
 
+_GRADIENT = 2  # times the bytes of a bfloat16 parameter has its gradient in float32
 _READ = (nn.Linear, nn.Embedding)
 _TABLE = ", or, if it is a vocabulary's, have it in an nn.Embedding, which is used in DRAM then"
 """What to do about a large parameter that a module uses itself."""
@@ -66,6 +67,20 @@ class Kept:
     overlap: bool = False
     elementwise: bool = True
     grad_itemsize: int = 0
+
+    def is_large(self, param: torch.Tensor, shape: TensorShape) -> bool:
+        """Whether HBM has no room for two steps of whole blocks of such parameters.
+
+        Args:
+            param: The parameter.
+            shape: Its shape.
+        """
+        if id(param) not in self.params:
+            return False
+        master = self.master(param, shape)
+        own = sum(kept.nbytes for kept in self.state(param, shape))
+        own += 0 if master is None else master.nbytes
+        return own > (STEPPED_WHOLE - _GRADIENT) * shape.nbytes
 
 
 class Program:
@@ -127,7 +142,7 @@ class Program:
         units = [
             self._in_runs(unit, optimizers, room + chain, cuts)
             for plan in plans
-            for unit in self._units(plan, wide, cuts)
+            for unit in self._units(plan, wide, cuts, optimizers)
         ]
         homes += [(unit.home(at), nbytes) for unit in units for nbytes in unit.gradients]
         largest = max((n for u in units if u.home(at) != "hbm" for n in u.gradients), default=0)
@@ -143,7 +158,9 @@ class Program:
             homes += states + masters
         return Played(homes, chain, largest, steps)
 
-    def _units(self, plan: BlockPlan, wide: int, cuts: _Cuts) -> list[_Unit]:
+    def _units(
+        self, plan: BlockPlan, wide: int, cuts: _Cuts, optimizers: Sequence[Kept]
+    ) -> list[_Unit]:
         """Returns the units of a model, the elements of gradients of ``wide`` bytes at least."""
         found = []
         known, dtype_of = plan.inventory, self._dtype_for
@@ -154,7 +171,10 @@ class Program:
             entries = [f for f in known.params if id(f.same_as or f) in own]
             block = known.packed(members)
             sizes = [known.shape(f).nbytes for f in entries]
-            limit = unit_limit(plan.hbm, block, sizes, few=plan.few)
+            few = plan.few and not any(
+                kept.is_large(f.tensor, known.shape(f)) for f in entries for kept in optimizers
+            )
+            limit = unit_limit(plan.hbm, block, sizes, few=few)
             here: list[_Unit] = []
             trained = [f for f in entries if f.tensor.requires_grad]
             for run in split([known.shape(f).nbytes for f in trained], limit):

@@ -38,51 +38,47 @@ of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
 _AT_ONCE = 21
 """In so many pieces HBM is divided, between the finest and the coarsest: a block is not more than
 gradients of one unit may be (:mod:`tiermem.core.need`)."""
-_STEP, _MOVED = 2e-3, 4
-"""Seconds of the host for the step of a block inside backward (1.5 to 3 ms on H100 machines), and
-how often a block's bytes move one way for it: gradient, weights and two states."""
+_STEP, _MOVED = 6e-3, 4
+"""Seconds of a slow host for a training step of one block (uses, copies and its update: 3 to 6 ms
+on H200 machines, what torch does for it included), and how often a block's bytes move one way for
+the update: gradient, weights and two states."""
 _RUN = 20 << 20
 """Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
 _PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
 _RUN_TRAINED = 64 << 20
-"""Bytes of layers, and of parts of one, that are fetched and stepped together. A step of bf16
-weights by Adam moves four times as much each way (4.7 ms at 57 GB/s), and is one to three
-milliseconds of work for the host, however few bytes it steps."""
+"""Bytes of layers, and of parts of one, that are fetched and stepped together where the link takes
+longer for a step than the host."""
 _LEFT = 4
 """HBM may become less by so many times until blocks that were joined where all fits are coarser
 than they would be chosen then."""
 
 
-def largest_block(model_nbytes: int, hbm: int, coarse: int = 0, *, few: bool = False) -> int:
+def largest_block(model_nbytes: int, hbm: int, coarse: int = 0) -> int:
     """Returns the bytes above which the automatic choice divides a block if it can.
 
     Where the model streams, what is in use and what is on its way take room from what could
     stay, so blocks shall be small beside the budget. They need not be smaller than what hides
-    the work of asking for them: 16 MiB take a bus of 57 GB/s 0.3 ms. A step of an
-    optimizer is as much work for a small block as for a large one, so they are not as fine as that
-    where there is room.
+    the work of asking for them: 16 MiB take a bus of 57 GB/s 0.3 ms.
 
     Args:
         model_nbytes: Bytes of all parameters, and of what training adds to them.
         hbm: Device budget in bytes.
         coarse: Bytes up to which blocks are not divided in any case.
-        few: Whether the blocks are stepped, and :func:`steps_bind`.
     """
     if model_nbytes <= hbm:
         return max(1, hbm // 4)
-    fine = max(_FINEST, few * whole_block(hbm))
-    return max(1, coarse, min(hbm // 4, max(fine, min(hbm // _AT_ONCE, _COARSEST))))
+    return max(1, coarse, min(hbm // 4, max(_FINEST, min(hbm // _AT_ONCE, _COARSEST))))
 
 
 def steps_bind(hbm: int, rate: float) -> bool:
-    """Whether steps of blocks as fine as budgets allow take the host longer than the link.
+    """Whether a slow host takes longer for steps of fine blocks than the link.
 
     Args:
         hbm: Device budget in bytes.
         rate: Bytes a second of the link.
     """
-    fine = max(_FINEST, hbm // _AT_ONCE)
-    return whole_block(hbm) > _FINEST and _MOVED * fine < _STEP * rate
+    fine = min(max(_FINEST, hbm // _AT_ONCE), _RUN_TRAINED)
+    return whole_block(hbm) > fine and _MOVED * fine < _STEP * rate
 
 
 def parameter_bytes(module: nn.Module) -> int:
@@ -177,7 +173,6 @@ def runs(
     hbm: int,
     *,
     trained: bool = False,
-    few: bool = False,
     coarse: int = 0,
 ) -> dict[str, str]:
     """Chooses layers that share a block with those called just before and after them.
@@ -193,7 +188,6 @@ def runs(
         sizes: Bytes of the block of each that has one.
         hbm: Device budget in bytes.
         trained: Whether most of the weights will be trained.
-        few: Whether they are, and :func:`steps_bind`.
         coarse: Bytes up to which blocks are shared in any case.
 
     Returns:
@@ -201,7 +195,7 @@ def runs(
     """
     divided = {above for name in sizes for above in names_above(name)}
     found: dict[str, str] = {}
-    room = max(hbm // _AT_ONCE, few * whole_block(hbm))
+    room = hbm // _AT_ONCE
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
     if trained and training_bytes(model) <= hbm:  # nothing moves as long as that is so
         of_layers = of_parts = max(_RUN_TRAINED, room // _LEFT)
