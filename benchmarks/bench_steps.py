@@ -135,7 +135,7 @@ class _Work(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """Matrices one after another, with a time.
+    """Matrices one after another, each an attribute as in most models, with a time.
 
     Attributes:
         machine: Keeps the time.
@@ -146,7 +146,8 @@ class Layer(nn.Module):
     def __init__(self, widths: list[int], matrices: int = 1) -> None:
         super().__init__()
         pairs = list(pairwise(widths)) * matrices
-        self.parts = nn.ModuleList(nn.Linear(*pair) for pair in pairs)
+        for number, pair in enumerate(pairs):
+            setattr(self, f"part{number}", nn.Linear(*pair))
         self.machine: Machine
         self.device = self.host = (0.0, 0.0)
 
@@ -157,7 +158,7 @@ class Layer(nn.Module):
             x: (batch, width).
         """
         y = x
-        for part in self.parts:
+        for part in self.children():
             y = part(y)
         return _Work.apply(x + y, self)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -234,7 +235,7 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
         estimates.computes = lambda key: device["backward" in repr(key)]  # type: ignore[method-assign]
         tier.wrap(model)
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4)
-        x = torch.rand(1, layers[0].parts[0].in_features)
+        x = torch.rand(1, next(layers[0].children()).in_features)
         last = options.steps // 2
         for number in range(options.steps):
             if number == last:

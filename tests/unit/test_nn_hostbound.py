@@ -394,6 +394,9 @@ def test_what_fits_with_finer_blocks_fits(
     elementwise=st.booleans(),
     overlap=st.booleans(),
 )
+@example(5000, [(1, 1, 1), (1, 1, 1), (1, 1, 4)], 12, 4, 1, False, False, False, False)
+@example(1, [(6, 17, 4)], 3, 4, 2, False, False, False, False)
+@example(1, [(40, 40, 4)] * 12, 40, 4, 3, False, False, False, False)
 def test_what_is_stepped_in_finer_blocks_is_stepped_in_coarser_ones(
     own: int,
     layers: list[tuple[int, int, int]],
