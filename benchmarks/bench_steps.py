@@ -10,7 +10,8 @@ would on such a machine, to the microsecond the same in each run::
     python benchmarks/bench_steps.py vit --wait-for-compute
 
 ``--wait-for-compute`` has copies up wait for all compute that the host has submitted, also where
-nothing but a copy down has used their place since.
+nothing but a copy down has used their place since. ``--fine`` has the blocks that models have where
+the link takes longer for a step than the host.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import nn
 
 import tiermem
 from tiermem.core.copied import CopiedRuns
+from tiermem.nn.groups import blocks
 from tiermem.runtime import assembly
 from tiermem.runtime.services.sweep import BlockSweep
 from tiermem.transfer import driver
@@ -189,6 +191,7 @@ MODELS = {"vit": vit, "layers": small, "llama": llama}
 def on(machine: Machine) -> Iterator[None]:
     """Gives managers of the CPU the engine of a machine, and has them write as on CUDA."""
     kept = driver._current_device, assembly.HostCopyEngine, BlockSweep.__init__, CopiedRuns.was
+    bind = blocks.steps_bind
     begin = BlockSweep.__init__
 
     def as_there(self: BlockSweep, manager: Any) -> None:
@@ -203,6 +206,7 @@ def on(machine: Machine) -> Iterator[None]:
     finally:
         driver._current_device, assembly.HostCopyEngine = kept[:2]  # type: ignore[misc]
         BlockSweep.__init__, CopiedRuns.was = kept[2:]  # type: ignore[method-assign]
+        blocks.steps_bind = bind
 
 
 def measure(name: str, share: float, computes: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -228,6 +232,8 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
     with on(machine), smaller(by), tiermem.TierManager("cpu", hbm=hbm, dram=dram) as tier:
         if options.wait_for_compute:
             CopiedRuns.was = lambda self, start: False  # type: ignore[method-assign]
+        if options.fine:
+            blocks.steps_bind = lambda *_: False  # type: ignore[assignment]
         as_on_cuda(tier, by)
         estimates = tier._manager.parts.pass_timer.estimates
         for rate in ("rate", "best_rate"):  # what is measured is by the real clock
@@ -271,6 +277,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=49, help="GB/s of the link, each way")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--wait-for-compute", action="store_true")
+    parser.add_argument("--fine", action="store_true")
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from tiermem.config import Home, Policy, Settings, parse_budget, parse_size
 from tiermem.core.block import Role
-from tiermem.errors import REFUSALS, WrapError
+from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.given import (
     PathLike,
     Size,
@@ -32,6 +33,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.inspect import check_module
 from tiermem.nn.groups.resident import Resident
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.wrap.anew import to_wrap_anew
 from tiermem.nn.wrap.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.wrap.materialize import Target, materialize
 from tiermem.nn.wrap.origins import Origins
@@ -186,22 +188,39 @@ class TierManager:
         homes: Mapping[str, Home] | None = None,
         origins: Origins | None = None,
         resident: Resident = "auto",
+        *,
+        number: int | None = None,
+        training: bool | None = None,
     ) -> WrappedModel:
-        """Wraps a model whose values may come from elsewhere; see :meth:`wrap`."""
+        """Wraps a model whose values may come from elsewhere; see :meth:`wrap`.
+
+        Args:
+            model: The model.
+            blocks: As there.
+            homes: As there.
+            origins: Values that its tensors do not have.
+            resident: As there.
+            number: Of the model that it was before, where it is wrapped anew.
+            training: Whether it will be trained; by default, whether it is in training mode.
+        """
         self._manager.gate.guard()
         check_module(model, id(self._manager))
         self._runtime.activations.check()
         on_device = any(p.is_cuda for p in model.parameters())
-        wrapped = WrappedModel(model, self._runtime, blocks, self._wraps, homes, origins, resident)
+        anew, number = number is not None, self._wraps if number is None else number
+        training = model.training if training is None else training
+        wrapped = WrappedModel(
+            model, self._runtime, blocks, number, homes, origins, resident, training=training
+        )
         if on_device:
             torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
         self._runtime.models.owner = self  # a model keeps the tiers alive
-        self._wraps += 1
+        self._wraps += not anew
         try:
-            written, held = model.training, wrapped.modules.held()
-            self._runtime.pack_ahead(wrapped.number, wrapped.groups, written=written)
-            self._runtime.fill_ahead(wrapped.scopes[""], held, written=written)
-            if model.training and self._manager.parts.device.type == "cuda":
+            held = wrapped.modules.held()
+            self._runtime.pack_ahead(wrapped.number, wrapped.groups, written=training)
+            self._runtime.fill_ahead(wrapped.scopes[""], held, written=training)
+            if training and self._manager.parts.device.type == "cuda":
                 prepare_share(self._runtime)
         except BaseException:
             give_back(wrapped, self._manager.parts.device if on_device else None)
@@ -315,6 +334,7 @@ class TierManager:
                 overlap=overlap,
                 where=where,
                 host_share=host_share,
+                first=self._wrap_to_train,
                 **settings,
             )
         except REFUSALS:
@@ -329,6 +349,39 @@ class TierManager:
             new = [r.block for r in self._manager.parts.table if r.block.id not in known]
             self._manager.remove_blocks([block for block in new if block.role in kinds])
             raise
+
+    def _wrap_to_train(self, params: Iterable[torch.Tensor]) -> None:
+        """Wraps models anew that were wrapped to be evaluated, and have not been called yet.
+
+        As they are trained, other blocks are better. Where host memory has no room for one
+        meanwhile, or a budget none for it as such, it stays as it is.
+
+        Args:
+            params: What an optimizer is to step.
+        """
+        for wrapped in to_wrap_anew(self._runtime, params):
+            model, known = wrapped.model, wrapped.inventory
+            again = partial(
+                self._wrap_model,
+                model,
+                known.blocks,
+                known.homes,
+                resident=known.resident,
+                number=wrapped.number,
+            )
+            try:
+                with suppress(CapacityError):
+                    give_back(wrapped, None)
+                    self._forget(id(model))
+                    again(training=True)
+            finally:
+                if wrapped.leaving and not wrapped.given_back:  # cut short: it goes on
+                    self._manager.cut_short()
+                    self._manager.gate.guard()
+                    give_back(wrapped, None)
+                if wrapped.given_back and self._wrapped.get(id(model), wrapped) is wrapped:
+                    self._wrapped.pop(id(model), None)
+                    again()
 
     def materialize(
         self, target: Target, device: str | torch.device | None = None

@@ -57,7 +57,7 @@ class Inventory:
         homes: Homes of modules' weights that are not the policy's, by qualified name.
         resident: Which parameters stay in HBM, with their gradients and state.
         rate: Bytes a second at which weights are expected to come to HBM, by default from DRAM.
-        trained: Whether most of its weights will be trained.
+        training: Whether it is wrapped to be trained, rather than evaluated.
         worst_chain: Most bytes of blocks that nested calls hold at once; 0 before they are made.
         only_read: Whether it has a vocabulary that HBM has no room for, and was wrapped to be
             evaluated, so that it cannot be trained.
@@ -74,8 +74,21 @@ class Inventory:
         homes: Mapping[str, Home],
         resident: Resident = "auto",
         rate: float | None = None,
+        *,
+        training: bool | None = None,
     ) -> None:
-        """Reads shapes and strides while the tensors have their own memory."""
+        """Reads shapes and strides while the tensors have their own memory.
+
+        Args:
+            model: The model.
+            blocks: What moves as one, as the user gave it.
+            params: Its parameters.
+            buffers: Its buffers that can move.
+            homes: Homes of modules' weights, by qualified name.
+            resident: Which parameters stay in HBM, as the user gave it.
+            rate: Bytes a second at which weights are expected to come to HBM.
+            training: Whether it will be trained; by default, whether it is in training mode.
+        """
         self.model = model
         self.homes = homes
         self.resident = checked_resident(resident)
@@ -93,7 +106,8 @@ class Inventory:
         self._shapes = {id(f): shape_of(f.name, f.tensor) for f in [*params, *buffers]}
         elements = [(f.tensor.numel(), f.tensor.requires_grad) for f in params]
         most = sum(number for number, _ in elements) // 2
-        self.trained = model.training and sum(n for n, grad in elements if grad) > most
+        self._trained = sum(n for n, grad in elements if grad) > most
+        self.training = model.training if training is None else training
         self.worst_chain = 0
         self.only_read = False
         self.other_places = other_places(model)
@@ -106,6 +120,24 @@ class Inventory:
     def packed(self, members: Iterable[Found]) -> int:
         """Returns the bytes of a block of these tensors."""
         return packed_nbytes(self._shapes[id(f)] for f in members)
+
+    @property
+    def trained(self) -> bool:
+        """Whether most of its weights will be trained."""
+        return self.training and self._trained
+
+    def is_better_trained(self, hbm: int) -> bool:
+        """Whether it is to be wrapped in another way where it is trained.
+
+        Args:
+            hbm: The budget, in bytes.
+        """
+        if self.trained or self.blocks != "auto" or not self._trained or self._first is None:
+            return False
+        twin = copy(self)
+        twin.training, twin._first = True, None
+        plan = twin.plan(hbm)
+        return self.only_read or plan.few or [*plan.params] != [*self._first[1].params]
 
     @cached_property
     def host(self) -> float:

@@ -66,6 +66,7 @@ class WrappedModel:
         name: For messages.
         given_back: Whether the model has left the tiers.
         origins: Where values come from that its tensors did not have; None where they had all.
+        inventory: What it consists of, and how it was wrapped.
         leaving: Ids of the tensors that :mod:`tiermem.nn.wrap.giveback` has begun to make ordinary.
     """
 
@@ -78,6 +79,8 @@ class WrappedModel:
         homes: Mapping[str, Home] | None = None,
         origins: Origins | None = None,
         resident: Resident = "auto",
+        *,
+        training: bool | None = None,
     ) -> None:
         """Plans the blocks, checks the budgets, and only then moves the tensors in.
 
@@ -89,6 +92,7 @@ class WrappedModel:
             homes: Homes of modules' weights in place of the policy's, by qualified name.
             origins: Values that are not in the model's tensors; by default all are.
             resident: Which parameters stay in HBM; see :meth:`tiermem.TierManager.wrap`.
+            training: Whether it will be trained; by default, whether it is in training mode.
 
         Raises:
             CapacityError: If a budget cannot hold it; the model is as it was.
@@ -116,7 +120,10 @@ class WrappedModel:
         self._apart = [f.tensor for f in every if is_empty(f) or id(f.tensor) in apart]
         modules = dict(model.named_modules())
         own = checked_homes(homes, modules)
-        inventory = Inventory(model, blocks, params, buffers, own, resident, self._rate_up(params))
+        rate = self._rate_up(params)
+        inventory = Inventory(
+            model, blocks, params, buffers, own, resident, rate, training=training
+        )
         self.before: Originals | None = None  # what it was, until it is wrapped
         runtime.models.wrapping = self
         hide_from_compiler()
@@ -142,7 +149,7 @@ class WrappedModel:
             )
             self._check_hbm(inventory)
             self._move_in(sources)
-            self._inventory = inventory
+            self.inventory = inventory
             self._install()
             self.modules.look_at_new_code()  # what takes longer for the first time
             runtime.models[id(model)] = self
@@ -277,7 +284,7 @@ class WrappedModel:
         while chain and not self.runtime.manager.can_hold(fixed + worst):
             largest = max(chain, key=lambda g: g.block.nbytes)
             vocabulary = self.modules.has_vocabulary(largest)
-            if self.model.training:
+            if inventory.training:
                 left = vocabulary and self.modules.annex(largest)
             else:
                 left = self.modules.leave_in_place(largest)
@@ -433,8 +440,8 @@ class WrappedModel:
         for block in blocks:
             self.runtime.manager.parts.holders.pop(block.id, None)
         self.runtime.manager.remove_blocks(blocks)
-        if self._inventory in self.runtime.program.models:
-            self.runtime.program.models.remove(self._inventory)
+        if self.inventory in self.runtime.program.models:
+            self.runtime.program.models.remove(self.inventory)
         self.given_back = True
 
     def staying(self) -> set[int]:

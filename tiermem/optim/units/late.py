@@ -35,6 +35,7 @@ from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.transfers.deferred import Deferred
 
 _AT_HOME = Residency.VALID
+_ALIGNED = 64  # elements: kernels are quick with tensors that begin at whole vectors
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
@@ -190,14 +191,17 @@ class LateState:
             return
         kept, views = slots[id(unit.block)].views, slots[id(self.block)].views
         there = {id(entry): views[entry.unit_index] for entry in self._entries}
-        stand_ins: dict[int, nn.Parameter] = {}  # by the id of their parameter
         groups = [{**settings_of(self.settings[n]), "params": []} for n in plain.numbers]
-        for (param, number), entry in zip(unit.members, unit.entry_of, strict=True):
-            if id(entry) in there:
-                gradient = there[id(entry)].to(unit.own(param).dtype)
-                stand_ins[id(param)] = stand_in = nn.Parameter(torch.zeros_like(gradient))
-                stand_in.grad = gradient
-                groups[plain.numbers.index(number)]["params"].append(stand_in)
+        updated = [
+            (param, number, there[id(entry)].to(unit.own(param).dtype))
+            for (param, number), entry in zip(unit.members, unit.entry_of, strict=True)
+            if id(entry) in there
+        ]
+        weights = _stand_ins([gradient for _, _, gradient in updated])
+        stand_ins: dict[int, nn.Parameter] = {}  # by the id of their parameter
+        for (param, number, gradient), stand_in in zip(updated, weights, strict=True):
+            stand_ins[id(param)], stand_in.grad = stand_in, gradient
+            groups[plain.numbers.index(number)]["params"].append(stand_in)
         with torch.enable_grad():
             optimizer = plain.make(groups)
         for (param, _), was in zip(unit.members, self._numbers.entries(), strict=True):
@@ -249,6 +253,21 @@ class LateState:
             parts.table.hand_home_over(former.id, self._spare.id, self._taken)
             transfers.departures.add_home(self._spare.id)
             self.stand()
+
+
+def _stand_ins(gradients: Sequence[torch.Tensor]) -> list[nn.Parameter]:
+    """Returns a parameter for each gradient, of zeros; those of one kind are made at once."""
+    kinds = {(gradient.dtype, gradient.device) for gradient in gradients}
+    if len(kinds) != 1 or not all(gradient.is_contiguous() for gradient in gradients):
+        return [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    [(dtype, device)] = kinds
+    counts = [gradient.numel() for gradient in gradients]
+    rooms = [-(-count // _ALIGNED) * _ALIGNED for count in counts]
+    runs = torch.zeros(sum(rooms), dtype=dtype, device=device).split(rooms)
+    return [
+        nn.Parameter(run[:count].view(like.shape))
+        for run, count, like in zip(runs, counts, gradients, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,9 +141,11 @@ class Undo:
         """Returns copies of what :meth:`keep_entries` noted last, with the values of then."""
         was: dict[int, torch.Tensor] = {id(value): copy.clone() for value, copy in self._values}
         for values, were in self._numbers:
-            for value, number in zip(values, were, strict=True):
-                then = was[id(value)] = value.detach().clone()
-                then.copy_(number) if isinstance(number, torch.Tensor) else then.fill_(number)
+            if isinstance(were, torch.Tensor):
+                then = were.clone()
+            else:
+                then = torch.tensor([*were], dtype=values[0].dtype, device="cpu")
+            was.update(zip(map(id, values), then.unbind(), strict=True))
         _, _, entries, lengths, names, values = self._entries[-1]
         sizes, pairs = iter(lengths), zip(names, values, strict=True)
         found: list[dict[Any, Any] | None] = []
