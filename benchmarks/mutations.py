@@ -1804,13 +1804,60 @@ _ELSEWHERE = (
         ("tests/unit/test_nn_hostbound.py",),
     ),
     *(
+        Mutation(f"wrapped anew: {name}", f"tiermem/{path}", old, new, tests)
+        for name, path, old, new, tests in (
+            (
+                "though it was called",
+                "nn/wrap/anew.py",
+                "if runtime.manager.parts.planner.key is not None:",
+                "if False:",
+                ("tests/unit/test_nn_wrap_anew.py",),
+            ),
+            (
+                "though another optimizer has a part of it",
+                "nn/wrap/anew.py",
+                "id(e.param) in taken or e.materialized",
+                "e.materialized",
+                ("tests/unit/test_nn_wrap_anew.py",),
+            ),
+            (
+                "though most of it is not trained",
+                "nn/wrap/anew.py",
+                "    if 2 * sum(count for mine, count in sizes if mine) <=",
+                "    if 0 * sum(count for mine, count in sizes if mine) >",
+                ("tests/unit/test_nn_wrap_anew.py",),
+            ),
+            (
+                "not for a vocabulary alone",
+                "nn/groups/blocks.py",
+                "return self.only_read or plan.few",
+                "return False",
+                ("tests/unit/test_nn_wrap_anew.py",),
+            ),
+            (
+                "a model that was given back is lost",
+                "tier.py",
+                "                if wrapped.given_back and self._wrapped.get(id(model), wrapped) is wrapped:",
+                "                if False:",
+                ("tests/unit/test_nn_wrap_anew.py",),
+            ),
+            (
+                "one that is leaving stays half",
+                "tier.py",
+                "                if wrapped.leaving and not wrapped.given_back:",
+                "                if False:",
+                ("tests/faults/test_wrap_anew_ctrl_c.py",),
+            ),
+        )
+    ),
+    *(
         Mutation(f"coarser blocks to step: {name}", f"tiermem/{path}", old, new, tests)
         for name, path, old, new, tests in (
             (
                 "where the link takes longer than the host",
                 "nn/groups/blocks.py",
-                "        if not steps_bind(fine.hbm, self.rate):\n            return fine\n",
-                "",
+                "or not steps_bind(fine.hbm, self.rate):",
+                "or False:",
                 ("tests/unit/test_nn_hostbound.py",),
             ),
             (
@@ -4332,7 +4379,7 @@ MUTATIONS = (
             (
                 "what is trained is left in DRAM",
                 "nn/wrap/wrapped.py",
-                "            if self.model.training:\n                left",
+                "            if inventory.training:\n                left",
                 "            if False:\n                left",
             ),
             (

@@ -290,6 +290,8 @@ def test_a_model_that_was_wrapped_to_be_evaluated_says_what_to_do() -> None:
     model = build().eval()
     with tiermem.TierManager("cpu", hbm=HEAD // 2, dram=40 * HEAD) as tier:
         tier.wrap(model)
+        with torch.no_grad():
+            model(IDS)
         with pytest.raises(tiermem.CapacityError, match=r"call model.train\(\) before tier.wrap"):
             tier.optimizer(model, torch.optim.AdamW, lr=0.1)
         with pytest.raises(tiermem.CapacityError, match=r"call model.train\(\) before tier.wrap"):

@@ -224,17 +224,19 @@ def test_layers_that_all_fit_share_blocks_that_would_do_for_a_quarter_of_hbm() -
     assert runs(more, roots, sizes, room, trained=True)["0"] == "0-1"
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_what_is_trained_is_seen_by_the_models_mode(
-    trained: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seen", ["mode", "optimizer", "too late"])
+def test_what_is_trained_is_seen_by_the_models_mode_or_its_optimizer(
+    seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of these layers are more than share a block where they are not trained."""
-    model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(48)]).train(trained)
+    model = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(48)]).train(seen == "mode")
     size = parameter_bytes(model[0])
     monkeypatch.setattr(partition, "_RUN", size)
     monkeypatch.setattr("tiermem.nn.groups.blocks.SHARES", ())
     with tiermem.TierManager(device="cpu", hbm=44 * size, dram=400 * size) as tier:
         tier.wrap(model)
+        if seen == "too late":
+            model(torch.randn(2, 96))
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
         model.train()
         model(torch.randn(2, 96)).square().mean().backward()
@@ -242,7 +244,7 @@ def test_what_is_trained_is_seen_by_the_models_mode(
         rows = tier.residency()
         units = [r for r in rows if r.role == "grad" and not r.block.endswith(" before")]
         blocks = [row for row in rows if row.role == "param"]
-        assert len(units) == len(blocks) == (24 if trained else 48)
+        assert len(units) == len(blocks) == (48 if seen == "too late" else 24)
 
 
 def test_sequences_inside_sequences_are_in_order() -> None:

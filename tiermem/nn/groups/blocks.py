@@ -184,8 +184,8 @@ class Inventory:
 
     def _stepped(self, fine: BlockPlan) -> BlockPlan:
         """Returns coarser blocks for training, where steps of these fine ones bind the host."""
-        if not steps_bind(fine.hbm, self.rate):
-            return fine
+        if training_bytes(self.model) <= fine.hbm or not steps_bind(fine.hbm, self.rate):
+            return fine  # where all fits, HBM may become less
         coarse = BlockPlan(self, fine.hbm, whole_block(fine.hbm))
         return coarse if coarse.can_replace(fine) else fine
 
