@@ -1837,8 +1837,8 @@ _ELSEWHERE = (
             (
                 "a model that was given back is lost",
                 "tier.py",
-                "                if wrapped.given_back and self._wrapped.get(id(model), wrapped) is wrapped:",
-                "                if False:",
+                "if wrapped.given_back and self._wrapped.get(id(model), wrapped) is wrapped:",
+                "if False:",
                 ("tests/unit/test_nn_wrap_anew.py",),
             ),
             (
