@@ -160,7 +160,9 @@ class TierManager:
         Args:
             model: Any module. It may be on the CPU or on the device already.
             blocks: What moves as one: ``"auto"``; names of modules at which a block begins; or a
-                predicate of name and module.
+                predicate of name and module. By ``"auto"`` blocks suit training where the model is
+                in training mode or gets an optimizer for most of it before its first call, which
+                wraps it anew; else they suit evaluation.
             homes: Homes of weights that are not the policy's: by a module's qualified name, for
                 what is in it, say ``{"layers.0": "dram"}``; the innermost name counts.
             resident: Parameters that stay in HBM with their gradients, masters and state, whatever
