@@ -336,7 +336,7 @@ class TierManager:
                 overlap=overlap,
                 where=where,
                 host_share=host_share,
-                first=self._wrap_to_train,
+                wrap_to_train=self._wrap_to_train,
                 **settings,
             )
         except REFUSALS:

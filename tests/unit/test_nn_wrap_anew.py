@@ -112,6 +112,17 @@ def test_parameters_may_be_given_by_a_generator() -> None:
         assert len(weights_of(tier)) < len(finer)
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_weights_that_were_frozen_as_it_was_wrapped_count(mode: bool) -> None:
+    model = made().train(mode).requires_grad_(False)
+    with tiermem.TierManager("cpu", hbm=budget(model), dram="64MiB") as tier:
+        tier.wrap(model)
+        finer = weights_of(tier)
+        model.requires_grad_(True)
+        tier.optimizer(model, torch.optim.AdamW, lr=0.01)
+        assert len(weights_of(tier)) < len(finer)
+
+
 def _called(tier: tiermem.TierManager, model: nn.Module) -> None:
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long))

@@ -58,7 +58,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         overlap: Overlap = "auto",
         where: Where = "auto",
         host_share: float | None = None,
-        first: Callable[[Iterable[torch.Tensor]], None] | None = None,
+        wrap_to_train: Callable[[Iterable[torch.Tensor]], None] | None = None,
         **settings: Any,
     ) -> None:
         """Tries the class, learns its state and reserves homes for it.
@@ -73,7 +73,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             overlap: When a step is made; see :meth:`tiermem.TierManager.optimizer`.
             where: Where blocks are stepped.
             host_share: With ``where="both"``: the host's share of the elements; None to measure.
-            first: Called with the parameters, before anything is reserved for them.
+            wrap_to_train: Called with the parameters, before anything is reserved for them.
             **settings: The class's own.
 
         Raises:
@@ -95,8 +95,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._tried = TriedClass(cls, settings, device, masters, reorders=reorders)
         groups = groups_of(params)
         check_wrapped(runtime, groups, params)
-        if first is not None:
-            first([param for group in groups for param in group["params"]])
+        if wrap_to_train is not None:
+            wrap_to_train([param for group in groups for param in group["params"]])
         groups = self._complete(groups)
         with told_of_duplicates():
             super().__init__(groups, dict(self._tried.defaults))

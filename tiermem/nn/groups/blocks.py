@@ -127,15 +127,15 @@ class Inventory:
         return self.training and self._trained
 
     def is_better_trained(self, hbm: int) -> bool:
-        """Whether it is to be wrapped in another way where it is trained.
+        """Whether it is to be wrapped in another way where most of its weights are trained.
 
         Args:
             hbm: The budget, in bytes.
         """
-        if self.trained or self.blocks != "auto" or not self._trained or self._first is None:
+        if self.trained or self.blocks != "auto" or self._first is None:
             return False
         twin = copy(self)
-        twin.training, twin._first = True, None
+        twin.training, twin._trained, twin._first = True, True, None
         plan = twin.plan(hbm)
         return self.only_read or plan.few or [*plan.params] != [*self._first[1].params]
 
