@@ -353,37 +353,39 @@ class TierManager:
             raise
 
     def _wrap_to_train(self, params: Iterable[torch.Tensor]) -> None:
-        """Wraps models anew that were wrapped to be evaluated, and have not been called yet.
+        """Wraps a model anew that was wrapped to be evaluated, and has not been called yet.
 
-        As they are trained, other blocks are better. Where host memory has no room for one
-        meanwhile, or a budget none for it as such, it stays as it is.
+        As it is trained, other blocks are better. Where host memory has no room for it meanwhile,
+        or a budget none for it as such, it stays as it is.
 
         Args:
             params: What an optimizer is to step.
         """
-        for wrapped in to_wrap_anew(self._runtime, params):
-            model, known = wrapped.model, wrapped.inventory
-            again = partial(
-                self._wrap_model,
-                model,
-                known.blocks,
-                known.homes,
-                resident=known.resident,
-                number=wrapped.number,
-            )
-            try:
-                with suppress(CapacityError):
-                    give_back(wrapped, None)
-                    self._forget(id(model))
-                    again(training=True)
-            finally:
-                if wrapped.leaving and not wrapped.given_back:  # cut short: it goes on
-                    self._manager.cut_short()
-                    self._manager.gate.guard()
-                    give_back(wrapped, None)
-                if wrapped.given_back and self._wrapped.get(id(model), wrapped) is wrapped:
-                    self._wrapped.pop(id(model), None)
-                    again()
+        wrapped = to_wrap_anew(self._runtime, params)
+        if wrapped is None:
+            return
+        model, known = wrapped.model, wrapped.inventory
+        again = partial(
+            self._wrap_model,
+            model,
+            known.blocks,
+            known.homes,
+            resident=known.resident,
+            number=wrapped.number,
+        )
+        try:
+            with suppress(CapacityError):
+                give_back(wrapped, None)
+                self._forget(id(model))
+                again(training=True)
+        finally:
+            if wrapped.leaving and not wrapped.given_back:  # cut short: it goes on
+                self._manager.cut_short()
+                self._manager.gate.guard()
+                give_back(wrapped, None)
+            if wrapped.given_back and self._wrapped.get(id(model), wrapped) is wrapped:
+                self._wrapped.pop(id(model), None)
+                again()
 
     def materialize(
         self, target: Target, device: str | torch.device | None = None

@@ -26,13 +26,14 @@ class Net(nn.Module):
     def __init__(self, words: int = 8) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
             for _ in range(LAYERS)
         )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
+        x = self.embed(ids) * self.scale
         for layer in self.layers:
             x = x + layer(x)
         return x
@@ -123,36 +124,85 @@ def test_weights_that_were_frozen_as_it_was_wrapped_count(mode: bool) -> None:
         assert len(weights_of(tier)) < len(finer)
 
 
-def _called(tier: tiermem.TierManager, model: nn.Module) -> None:
+Held = list[Any]
+
+
+def _called(tier: tiermem.TierManager, model: nn.Module) -> Held:
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long))
+    return []
 
 
-def _frozen(tier: tiermem.TierManager, model: nn.Module) -> None:
+def _frozen(tier: tiermem.TierManager, model: nn.Module) -> Held:
     model.layers[:30].requires_grad_(False)
+    return []
 
 
-def _has_optimizer(tier: tiermem.TierManager, model: nn.Module) -> None:
-    tier.optimizer(model.embed, torch.optim.AdamW, lr=0.01)
+def _has_optimizer(tier: tiermem.TierManager, model: nn.Module) -> Held:
+    return [tier.optimizer(model.embed, torch.optim.AdamW, lr=0.01)]
 
 
-def _has_gradient(tier: tiermem.TierManager, model: nn.Module) -> None:
+def _has_gradient(tier: tiermem.TierManager, model: nn.Module) -> Held:
     model.embed.weight.grad = torch.zeros_like(model.embed.weight)
+    return []
 
 
-@pytest.mark.parametrize("meanwhile", [_called, _frozen, _has_optimizer, _has_gradient])
+def _has_a_view_of_a_weight(tier: tiermem.TierManager, model: nn.Module) -> Held:
+    return [model.layers[3][0].weight.data]
+
+
+def _has_a_view_of_a_buffer(tier: tiermem.TierManager, model: nn.Module) -> Held:
+    return [model.scale.view(-1)]
+
+
+def _has_one_layer_less(tier: tiermem.TierManager, model: nn.Module) -> Held:
+    del model.layers[LAYERS - 1]
+    return []
+
+
+def _has_a_layer_in_another(tier: tiermem.TierManager, model: nn.Module) -> Held:
+    model.layers[5] = nn.Sequential(model.layers[5])
+    return []
+
+
+def _has_another_layer(tier: tiermem.TierManager, model: nn.Module) -> Held:
+    model.head = nn.Linear(4, 4, device="meta")
+    return []
+
+
+@pytest.mark.parametrize(
+    "meanwhile",
+    [
+        _called,
+        _frozen,
+        _has_optimizer,
+        _has_gradient,
+        _has_a_view_of_a_weight,
+        _has_a_view_of_a_buffer,
+        _has_one_layer_less,
+        _has_a_layer_in_another,
+        _has_another_layer,
+    ],
+)
 def test_it_stays_as_it_is(meanwhile: Any) -> None:
-    """Where most of it is not trained, or something of it is in use."""
+    """Where most of it is not trained, or something of it is in use, or other than it was."""
     model = made()
     with tiermem.TierManager("cpu", hbm=budget(model), dram="64MiB") as tier:
         tier.wrap(model)
-        meanwhile(tier, model)
+        held = meanwhile(tier, model)
         before = weights_of(tier)
         optimizer = tier.optimizer(
-            [p for n, p in model.named_parameters() if "embed" not in n], torch.optim.AdamW, lr=0.01
+            [p for n, p in model.named_parameters() if not n.startswith(("embed", "head"))],
+            torch.optim.AdamW,
+            lr=0.01,
         )
         assert weights_of(tier) == before
         train(model, optimizer, 1)
+        model.scale.mul_(2)
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor):
+                whole = model.layers[3][0].weight if tensor.dim() == 2 else model.scale
+                assert torch.equal(tensor, whole.detach())
 
 
 def test_blocks_that_were_chosen_stay() -> None:
@@ -164,19 +214,21 @@ def test_blocks_that_were_chosen_stay() -> None:
         assert weights_of(tier) == before
 
 
-def test_another_model_stays() -> None:
+def test_models_stay_in_order() -> None:
+    """A checkpoint knows them by their order: only the last one is wrapped anew."""
     model, other = made(), made()
     with tiermem.TierManager("cpu", hbm=budget(model), dram="64MiB") as tier:
         tier.wrap(model)
         tier.wrap(other)
         before = weights_of(tier)
         tier.optimizer(model, torch.optim.AdamW, lr=0.01)
-        after = weights_of(tier)
-        others = {n: size for n, size in before.items() if n.startswith("Net#1")}
-        assert others == {n: size for n, size in after.items() if n.startswith("Net#1")}
-        assert len(after) < len(before)
+        assert weights_of(tier) == before
         tier.optimizer(other, torch.optim.AdamW, lr=0.01)
-        assert len(weights_of(tier)) < len(after)
+        after = weights_of(tier)
+        first = {n: size for n, size in before.items() if not n.startswith("Net#1")}
+        assert first == {n: size for n, size in after.items() if not n.startswith("Net#1")}
+        assert len(after) < len(before)
+        assert [id(m) for m in (model, other)] == [*tier._wrapped]
 
 
 def test_without_room_for_it_meanwhile_it_stays_as_it_is() -> None:

@@ -111,6 +111,7 @@ class Inventory:
         self.worst_chain = 0
         self.only_read = False
         self.other_places = other_places(model)
+        self._found = _consists_of(model)
         self._first: tuple[list[str], BlockPlan] | None = None
 
     def shape(self, found: Found) -> TensorShape:
@@ -125,6 +126,10 @@ class Inventory:
     def trained(self) -> bool:
         """Whether most of its weights will be trained."""
         return self.training and self._trained
+
+    def is_as_found(self) -> bool:
+        """Whether the model has the same modules, parameters and buffers as it was wrapped with."""
+        return self._found == _consists_of(self.model)
 
     def is_better_trained(self, hbm: int) -> bool:
         """Whether it is to be wrapped in another way where most of its weights are trained.
@@ -188,6 +193,14 @@ class Inventory:
             return fine  # where all fits, HBM may become less
         coarse = BlockPlan(self, fine.hbm, whole_block(fine.hbm))
         return coarse if coarse.can_replace(fine) else fine
+
+
+def _consists_of(model: nn.Module) -> dict[str, int]:
+    """Returns the ids of a model's modules, parameters and buffers, by qualified name."""
+    found = {f"{name}()": id(module) for name, module in model.named_modules()}
+    for tensors in (model.named_parameters, model.named_buffers):
+        found.update((name, id(t)) for name, t in tensors(remove_duplicate=False))
+    return found
 
 
 @dataclass(slots=True)

@@ -14,43 +14,52 @@ if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
 
 
-def to_wrap_anew(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> list[WrappedModel]:
-    """Returns the models that would be wrapped in another way, as most of them is trained.
+def to_wrap_anew(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> WrappedModel | None:
+    """Returns the model that would be wrapped in another way, as most of it is trained, if any.
 
     What is loaded from a checkpoint is in evaluation mode (``from_pretrained``), and many scripts
-    call ``train()`` only after they have made the optimizer.
+    call ``train()`` only after they have made the optimizer. It is the last one that was wrapped,
+    so that models stay in order.
 
     Args:
         runtime: Of the manager.
         params: What an optimizer is to step.
     """
-    if runtime.manager.parts.planner.key is not None:  # a pass has begun
-        return []
+    if runtime.manager.parts.planner.key is not None or not runtime.models:  # a pass has begun
+        return None
+    last = [*runtime.models.values()][-1]
     stepped = {id(param) for param in params if param.requires_grad}
-    taken = frozenset[int]().union(*(kept.params for kept in runtime.program.optimizers))
-    return [
-        wrapped
-        for wrapped in runtime.models.values()
-        if wrapped.origins is None and _may(wrapped, stepped, taken)
-    ]
+    return last if _is_mostly(last, stepped) and _can_leave(last) and _gains(last) else None
 
 
-def _may(wrapped: WrappedModel, stepped: set[int], taken: frozenset[int]) -> bool:
-    """Whether one model is to be wrapped anew, and has nothing yet that would be lost.
+def _is_mostly(wrapped: WrappedModel, stepped: set[int]) -> bool:
+    """Whether most of a model is stepped, and nothing of it by another optimizer.
 
     Args:
         wrapped: The model.
         stepped: Ids of what is stepped.
-        taken: Ids of what optimizers step by now.
     """
-    entries, table = wrapped.entries, wrapped.runtime.manager.parts.table
-    if any(id(e.param) in taken or e.materialized for e in entries):
+    taken = frozenset[int]().union(*(kept.params for kept in wrapped.runtime.program.optimizers))
+    if any(id(entry.param) in taken for entry in wrapped.entries):
         return False
-    if any(e.has_grad or e.param.grad is not None for e in entries):
+    sizes = [(id(entry.param) in stepped, entry.param.numel()) for entry in wrapped.entries]
+    return 2 * sum(count for mine, count in sizes if mine) > sum(count for _, count in sizes)
+
+
+def _can_leave(wrapped: WrappedModel) -> bool:
+    """Whether a model is as it was wrapped, and nobody has anything that lies in its blocks."""
+    parts = wrapped.runtime.manager.parts
+    if wrapped.origins is not None or not wrapped.inventory.is_as_found():
         return False
-    sizes = [(id(e.param) in stepped, e.param.numel()) for e in entries]
-    if 2 * sum(count for mine, count in sizes if mine) <= sum(count for _, count in sizes):
+    for entry in wrapped.entries:
+        if entry.materialized or entry.has_grad or entry.param.grad is not None:
+            return False
+    if any(parts.table[group.block.id].home is Tier.NVME for group in wrapped.groups):
         return False
-    if any(table[group.block.id].home is Tier.NVME for group in wrapped.groups):
-        return False
-    return wrapped.inventory.is_better_trained(table.hbm.capacity)
+    with wrapped.runtime.manager.lock:
+        slots = [parts.slots.current.get(block_id) for block_id in wrapped.blocks()]
+        return not any(slot is not None and slot.aliased for slot in slots)
+
+
+def _gains(wrapped: WrappedModel) -> bool:
+    return wrapped.inventory.is_better_trained(wrapped.runtime.manager.parts.table.hbm.capacity)
