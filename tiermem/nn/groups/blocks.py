@@ -195,11 +195,12 @@ class Inventory:
         return coarse if coarse.can_replace(fine) else fine
 
 
-def _consists_of(model: nn.Module) -> dict[str, int]:
-    """Returns the ids of a model's modules, parameters and buffers, by qualified name."""
-    found = {f"{name}()": id(module) for name, module in model.named_modules()}
-    for tensors in (model.named_parameters, model.named_buffers):
-        found.update((name, id(t)) for name, t in tensors(remove_duplicate=False))
+def _consists_of(model: nn.Module) -> dict[tuple[str, str], int]:
+    """Returns the ids of a model's modules, parameters and buffers, by module and attribute."""
+    found = dict[tuple[str, str], int]()
+    for name, module in model.named_modules():
+        for items in (module._modules, module._parameters, module._buffers):
+            found.update(((name, key), id(item)) for key, item in items.items())
     return found
 
 
