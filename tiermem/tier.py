@@ -209,17 +209,16 @@ class TierManager:
         check_module(model, id(self._manager))
         self._runtime.activations.check()
         on_device = any(p.is_cuda for p in model.parameters())
-        anew, number = number is not None, self._wraps if number is None else number
-        training = model.training if training is None else training
+        number = self._wraps if number is None else number
         wrapped = WrappedModel(
             model, self._runtime, blocks, number, homes, origins, resident, training=training
         )
         if on_device:
             torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
         self._runtime.models.owner = self  # a model keeps the tiers alive
-        self._wraps += not anew
+        self._wraps = max(self._wraps, number + 1)
         try:
-            held = wrapped.modules.held()
+            training, held = wrapped.inventory.training, wrapped.modules.held()
             self._runtime.pack_ahead(wrapped.number, wrapped.groups, written=training)
             self._runtime.fill_ahead(wrapped.scopes[""], held, written=training)
             if training and self._manager.parts.device.type == "cuda":

@@ -6,13 +6,13 @@ import os
 
 import pytest
 import torch
+from support_blocks import divide_as_large
 from support_ctrl_c import cut_short
 from support_nn import same_bits
 from torch import nn
 
 import tiermem
-from tiermem.core import need
-from tiermem.nn.groups import blocks, partition
+from tiermem.nn.groups import partition
 
 STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "97"))
 """Every so many lines are tried; with 1 all of them."""
@@ -44,12 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
 @pytest.mark.one_in(2)
 def test_it_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is in the tiers, as it was or wrapped anew, and is trained to the same bits."""
-    for module, name in ((partition, "_FINEST"), (need, "_LEAST_UNIT"), (need, "_LARGE_ENOUGH")):
-        monkeypatch.setattr(module, name, 1)
-    for name in ("_RUN", "_PARTS"):
-        monkeypatch.setattr(partition, name, 1)
-    monkeypatch.setattr(blocks, "steps_bind", lambda *_: True)
-    monkeypatch.setattr(blocks, "SHARES", ())
+    divide_as_large(monkeypatch)
     plain = net()
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
     hbm = 27 * partition.parameter_bytes(plain[0]) // 4096 * 4096

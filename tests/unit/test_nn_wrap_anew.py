@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support_blocks import divide_as_large
 from support_nn import assert_same, seed
 from torch import nn
 
 import tiermem
-from tiermem.core import need
 from tiermem.errors import CapacityError
-from tiermem.nn.groups import blocks, partition
+from tiermem.nn.groups import partition
 from tiermem.nn.wrap import giveback
 
 WIDTH, LAYERS = 48, 40
@@ -40,17 +39,8 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _small() -> Iterator[None]:
-    """A budget of some hundred KB is divided as one of gigabytes is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "_FINEST", 1)
-        patch.setattr(partition, "_RUN", 1)
-        patch.setattr(partition, "_PARTS", 1)
-        patch.setattr(need, "_LEAST_UNIT", 1)
-        patch.setattr(need, "_LARGE_ENOUGH", 1)
-        patch.setattr(blocks, "steps_bind", lambda *_: True)
-        patch.setattr(blocks, "SHARES", ())
-        yield
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    divide_as_large(monkeypatch)
 
 
 def made(words: int = 8) -> nn.Module:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support_blocks import divide_as_large
 from support_nn import assert_same, seed
 from torch import nn
 
 import tiermem
-from tiermem.core import need
 from tiermem.errors import CapacityError
-from tiermem.nn.groups import blocks, partition
+from tiermem.nn.groups import partition
 
 WIDTH, LAYERS = 64, 8
 
@@ -29,14 +28,8 @@ class Layer(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _steps_bind() -> Iterator[None]:
-    """A budget of 600 KB is divided as one of gigabytes is, and steps bind the host."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "_FINEST", 1)
-        patch.setattr(need, "_LEAST_UNIT", 1)
-        patch.setattr(need, "_LARGE_ENOUGH", 1)
-        patch.setattr(blocks, "steps_bind", lambda *_: True)
-        yield
+def _steps_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    divide_as_large(monkeypatch)
 
 
 def made() -> tuple[nn.Module, int]:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.errors import CapacityError, StepError
 from tiermem.nn.compat.shapes import shape_of
@@ -49,8 +47,8 @@ def _large(group: Group, kept: Kept) -> Iterator[bool]:
     """Yields of each parameter of a group whether what is kept for it is large."""
     for entry in group.entries:
         if id(entry.param) in kept.params:
-            like = torch.empty(entry.param.shape, dtype=entry.param.dtype, device="meta")
-            shape = shape_of(entry.name, like, group.block.tensors[entry.index].stride)
+            stride = group.block.tensors[entry.index].stride
+            shape = shape_of(entry.name, entry.param, stride)
             yield kept.is_large(entry.param, shape)
 
 
