@@ -1044,6 +1044,20 @@ _ELSEWHERE = (
         ("tests/unit/test_nn_clipping.py",),
     ),
     Mutation(
+        "gradients that wait are counted on from those taken in before",
+        "tiermem/nn/groups/newgrads.py",
+        "[]\n        self._bytes = 0\n",
+        "[]\n",
+        _NEW_GRADS,
+    ),
+    Mutation(
+        "gradients of a large unit wait for all of it",
+        "tiermem/nn/groups/newgrads.py",
+        "            if self._bytes >= _AT_MOST:\n",
+        "            if self._bytes < 0:\n",
+        _NEW_GRADS,
+    ),
+    Mutation(
         "gradients wait although hooks of users are shown them",
         "tiermem/nn/groups/newgrads.py",
         "        if hooks is None or len(hooks) > 1:\n",
@@ -2808,8 +2822,26 @@ MUTATIONS = (
             (
                 "a share of the host is never tried anew",
                 "devicebits.py",
-                "            if self.since >= self.pause and self._is_doubtful():",
+                "            if self.helps and self.since >= self.pause and self._is_doubtful():",
                 "            if False:",
+            ),
+            (
+                "a share that is not expected to help is tried after a while",
+                "devicebits.py",
+                "            if self.helps and self.since >= self.pause",
+                "            if self.since >= self.pause",
+            ),
+            (
+                "a share is given up as it is not expected to help, whatever was tried",
+                "devicebits.py",
+                "        if self.is_measured:\n            return\n",
+                "",
+            ),
+            (
+                "a share that is not expected to help is kept until it has been tried",
+                "devicebits.py",
+                "        self._go_to(on_host=helps)\n",
+                "",
             ),
             (
                 "steps of another length begin on the host whatever the last ones did",

@@ -23,6 +23,7 @@ from tiermem.nn.groups import newgrads
 from tiermem.nn.tensors.lazy import LazyTensor
 
 LAYERS = 4
+_SMALL = 1 << 20  # bytes: more than a layer has
 
 
 class Layer(nn.Module):
@@ -135,15 +136,24 @@ CALLS = st.one_of(
 USUAL = [("backward", [(i, False) for i in range(LAYERS)], -1), ("step",), ("zero",)]
 
 
-@example([("spy", 0, 5), USUAL[0], ("scale", 5)], torch.optim.SGD)
-@example([("hook", 5), USUAL[0], ("scale", 5)], torch.optim.SGD)
-@example([("spy", 3, 3), USUAL[0], USUAL[0]], torch.optim.SGD)
+@example([("spy", 0, 5), USUAL[0], ("scale", 5)], torch.optim.SGD, _SMALL)
+@example([("hook", 5), USUAL[0], ("scale", 5)], torch.optim.SGD, _SMALL)
+@example([("spy", 3, 3), USUAL[0], USUAL[0]], torch.optim.SGD, _SMALL)
 @settings(max_examples=examples(40))
-@given(st.lists(CALLS, max_size=14), st.sampled_from([torch.optim.SGD, torch.optim.AdamW]))
-def test_no_program_sees_that_gradients_wait(calls: list[Any], kind: Any) -> None:
+@given(
+    st.lists(CALLS, max_size=14),
+    st.sampled_from([torch.optim.SGD, torch.optim.AdamW]),
+    st.sampled_from([_SMALL, 400, 800]),
+)
+def test_no_program_sees_that_gradients_wait(calls: list[Any], kind: Any, at_most: int) -> None:
+    """Those of a layer all wait for each other, or two or three of them."""
     plain = build()
     theirs = Side(plain, kind(plain.parameters(), lr=0.1))
-    with tiermem.TierManager("cpu", hbm=1 << 14, dram=1 << 24) as tier:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tiermem.TierManager("cpu", hbm=1 << 14, dram=1 << 24) as tier,
+    ):
+        patch.setattr(newgrads, "_AT_MOST", at_most)
         model = build()
         tier.wrap(model, [f"layers.{i}" for i in range(LAYERS)])
         mine = Side(model, tier.optimizer(model, kind, lr=0.1))
@@ -182,8 +192,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("at_most", "together"), [(1 << 20, [6] * LAYERS), (64, [1] * 24)])
-def test_a_unit_is_taken_in_at_once_where_it_is_small(
+@pytest.mark.parametrize(
+    ("at_most", "together"), [(1 << 20, [6] * LAYERS), (400, [2, 2, 2] * LAYERS), (4, [1] * 24)]
+)
+def test_a_unit_is_taken_in_at_once_or_in_parts_that_are_not_too_large(
     monkeypatch: pytest.MonkeyPatch, at_most: int, together: list[int]
 ) -> None:
     found = counted(monkeypatch)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from support_optim import Net, Twins, loss_of
 from tiermem.errors import StepError
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.gradunit import GradUnit
+from tiermem.optim.balance import Speed
 from tiermem.optim.host import exact, loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import ExactCalls, kind_of_step
@@ -352,6 +354,71 @@ def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
     assert trial.on_host
     load = 3
     assert not trial.decided and trial.on_host
+
+
+def test_a_share_is_not_tried_where_it_is_not_expected_to_help() -> None:
+    """As soon as it is expected it is tried, and what was tried is known better."""
+    now, load = 0.0, 1
+    trial = ShareTrial(lambda: now, lambda: load)
+
+    def steps(count: int) -> list[bool]:
+        nonlocal now
+        seen = []
+        for _ in range(count):
+            seen.append(_TRY(trial, object()))
+            now += 0.5 if seen[-1] else 1.0
+        return seen
+
+    assert all(steps(5))
+    trial.expect(helps=False)
+    assert trial.decided and not trial.is_measured
+    assert not any(steps(3000))
+    load = 2
+    assert steps(1) == [False] and not trial.decided  # another length may be expected to have it
+    trial.expect(helps=False)
+    load = 1
+    trial.expect(helps=True)
+    assert not trial.decided
+    trial.expect(helps=True)
+    after = steps(40)
+    assert after[:15] == [True] * 9 + [False] * 4 + [True] * 2  # 6 and 2 before any counts
+    assert trial.decided and trial.is_measured and all(after[15:])
+    trial.expect(helps=False)
+    assert trial.decided and all(steps(40))
+    load = 2
+    assert trial.decided and not trial.on_host
+
+
+def test_a_share_is_expected_to_help_where_copies_are_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compute is measured with the host's own time in it, where the device waits for that."""
+    monkeypatch.setattr(ShareTrial, "host_has_share", _TRY)
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        for step in range(3):
+            twins.backward(step)
+            twins.step()
+        trial, ahead = twins.optimizer._host.movable.trial, twins.optimizer._timing.ahead
+        assert trial.on_host
+        busy = Speed(forward=1e-9, backward=1e-9, up=1e6, down=1e6)
+        groups = twins.optimizer.param_groups
+        twins.optimizer._host.movable.seconds = 0.0
+        for speed, on_host in (
+            (replace(busy, forward=1.0, backward=1.0), False),
+            (busy, True),
+            (replace(busy, backward=1.0), False),
+        ):
+            ahead._left._choose(speed, groups)
+            assert trial.on_host is on_host
+            hosted = any(map(ahead._others.has, twins.optimizer._units))
+            assert hosted is on_host
+        twins.optimizer._host.movable.seconds = 1.0  # an element: its own time is the longest
+        ahead._left._choose(busy, groups)
+        assert not trial.on_host
+        twins.backward(3)
+        twins.step()
+        assert "compute takes as long" in twins.optimizer.stepped_where
+        twins.check()
 
 
 def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.auto import AutoOverlap
-from tiermem.optim.balance import Load, Speed, best_choice
+from tiermem.optim.balance import Load, Speed, best_choice, host_helps
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.leaving import IgnoresWeights, LateStates
 from tiermem.optim.provisional import Made, Provisional
@@ -95,6 +96,14 @@ class Others(Protocol):
         """Whether a unit is stepped there, as a rule."""
         ...
 
+    def may_have(self, unit: StepUnit) -> bool:
+        """Whether it is, or would be if the host had its share."""
+        ...
+
+    def expect(self, *, helps: bool) -> None:
+        """Notes whether the host's share is expected to make a loop faster."""
+        ...
+
     def place_ahead(self, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> str:
         """Moves a block's units to ``"host"`` or ``"device"``, if they can be stepped ahead."""
         ...
@@ -155,15 +164,25 @@ class LeftToForward:
 
     def _choose(self, speed: Speed, settings: Sequence[dict[str, Any]]) -> None:
         """Leaves to the next forward what that has time for."""
-        hosted, by_group = self._on_host(), self._units
+        by_group, others = self._units, self._others
         groups = [group for group in self._runtime.groups if id(group) in by_group]
-        loads = []
+        alone, shared = [], []
         for group in groups:
             units = by_group[id(group)]
-            host = self._others.seconds if id(group) in hosted else None
             states = [unit.block for unit in units if self._late.may_leave(unit, settings)]
             state = sum(block.nbytes for block in states if block is not None)
-            loads.append(_load_of(group, units, host, state))
+            load = _load_of(group, units, state)
+            alone.append(load)
+            if any(map(others.may_have, units)):
+                elements = sum(param.numel() for unit in units for param, _ in unit.members)
+                load = replace(load, host=others.seconds * elements)
+            shared.append(load)
+        others.expect(helps=host_helps(shared, alone, speed))
+        hosted = self._on_host()
+        loads = [
+            with_host if id(group) in hosted else load
+            for group, with_host, load in zip(groups, shared, alone, strict=True)
+        ]
         now = frozenset(number for number, group in enumerate(groups) if id(group) in self._ids)
         found = best_choice(loads, speed, now)
         self._ids = {id(groups[number]) for number in found.left}
@@ -488,24 +507,21 @@ def _may_be_ahead(group: Group) -> bool:
     return not (group.writes.uncounted or group.writes.merging or group.resident)
 
 
-def _load_of(group: Group, units: Sequence[StepUnit], host: float | None, state: int) -> Load:
-    """Returns what moves with a block and its step.
+def _load_of(group: Group, units: Sequence[StepUnit], state: int) -> Load:
+    """Returns what moves with a block and its step on the device.
 
     Args:
         group: Of the block.
         units: Its units.
-        host: Seconds per element on the host; None where the device steps them.
         state: Bytes of state that may be left as they were.
     """
     stay = group.manager.parts.evictor.residents
     kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
     gradients = [block for unit in units for grads in unit.grad_units() for block in grads.blocks]
-    elements = sum(param.numel() for unit in units for param, _ in unit.members)
     return Load(
         weights=group.block.nbytes,
         gradients=sum(block.nbytes for block in gradients),
         kept=sum(block.nbytes for block in kept),
-        host=None if host is None else host * elements,
         state=state,
         stays=group.block.id in stay,
     )

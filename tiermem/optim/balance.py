@@ -28,6 +28,7 @@ _WORTH = 0.98  # of the time that there would be otherwise, at most
 _FEWER = 1.02
 """Blocks are left to the forward for more than this: they interrupt it, which is not counted."""
 _AS_GOOD = 1.01
+_SHARE_PAYS = 0.97  # of the time without it, at most
 _BINDS = 1.5
 """Times the compute that copies take at least where they bind: with less, to keep more of the
 weights in HBM costs more in waits than it saves in copies. A Llama with half of its weights' bytes
@@ -107,17 +108,37 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
     if copies > _BINDS * (speed.forward + speed.backward):
         none = frozenset[int]()  # forward has no time left
         return Choice(none, Passes(loads, none).turns(speed), copies_bind=True)
-    able = [number for number, load in enumerate(loads) if load.host is None]
-    choices = [
-        frozenset(able[n] for n in _evenly(count, len(able))) for count in range(len(able) + 1)
-    ]
-    found = {left: Passes(loads, left).least(speed) for left in choices}
+    found = _seconds_of_choices(loads, speed)
     most = min(found.values()) * _FEWER
-    left = next(choice for choice in choices if found[choice] <= most)
-    if now is not None and now <= set(able):
+    left = next(choice for choice, seconds in found.items() if seconds <= most)
+    if now is not None and all(loads[number].host is None for number in now):
         is_worth_it = found[left] <= _WORTH * Passes(loads, now).least(speed)
         left = left if is_worth_it else now
     return Choice(left, Passes(loads, left).turns(speed))
+
+
+def host_helps(hosted: Sequence[Load], loads: Sequence[Load], speed: Speed) -> bool:
+    """Whether forward and backward are expected to take less time with a share on the host.
+
+    They do not where compute is the longest. What is measured as that has the host's own time in
+    it, where the device waits for Python; a share would make more of that.
+
+    Args:
+        hosted: Of each block, in the order of forward, with the host's share.
+        loads: The same without.
+        speed: As measured.
+    """
+    with_share, without = (min(_seconds_of_choices(one, speed).values()) for one in (hosted, loads))
+    return with_share < _SHARE_PAYS * without
+
+
+def _seconds_of_choices(loads: Sequence[Load], speed: Speed) -> dict[frozenset[int], float]:
+    """Returns how long both passes take, by which blocks are left to forward, fewest first."""
+    able = [number for number, load in enumerate(loads) if load.host is None]
+    choices = (
+        frozenset(able[n] for n in _evenly(count, len(able))) for count in range(len(able) + 1)
+    )
+    return {left: Passes(loads, left).least(speed) for left in choices}
 
 
 class Passes:

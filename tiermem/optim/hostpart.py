@@ -184,6 +184,9 @@ class HostPart:
             return f"{share:.2f} of the elements on the host, with {bits} bits"
         trial = None if self.movable is None else self.movable.trial
         if trial is not None and not trial.on_host:
-            slow = "with a share on the host steps took longer" if trial.decided else ""
-            return f"all on the device: {slow or 'a share on the host is tried later'}"
+            if not trial.decided:
+                return "all on the device: a share on the host is tried later"
+            if not trial.is_measured:
+                return "all on the device: compute takes as long as the copies that the host spares"
+            return "all on the device: with a share on the host steps took longer"
         return f"all on the device: {self._why_device or self._bits.reason}"

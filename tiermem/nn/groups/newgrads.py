@@ -15,8 +15,9 @@ import torch
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 
-_AT_MOST = 64 << 20
-"""Bytes of a unit whose gradients wait for each other; it is memory beside the budgets."""
+_AT_MOST = 128 << 20
+"""Bytes of gradients that wait for each other; it is memory beside the budgets. As much as the
+coarsest blocks have (:func:`tiermem.core.need.whole_block`)."""
 
 
 class NewGradients:
@@ -37,6 +38,7 @@ class NewGradients:
         self._waiting: list[Entry] = []
         self._unit: GradUnit | None = None
         self._came = 0  # of the unit, in a row
+        self._bytes = 0  # of those that wait, where their unit has more than may
         self._stream = 0  # on which those that wait were computed
 
     def add(self, entry: Entry) -> None:
@@ -51,9 +53,14 @@ class NewGradients:
         self._came = came = self._came + 1
         entry.waits = True
         self._waiting.append(entry)
-        if unit is None or came >= unit.usual or unit.nbytes > _AT_MOST or entry.has_grad:
+        if unit is None or came >= unit.usual or entry.has_grad:
             self.take()
             return
+        if unit.nbytes > _AT_MOST:
+            self._bytes += unit.block.tensors[entry.unit_index].nbytes
+            if self._bytes >= _AT_MOST:
+                self.take()
+                return
         # nothing can see that it is taken in a little later: one that is added to is only a part
         # of its sum until then, and hooks after accumulation are shown what is in the tiers
         hooks = entry.hooks[1].hooks_dict_ref()  # all of the parameter's
@@ -63,6 +70,7 @@ class NewGradients:
     def take(self) -> None:
         """Takes in all that wait, on the stream on which they were computed."""
         waiting, self._waiting = self._waiting, []
+        self._bytes = 0
         for entry in waiting:
             entry.waits = False
         if self._stream_of is None or self._stream == self._stream_of(self._index):
@@ -83,7 +91,7 @@ class NewGradients:
         """Leaves what waits where it is, as an ordinary gradient, after an exception anywhere."""
         for entry in self._waiting:
             entry.waits = False
-        self._waiting, self._unit = [], None
+        self._waiting, self._unit, self._bytes = [], None, 0
 
     def _turn_to(self, unit: GradUnit | None) -> None:
         """Notes how many gradients of a unit came in a row, as those of another begin to come."""

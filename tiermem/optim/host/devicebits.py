@@ -132,6 +132,7 @@ class _Tried:
         times: Seconds of the last steps that count: while it is tried, or since it is decided.
         shared: Seconds of a step with the share, when that was tried last.
         without: The same without it.
+        helps: Whether the share is expected to help, as far as bytes and compute tell.
         pause: Steps before it is tried again, at least.
         since: Steps since it was decided.
     """
@@ -143,6 +144,7 @@ class _Tried:
     times: deque[float] = field(default_factory=lambda: deque(maxlen=_WATCHED))
     shared: float = math.inf
     without: float = math.inf
+    helps: bool = True
     pause: int = _PAUSE
     since: int = 0
 
@@ -154,11 +156,32 @@ class _Tried:
         self.times.append(seconds)
         if self.decided:
             self.since += 1
-            if self.since >= self.pause and self._is_doubtful():
+            if self.helps and self.since >= self.pause and self._is_doubtful():
                 self.decided, self.other_is_next = False, True
                 self._go_to(on_host=False)
         elif len(self.times) == _TIMED or self._is_clear():
             self._has_tried(statistics.median(self.times))
+
+    def expect(self, *, helps: bool) -> None:
+        """Notes whether the share is expected to help: if not, it is not tried.
+
+        What has been tried is known better.
+        """
+        if helps is self.helps:
+            return
+        self.helps = helps
+        if self.is_measured:
+            return
+        self.decided, self.other_is_next = not helps, True
+        self._go_to(on_host=helps)
+        self.since = 0
+        if helps:
+            self.settling = _ANOTHER_LOAD
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether both sides have been tried."""
+        return math.isfinite(self.shared) and math.isfinite(self.without)
 
     def _is_clear(self) -> bool:
         """Whether steps without the share, tried last, are seen to be far slower already."""
@@ -196,7 +219,8 @@ class ShareTrial:
     each number of tokens, since what takes longest differs, and remembered. The first steps have
     the share, those with another number of tokens what the last ones had. Where steps with the
     share come to take longer than those without did, and where there is none, it is tried anew
-    after a while: 32 steps, then 64, ..., 1024.
+    after a while: 32 steps, then 64, ..., 1024. Where it is not expected to make it faster, it is
+    not tried.
     """
 
     def __init__(
@@ -228,6 +252,15 @@ class ShareTrial:
     def decided(self) -> bool:
         """Whether that stays so for now, with as many tokens."""
         return self._tried.decided
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether both sides have been tried with as many tokens."""
+        return self._tried.is_measured
+
+    def expect(self, *, helps: bool) -> None:
+        """Notes whether the share is expected to make passes with as many tokens faster."""
+        self._tried.expect(helps=helps)
 
     @property
     def _tried(self) -> _Tried:
@@ -315,6 +348,15 @@ class Movable:
         if id(unit) not in self._sides:
             return unit.host is not None  # by the user's choice
         return self._wants_host() and self.has_share
+
+    def may_have(self, unit: StepUnit) -> bool:
+        """Whether a unit is the host's, or would be if that had its share."""
+        return unit.host is not None or (id(unit) in self._sides and self._wants_host())
+
+    def expect(self, *, helps: bool) -> None:
+        """Notes whether the host's share is expected to make the loop faster."""
+        if self.trial is not None:
+            self.trial.expect(helps=helps)
 
     @property
     def has_share(self) -> bool:
