@@ -309,7 +309,6 @@ def smaller(by: int, vectors: int = 1) -> Iterator[None]:
         (resident, "_LITTLE"),
         (hostbound, "_FASTEST"),
         (need, "_LEAST_UNIT"),
-        (need, "_LARGE_ENOUGH"),
         (need, "_LARGEST"),
     ]
     kept = [getattr(module, name) for module, name in places]

@@ -3601,6 +3601,13 @@ MUTATIONS = (
         ("tests/unit/test_optim_spread.py",),
     ),
     Mutation(
+        "a link is expected to be as fast with copies both ways as with copies one way",
+        "tiermem/optim/balance.py",
+        "    speed = replace(speed, up=_BOTH_WAYS * speed.up, down=_BOTH_WAYS * speed.down)\n",
+        "",
+        ("tests/unit/test_optim_ahead.py",),
+    ),
+    Mutation(
         "small budgets: gradients of a trained block are divided",
         "tiermem/core/need.py",
         "    if few and whole <= whole_block(hbm):",
@@ -3610,7 +3617,7 @@ MUTATIONS = (
     Mutation(
         "small budgets: large units of a trained block are not divided",
         "tiermem/core/need.py",
-        "return max(min(hbm // _AT_ONCE, _LARGE_ENOUGH), min(hbm // _WITH_ROOM, _LARGEST))",
+        "return min(hbm // _AT_ONCE, _LARGEST)",
         "return hbm // _AT_ONCE",
         ("tests/unit/test_nn_partition.py",),
     ),

@@ -16,11 +16,8 @@ def divide_as_large(patch: pytest.MonkeyPatch) -> None:
     Args:
         patch: Undoes it.
     """
-    for module, names in (
-        (partition, ("_FINEST", "_RUN", "_PARTS")),
-        (need, ("_LEAST_UNIT", "_LARGE_ENOUGH")),
-    ):
-        for name in names:
-            patch.setattr(module, name, 1)
+    for name in ("_FINEST", "_RUN", "_PARTS"):
+        patch.setattr(partition, name, 1)
+    patch.setattr(need, "_LEAST_UNIT", 1)
     patch.setattr(blocks, "steps_bind", lambda *_: True)
     patch.setattr(blocks, "SHARES", ())

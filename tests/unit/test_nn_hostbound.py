@@ -432,8 +432,7 @@ def test_what_is_stepped_in_finer_blocks_is_stepped_in_coarser_ones(
             patch.setattr(blocks, "steps_bind", lambda *_, binds=binds: binds)
             patch.setattr(partition, "_FINEST", 4096)
             patch.setattr(need, "_LEAST_UNIT", 4096)
-            patch.setattr(need, "_WITH_ROOM", part)
-            patch.setattr(need, "_LARGE_ENOUGH", 1)
+            patch.setattr(need, "_AT_ONCE", part)
             needs.append(
                 [
                     program.play(hbm, gradients=False).hbm(),

@@ -49,7 +49,7 @@ def made(words: int = 8) -> nn.Module:
 
 
 def budget(model: nn.Module) -> int:
-    return 27 * partition.parameter_bytes(model.layers[0])  # two in a twelfth
+    return 27 * partition.parameter_bytes(model.layers[0])  # two in a tenth
 
 
 def weights_of(tier: tiermem.TierManager) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import nn
 
 import tiermem
 from tiermem.optim.ahead import Habit
-from tiermem.optim.balance import Choice, Load, Passes, Speed, best_choice
+from tiermem.optim.balance import Choice, Load, Passes, Speed, best_choice, host_helps
 
 
 @pytest.mark.parametrize("master", [torch.float32, None])
@@ -280,6 +280,22 @@ def test_state_is_left_by_turns_until_as_much_comes_up_as_goes_down() -> None:
     assert best_choice(loads, replace(busy, backward=480.0)).turns == 0.0
     assert best_choice(loads, replace(busy, down=0.1)).turns == 1.0
     assert best_choice(LAYERS, busy) == Choice(copies_bind=True)
+
+
+def test_a_share_of_the_host_helps_where_copies_both_ways_are_the_longest() -> None:
+    """A third of the blocks is the host's, whose own time is short, or is not."""
+    hosted = [
+        replace(load, host=1.0) if number % 3 == 0 else load for number, load in enumerate(LAYERS)
+    ]
+    busy = Speed(forward=100.0, backward=100.0, up=1.0, down=1.0)
+    assert host_helps(hosted, LAYERS, busy)
+    assert not host_helps(hosted, LAYERS, replace(busy, backward=600.0))
+    down = sum(load.weights + load.gradients + load.kept for load in LAYERS)
+    near = replace(busy, forward=1.0, backward=1.04 * down)  # one way alone
+    assert host_helps(hosted, LAYERS, near)
+    slow = [replace(load, host=load.host and 70.0) for load in hosted]
+    assert not host_helps(slow, LAYERS, busy)
+    assert not host_helps(LAYERS, LAYERS, busy)
 
 
 def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:

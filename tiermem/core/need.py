@@ -15,11 +15,9 @@ from tiermem.core.block import ALIGNMENT, align_up
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
-_LARGE_ENOUGH, _AT_ONCE = 40 << 20, 10
+_LARGEST, _AT_ONCE = 128 << 20, 10
 """Where steps bind the host, blocks need not be finer than that, nor than this part of HBM, which
 holds two of them with gradients and the states of Adam."""
-_LARGEST, _WITH_ROOM = 128 << 20, 12
-"""Likewise, where they leave some room in which the next ones come."""
 _LITTLE_MORE = 8
 """A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
 host as one of the matrix beside it."""
@@ -39,7 +37,7 @@ def whole_block(hbm: int) -> int:
     Args:
         hbm: Budget in bytes.
     """
-    return max(min(hbm // _AT_ONCE, _LARGE_ENOUGH), min(hbm // _WITH_ROOM, _LARGEST))
+    return min(hbm // _AT_ONCE, _LARGEST)
 
 
 def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:

@@ -29,6 +29,8 @@ _FEWER = 1.02
 """Blocks are left to the forward for more than this: they interrupt it, which is not counted."""
 _AS_GOOD = 1.01
 _SHARE_PAYS = 0.97  # of the time without it, at most
+_BOTH_WAYS = 0.85
+"""Of a link's speed one way, while copies go both ways: an H200's does 85 GB/s in all, and 50."""
 _BINDS = 1.5
 """Times the compute that copies take at least where they bind: with less, to keep more of the
 weights in HBM costs more in waits than it saves in copies. A Llama with half of its weights' bytes
@@ -128,6 +130,7 @@ def host_helps(hosted: Sequence[Load], loads: Sequence[Load], speed: Speed) -> b
         loads: The same without.
         speed: As measured.
     """
+    speed = replace(speed, up=_BOTH_WAYS * speed.up, down=_BOTH_WAYS * speed.down)
     with_share, without = (min(_seconds_of_choices(one, speed).values()) for one in (hosted, loads))
     return with_share < _SHARE_PAYS * without
 
