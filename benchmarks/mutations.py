@@ -2822,14 +2822,20 @@ MUTATIONS = (
             (
                 "a share of the host is never tried anew",
                 "devicebits.py",
-                "            if self.helps and self.since >= self.pause and self._is_doubtful():",
+                "            if asks and self._is_doubtful():",
                 "            if False:",
             ),
             (
                 "a share that is not expected to help is tried after a while",
                 "devicebits.py",
-                "            if self.helps and self.since >= self.pause",
-                "            if self.since >= self.pause",
+                "self.since >= self.pause and (self.helps or self.on_host)",
+                "self.since >= self.pause",
+            ),
+            (
+                "a share that comes to hinder is kept where none is expected to help",
+                "devicebits.py",
+                "(self.helps or self.on_host)",
+                "self.helps",
             ),
             (
                 "a share is given up as it is not expected to help, whatever was tried",

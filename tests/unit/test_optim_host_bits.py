@@ -358,7 +358,7 @@ def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
 
 def test_a_share_is_not_tried_where_it_is_not_expected_to_help() -> None:
     """As soon as it is expected it is tried, and what was tried is known better."""
-    now, load = 0.0, 1
+    now, load, shared = 0.0, 1, 0.5
     trial = ShareTrial(lambda: now, lambda: load)
 
     def steps(count: int) -> list[bool]:
@@ -366,7 +366,7 @@ def test_a_share_is_not_tried_where_it_is_not_expected_to_help() -> None:
         seen = []
         for _ in range(count):
             seen.append(_TRY(trial, object()))
-            now += 0.5 if seen[-1] else 1.0
+            now += shared if seen[-1] else 1.0
         return seen
 
     assert all(steps(5))
@@ -385,6 +385,9 @@ def test_a_share_is_not_tried_where_it_is_not_expected_to_help() -> None:
     assert trial.decided and trial.is_measured and all(after[15:])
     trial.expect(helps=False)
     assert trial.decided and all(steps(40))
+    shared = 3.0  # the host has other work by now
+    steps(60)
+    assert trial.decided and not any(steps(3000))
     load = 2
     assert trial.decided and not trial.on_host
 

@@ -156,7 +156,8 @@ class _Tried:
         self.times.append(seconds)
         if self.decided:
             self.since += 1
-            if self.helps and self.since >= self.pause and self._is_doubtful():
+            asks = self.since >= self.pause and (self.helps or self.on_host)
+            if asks and self._is_doubtful():
                 self.decided, self.other_is_next = False, True
                 self._go_to(on_host=False)
         elif len(self.times) == _TIMED or self._is_clear():
