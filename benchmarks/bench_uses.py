@@ -309,7 +309,7 @@ def smaller(by: int, vectors: int = 1) -> Iterator[None]:
         (resident, "_LITTLE"),
         (hostbound, "_FASTEST"),
         (need, "_LEAST_UNIT"),
-        (need, "_LARGEST"),
+        (need, "LARGEST_WHOLE"),
     ]
     kept = [getattr(module, name) for module, name in places]
     try:

@@ -2822,20 +2822,20 @@ MUTATIONS = (
             (
                 "a share of the host is never tried anew",
                 "devicebits.py",
-                "            if asks and self._is_doubtful():",
+                "            if self.since >= self.pause and self._is_doubtful():",
                 "            if False:",
             ),
             (
                 "a share that is not expected to help is tried after a while",
                 "devicebits.py",
-                "self.since >= self.pause and (self.helps or self.on_host)",
-                "self.since >= self.pause",
+                "            return self.helps\n",
+                "            return True\n",
             ),
             (
                 "a share that comes to hinder is kept where none is expected to help",
                 "devicebits.py",
-                "(self.helps or self.on_host)",
-                "self.helps",
+                "        return statistics.median(self.times) > self.without\n",
+                "        return self.helps and statistics.median(self.times) > self.without\n",
             ),
             (
                 "a share is given up as it is not expected to help, whatever was tried",
@@ -3623,7 +3623,7 @@ MUTATIONS = (
     Mutation(
         "small budgets: large units of a trained block are not divided",
         "tiermem/core/need.py",
-        "return min(hbm // _AT_ONCE, _LARGEST)",
+        "return min(hbm // _AT_ONCE, LARGEST_WHOLE)",
         "return hbm // _AT_ONCE",
         ("tests/unit/test_nn_partition.py",),
     ),

@@ -66,7 +66,9 @@ def test_how_large_a_block_may_be(model: int, hbm: int, largest: int) -> None:
     ("hbm", "largest"),
     [
         (100 * MIB, 10 * MIB),
-        (GIB, GIB // 10),  # two of them with gradients and Adam's states
+        (320 * MIB, 32 * MIB),  # two of them with gradients and Adam's states
+        (480 * MIB, 48 * MIB),
+        (GIB, GIB // 10),
         (2 * GIB, 128 * MIB),
     ],
 )

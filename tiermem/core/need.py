@@ -15,7 +15,7 @@ from tiermem.core.block import ALIGNMENT, align_up
 Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
-_LARGEST, _AT_ONCE = 128 << 20, 10
+LARGEST_WHOLE, _AT_ONCE = 128 << 20, 10
 """Where steps bind the host, blocks need not be finer than that, nor than this part of HBM, which
 holds two of them with gradients and the states of Adam."""
 _LITTLE_MORE = 8
@@ -37,7 +37,7 @@ def whole_block(hbm: int) -> int:
     Args:
         hbm: Budget in bytes.
     """
-    return min(hbm // _AT_ONCE, _LARGEST)
+    return min(hbm // _AT_ONCE, LARGEST_WHOLE)
 
 
 def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:

@@ -164,20 +164,11 @@ class LeftToForward:
 
     def _choose(self, speed: Speed, settings: Sequence[dict[str, Any]]) -> None:
         """Leaves to the next forward what that has time for."""
-        by_group, others = self._units, self._others
-        groups = [group for group in self._runtime.groups if id(group) in by_group]
-        alone, shared = [], []
-        for group in groups:
-            units = by_group[id(group)]
-            states = [unit.block for unit in units if self._late.may_leave(unit, settings)]
-            state = sum(block.nbytes for block in states if block is not None)
-            load = _load_of(group, units, state)
-            alone.append(load)
-            if any(map(others.may_have, units)):
-                elements = sum(param.numel() for unit in units for param, _ in unit.members)
-                load = replace(load, host=others.seconds * elements)
-            shared.append(load)
-        others.expect(helps=host_helps(shared, alone, speed))
+        groups = [group for group in self._runtime.groups if id(group) in self._units]
+        alone = [self._load_of(group, settings) for group in groups]
+        shared = [self._hosted_load(*pair) for pair in zip(groups, alone, strict=True)]
+        if any(load.host is not None for load in shared):
+            self._others.expect(helps=host_helps(shared, alone, speed))
         hosted = self._on_host()
         loads = [
             with_host if id(group) in hosted else load
@@ -189,6 +180,28 @@ class LeftToForward:
         self._late.share = found.turns
         self._hosted = hosted
         self._runtime.manager.prefetcher.note_copies_bind(found.copies_bind)
+
+    def _load_of(self, group: Group, settings: Sequence[dict[str, Any]]) -> Load:
+        """Returns what moves with a block and its step on the device."""
+        units, stay = self._units[id(group)], group.manager.parts.evictor.residents
+        kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
+        states = [unit.block for unit in units if self._late.may_leave(unit, settings)]
+        gradients = [block for unit in units for of in unit.grad_units() for block in of.blocks]
+        return Load(
+            weights=group.block.nbytes,
+            gradients=sum(block.nbytes for block in gradients),
+            kept=sum(block.nbytes for block in kept),
+            state=sum(block.nbytes for block in states if block is not None),
+            stays=group.block.id in stay,
+        )
+
+    def _hosted_load(self, group: Group, load: Load) -> Load:
+        """Returns the load of a block where the host has its share: its time, if it is in that."""
+        units = self._units[id(group)]
+        if not any(map(self._others.may_have, units)):
+            return load
+        elements = sum(param.numel() for unit in units for param, _ in unit.members)
+        return replace(load, host=self._others.seconds * elements)
 
     def _on_host(self) -> frozenset[int]:
         """Returns the ids of the groups that are stepped on the host, as a rule."""
@@ -505,26 +518,6 @@ class StepsAhead:
 def _may_be_ahead(group: Group) -> bool:
     """Whether steps of a block can be made ahead, whatever its units are."""
     return not (group.writes.uncounted or group.writes.merging or group.resident)
-
-
-def _load_of(group: Group, units: Sequence[StepUnit], state: int) -> Load:
-    """Returns what moves with a block and its step on the device.
-
-    Args:
-        group: Of the block.
-        units: Its units.
-        state: Bytes of state that may be left as they were.
-    """
-    stay = group.manager.parts.evictor.residents
-    kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
-    gradients = [block for unit in units for grads in unit.grad_units() for block in grads.blocks]
-    return Load(
-        weights=group.block.nbytes,
-        gradients=sum(block.nbytes for block in gradients),
-        kept=sum(block.nbytes for block in kept),
-        state=state,
-        stays=group.block.id in stay,
-    )
 
 
 def _is_untouched(unit: StepUnit) -> bool:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tiermem.core.need import LARGEST_WHOLE
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 
-_AT_MOST = 128 << 20
-"""Bytes of gradients that wait for each other; it is memory beside the budgets. As much as the
-coarsest blocks have (:func:`tiermem.core.need.whole_block`)."""
+_AT_MOST = LARGEST_WHOLE
+"""Bytes of gradients that wait for each other, as many as the coarsest unit has; it is memory
+beside the budgets."""
 
 
 class NewGradients:

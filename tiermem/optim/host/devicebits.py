@@ -156,8 +156,7 @@ class _Tried:
         self.times.append(seconds)
         if self.decided:
             self.since += 1
-            asks = self.since >= self.pause and (self.helps or self.on_host)
-            if asks and self._is_doubtful():
+            if self.since >= self.pause and self._is_doubtful():
                 self.decided, self.other_is_next = False, True
                 self._go_to(on_host=False)
         elif len(self.times) == _TIMED or self._is_clear():
@@ -209,7 +208,9 @@ class _Tried:
 
     def _is_doubtful(self) -> bool:
         """Whether it may be otherwise by now: other programs need the host's cores as well."""
-        return not self.on_host or statistics.median(self.times) > self.without
+        if not self.on_host:
+            return self.helps
+        return statistics.median(self.times) > self.without
 
 
 class ShareTrial:
