@@ -51,15 +51,15 @@ class Budgets:
     """The least budgets in which a run fits, in bytes.
 
     Attributes:
-        hbm: Of device memory, with which the other two were found: what was given, or the default.
-        least_hbm: The least that would do for it; more than ``hbm`` where ``hbm`` does not do.
-        all_in_hbm: Of device memory, so that nothing need ever leave it.
-        dram: Of host memory: the homes there, with whole pages and the staging chunks of files,
-            and where the host steps, what these steps take beside them. Tensors saved for
+        hbm: Device memory for which the other two were found: what was given, or the default.
+        least_hbm: The least device memory that would do; more than ``hbm`` if ``hbm`` is too small.
+        all_in_hbm: Device memory with which nothing ever need leave it.
+        dram: Host memory: the homes there, with whole pages and the staging chunks of files. If
+            the host makes steps, also what these take beside the homes. Tensors saved for
             backward (``Policy(activations="dram")``) come on top: they depend on the batch.
-        nvme_bytes: On disk.
-        available: Of host memory, not needed but there: to this process now, by the machine and
-            its cgroups.
+        nvme_bytes: Space on disk.
+        available: Host memory that this process could have now, by the machine and its cgroups;
+            it is no budget.
     """
 
     hbm: int
@@ -90,17 +90,18 @@ def budgets_for(
     where: Where = "auto",
     **settings: Any,
 ) -> Budgets:
-    """Returns the budgets that training a model takes, as its blocks will be; moves nothing.
+    """Returns the budgets that training a model will take, to the byte; moves nothing.
 
     Give the result to :class:`tiermem.TierManager`: ``hbm=found.hbm``, because blocks are chosen
     for it, and at least ``found.dram``.
 
     Args:
         model: Any module that can be wrapped; only shapes and dtypes are looked at.
-        cls: The optimizer's class; None for a model that only infers.
+        cls: The optimizer's class; None for inference only.
         params: What the optimizer gets; by default all parameters of the model.
         device: As for the manager.
-        hbm: Likewise; by default 80% of what is free on the device.
+        hbm: Likewise; by default 80% of what is free on a GPU, and with ``device="cpu"`` an
+            eighth of the available host memory.
         nvme: Whether there is an NVMe tier.
         policy: As for the manager.
         blocks: As for ``wrap``.
@@ -112,7 +113,7 @@ def budgets_for(
         grad_dtype: Likewise.
         overlap: Likewise.
         where: Likewise.
-        **settings: The class's own.
+        **settings: The optimizer class's own.
 
     Raises:
         ConfigError: If a setting cannot be used.

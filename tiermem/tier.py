@@ -58,9 +58,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class TierManager:
     """Three tiers of memory, and the models that live in them.
 
-    Use it as a context manager, or call :meth:`close`; either gives the models back as ordinary
-    ones, and memory and disk space. Without either, the tiers are there as long as you keep the
-    manager, a model wrapped in it, or an optimizer over one. Nothing is left behind even if the
+    Use it as a context manager, or call :meth:`close`. Either makes the models ordinary ones again,
+    and gives memory and disk space back. Without either, the tiers are there as long as you keep
+    the manager, a model wrapped in it, or an optimizer over one. Nothing is left behind even if the
     process is killed.
     """
 
@@ -84,20 +84,22 @@ class TierManager:
             device: ``"cuda"`` (or ``"cuda:1"``, ...), or ``"cpu"``, where an arena of host
                 memory stands in for HBM and the very same code runs.
             hbm: Budget of device memory for what tiermem holds there (activations and the
-                framework's own memory come on top); bytes, text such as ``"7GiB"``, or a share
+                framework's own memory come on top): bytes, text such as ``"7GiB"``, or a share
                 such as ``"80%"`` of what the device has. It is a limit: memory is taken as
-                blocks come there. By default, and with ``"auto"``, it is found out: half of
-                what is free at first, then all that the program leaves but for a margin, and
-                as little as possible after torch has run out of memory; the step that raised
-                can be made again.
+                blocks arrive. By default, and with ``"auto"``, it is found out on a GPU: half of
+                what is free at first, then all that the program leaves but for a margin. After
+                torch has run out of memory it is as little as possible; the step that raised
+                can be repeated. With ``device="cpu"`` the default is an eighth of the available
+                host memory.
             dram: Budget of host memory, likewise a limit; ``"50%"`` is of what the machine has
                 and the process's cgroups allow. By default, and with ``"auto"``, half of what
-                is available, to the machine and within these limits. What homes leave over of
-                it is used to read ahead from files.
+                is available, to the machine and within these limits. What homes leave of it
+                is used to read ahead from files.
             nvme: A folder on a fast disk, or several to stripe over; None for two tiers only.
             nvme_bytes: Most bytes on disk; by default what is needed.
-            policy: The home tier of each role.
-            prefetch_depth: Blocks looked ahead, or ``"auto"``.
+            policy: The home tier of each role: a :class:`tiermem.Policy`, a mapping of roles, or
+                one tier for all roles.
+            prefetch_depth: How many blocks ahead fetches may begin, or ``"auto"``.
             activation_min: With ``Policy(activations="dram")`` or ``"nvme"``: the least size of a
                 tensor saved for backward that leaves HBM. One for which there is no room in its
                 tier stays in HBM, and ``stats().activations.kept`` counts it.
@@ -160,17 +162,18 @@ class TierManager:
         Args:
             model: Any module. It may be on the CPU or on the device already.
             blocks: What moves as one: ``"auto"``; names of modules at which a block begins; or a
-                predicate of name and module. By ``"auto"`` blocks suit training where the model is
-                in training mode or gets an optimizer for most of it before its first call, which
-                wraps it anew; else they suit evaluation.
-            homes: Homes of weights that are not the policy's: by a module's qualified name, for
-                what is in it, say ``{"layers.0": "dram"}``; the innermost name counts.
+                predicate of name and module. With ``"auto"``, blocks suit training if the model is
+                in training mode, or gets an optimizer for most of it before its first call (which
+                wraps it anew). Otherwise they suit evaluation.
+            homes: Homes of weights that differ from the policy's: a mapping of a module's qualified
+                name to the home of all that is in it, say ``{"layers.0": "dram"}``. Where names
+                are nested, the innermost counts.
             resident: Parameters that stay in HBM with their gradients, masters and state, whatever
                 the policy and ``homes`` say: a predicate of qualified name and parameter, or None
-                for none. ``"auto"``: adapters that :func:`tiermem.add_adapters` put in; where there
-                are none, what is trained if it is little beside what is frozen: an eighth of its
-                bytes at most, and an eighth of HBM at most with gradients and the state of Adam.
-                With ``blocks="auto"`` also blocks that are too little to be moved.
+                for none. ``"auto"``: adapters that :func:`tiermem.add_adapters` put in. If there
+                are none: what is trained, if it is little: at most an eighth of the bytes of what
+                is frozen and, with gradients and the state of Adam, an eighth of HBM.
+                With ``blocks="auto"`` also blocks that are too small to be worth moving.
 
         Returns:
             The same module.
@@ -271,8 +274,8 @@ class TierManager:
             params: A wrapped module, parameters, or parameter groups as torch takes them. Some may
                 be outside the tiers, where they stay.
             cls: Any ``torch.optim.Optimizer`` class that updates each parameter from its own
-                gradient and state; it is tried. Its methods that torch's have not, such as
-                ``train()``, are the returned optimizer's, too.
+                gradient and state, which trial steps find out. Methods that it has beyond
+                torch's, such as ``train()``, are the returned optimizer's, too.
             master_dtype: Gives every floating parameter of another dtype a master of this one,
                 say ``torch.float32`` for a bfloat16 model. The class steps the masters, with
                 the gradients cast; the weights are the masters, cast. They live where
@@ -281,30 +284,43 @@ class TierManager:
                 rather than in the parameters', and ``param.grad`` has it. For float16 weights,
                 ``GradScaler.unscale_`` needs it (torch unscales no float16 gradients); without
                 ``unscale_`` the scale is undone in ``step()``, after the cast to the master.
-            overlap: ``"auto"``: inside backward, to be confirmed by ``step()``, where DRAM has
-                room to keep what blocks were as well; else as ``"forward"`` for every block where
+            overlap: When the step of a block is made.
+
+                ``False``: in ``step()``.
+
+                ``"forward"`` (or True): just before the block's next use, in the next forward,
+                where its weights come up anyway. Nobody sees a weight before its step is made,
+                and the step uses the settings that held when ``step()`` was called.
+
+                ``"backward"``: in backward, as soon as the block's gradient is final. The gradient
+                never leaves HBM (what the host steps is begun there); ``step()`` makes what is
+                left. It is for loops that look at no gradient: clipping, loss scaling, and
+                settings changed between backward and ``step()`` are refused, at the first step,
+                which is made after backward. With several backwards per step, call
+                ``optimizer.accumulate(n)``.
+
+                ``"auto"``: in backward, to be confirmed by ``step()``, where DRAM has room to keep
+                the former bytes of a block as well. Else as ``"forward"``, for every block where
                 no program can tell, which is found out at each step; the others are stepped in
-                ``step()``. Bits, budgets that suffice and what can be looked at are those of
-                ``False``. An error of a disk may come in the next forward, which can be called
-                again. ``False``: in ``step()``.
-                ``"forward"`` (or True): ``step()`` leaves each block to be stepped just
-                before its next use, in the next forward, where its weights come up anyway. Nobody
-                sees a weight before its step is made, and the step uses the settings of when it
-                was asked for. ``"backward"``: each block is stepped as soon as its gradient is
-                final, in backward, and its gradient never leaves HBM (what the host steps is
-                begun there); ``step()`` makes what is left. For loops that look at no gradient:
-                clipping, loss scaling and settings changed between backward and ``step()`` are
-                refused, at the first step, which is made after backward. With several backwards
-                per step, say ``optimizer.accumulate(n)``.
-            where: ``"auto"``: what is fastest with the resident optimizer's bits. That is the
-                device, and for a measured share of what is at home in DRAM the host, if its steps
-                of this class and these settings were tried and have the device's bits (Adam, AdamW,
-                SGD; ``optimizer.stepped_where`` says so). ``"device"``: state and masters come up
-                for the step. ``"host"``: blocks whose weights, gradients, state and masters
-                are all at home in DRAM or in files, which pass through staging in the DRAM budget,
-                are stepped there, with the device's bits where that is proved, else by torch's CPU
-                kernels, which round differently; the others on the device. ``"both"``: a share of
-                them, by measured speed, so that both sides finish together.
+                ``step()``. Bits, the budgets that suffice and what a program can look at are
+                those of ``False``. An error of a disk may be raised by the next forward, which
+                can be called again.
+            where: Where steps are made.
+
+                ``"device"``: state and masters come up for the step.
+
+                ``"host"``: in DRAM, for blocks whose weights, gradients, state and masters are
+                all at home in DRAM or in files (which pass through staging in the DRAM budget); the
+                others on the device. Steps on the host have the device's bits where that is
+                proved. Else torch's CPU kernels make them, which round differently.
+
+                ``"both"``: as ``"host"`` for a share of the blocks, by measured speed, so that
+                both sides finish together.
+
+                ``"auto"``: what is fastest with the resident optimizer's bits. That is the
+                device. For a measured share of what is at home in DRAM it is the host, if trial
+                steps of this class and these settings have shown the device's bits (Adam, AdamW,
+                SGD). ``optimizer.stepped_where`` says what was chosen.
             host_share: With ``where="both"``: the share of the elements that the host steps, 0 to
                 1, met as closely as whole blocks allow; by default the one that is measured.
             **settings: The class's own settings.
@@ -389,7 +405,7 @@ class TierManager:
     def materialize(
         self, target: Target, device: str | torch.device | None = None
     ) -> AbstractContextManager[None]:
-        """Gives parameters and their gradients as ordinary tensors, and takes changes back.
+        """Makes parameters and gradients ordinary tensors inside ``with``; takes changes back.
 
         Args:
             target: A module, a parameter, or several.
@@ -418,15 +434,15 @@ class TierManager:
         Beyond the budgets it takes the memory of one block, and of some buffers of 8 MiB.
 
         Args:
-            path: Where there is nothing, an empty folder or a checkpoint, which is replaced. Files
-                of your own there (``config.json``, a tokenizer, notes) stay; a folder that has
-                them alone may become a checkpoint.
+            path: A name that is free, an empty folder, or a checkpoint, which is replaced; the
+                folder that it lies in has to exist. Files of your own in it (``config.json``, a
+                tokenizer, notes) stay; a folder that has only such files may become a checkpoint.
             extra: Numbers, text, None and tensors, in lists, tuples and dictionaries: what else a
                 run needs, such as ``scheduler.state_dict()``.
-            wait: Whether to return when the checkpoint is there. Without, the state of now is
-                saved while training goes on: blocks are copied to DRAM that is free of the budget
-                before they are stepped; where there is none, the step waits until its block is
-                written. Whatever is saved, loaded or closed next waits for it.
+            wait: Whether to return only when the checkpoint is complete. With False, the present
+                state is saved while training goes on: blocks are copied to DRAM that the budget has
+                free before they are stepped; if there is none, the step waits until its block is
+                written. The next save, load or close waits for this save.
 
         Returns:
             With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits
@@ -460,10 +476,10 @@ class TierManager:
     def load(self, path: PathLike) -> Any:
         """Goes on from a checkpoint that :meth:`save` wrote, bit for bit.
 
-        The same models are wrapped, and the same optimizers made, in the same order, before;
-        budgets, policies, ``blocks``, ``overlap`` and ``where`` may be others. All that can be
+        Wrap the same models and make the same optimizers before, in the same order. Budgets,
+        policies, ``blocks``, ``overlap`` and ``where`` may be different. All that can be
         known from names, shapes and settings is checked first. Tensors are compared with their
-        checksums as they are read: where one differs, a part has been loaded, and the models refuse
+        checksums as they are read. If one differs, a part has been loaded; the models then refuse
         to compute, and to be saved, until a whole checkpoint is loaded.
 
         Args:
@@ -485,7 +501,7 @@ class TierManager:
     # -- reports ---------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Returns what moved, what was hit and missed, and how long was waited."""
+        """Returns what moved, which uses were hits and misses, and how long the host waited."""
         stats = self._manager.stats()
         return replace(stats, activations=self._runtime.activations.stats())
 
@@ -498,7 +514,7 @@ class TierManager:
             self._manager.parts.pass_timer.reset()
 
     def pace(self) -> list[PaceRow]:
-        """Returns what was learned: for each pass and block, its compute and its transfer."""
+        """Returns the measured compute and transfer times of each block in each kind of pass."""
         with self._manager.lock:
             return self._manager.parts.pass_timer.rows(self._manager.parts.table)
 
@@ -508,7 +524,7 @@ class TierManager:
 
     @property
     def timeline(self) -> Timeline:
-        """What happened when."""
+        """Spans of compute, optimizer, stalls and copies, and pictures of them."""
         return self._manager.parts.timeline
 
     # -- the end ---------------------------------------------------------

@@ -95,16 +95,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(model: argparse._ArgumentGroup) -> None:
-    model.add_argument("--layers", type=int, default=24, metavar="N")
-    model.add_argument("--width", type=int, default=192, metavar="N")
+    model.add_argument("--layers", type=int, default=24, metavar="N", help="default: 24")
+    model.add_argument("--width", type=int, default=192, metavar="N", help="default: 192")
     model.add_argument(
         "--heads", type=int, metavar="N", help="default: 6, or fewer that divide the width"
     )
-    model.add_argument("--context", type=int, default=128, metavar="N", help="bytes in a sequence")
-    model.add_argument("--batch", type=int, default=4, metavar="N", help="sequences in a forward")
-    model.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards in a step")
-    model.add_argument("--steps", type=int, default=80, metavar="N")
-    model.add_argument("--lr", type=float, default=1e-3)
+    model.add_argument(
+        "--context", type=int, default=128, metavar="N", help="tokens in a sequence (default: 128)"
+    )
+    model.add_argument(
+        "--batch", type=int, default=4, metavar="N", help="sequences in a forward (default: 4)"
+    )
+    model.add_argument(
+        "--accumulate", type=int, default=1, metavar="N", help="forwards in a step (default: 1)"
+    )
+    model.add_argument("--steps", type=int, default=80, metavar="N", help="default: 80")
+    model.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: 0.001)")
     model.add_argument(
         "--clip",
         type=float,
@@ -112,8 +118,8 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         metavar="NORM",
         help="most that the norm of all gradients may be; 0 for any (default: 1.0)",
     )
-    model.add_argument("--seed", type=parse_seed, default=0)
-    model.add_argument("--dtype", choices=_DTYPES, default="float32")
+    model.add_argument("--seed", type=parse_seed, default=0, help="default: 0")
+    model.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
     model.add_argument("--master", choices=_DTYPES, help="dtype of master weights (default: none)")
     model.add_argument("--checkpointing", action="store_true", help="recompute each layer")
     model.add_argument(
@@ -124,7 +130,11 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         help="make logits and loss in N parts (default: all at once)",
     )
     model.add_argument(
-        "--data", action="append", default=[], metavar="PATH", help="a file or folder; repeatable"
+        "--data",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a file or folder; repeatable (default: the source of Python's standard library)",
     )
 
 
@@ -144,13 +154,15 @@ def _add_tiers(tiers: argparse._ArgumentGroup) -> None:
     )
     tiers.add_argument("--nvme-bytes", metavar="SIZE", help="default: what can be needed")
     tiers.add_argument("--policy", help="a tier, or role=tier,... (default: auto)")
-    tiers.add_argument("--prefetch-depth", default="auto", metavar="N")
+    tiers.add_argument(
+        "--prefetch-depth", default="auto", metavar="N", help="blocks ahead (default: auto)"
+    )
     add_activation_arguments(tiers)
     tiers.add_argument(
         "--optimizer-on",
         choices=("device", "host", "both"),
         default="device",
-        help="where steps are made; on the host they round differently",
+        help="where steps are made; on the host they round differently (default: device)",
     )
     tiers.add_argument(
         "--overlap",
@@ -158,14 +170,14 @@ def _add_tiers(tiers: argparse._ArgumentGroup) -> None:
         const="forward",
         default="auto",
         choices=("auto", "forward", "backward"),
-        help="make each block's step in the next forward (default, where this is given), in "
-        "backward as soon as its gradient is final, which leaves no room for clipping, or where "
-        "no program can tell (auto, the default)",
+        help="when a block's step is made. auto, the default: in backward or in the next forward, "
+        "wherever no program can tell. forward (also --overlap alone): in the next forward. "
+        "backward: as soon as its gradient is final, which excludes clipping (give --clip 0)",
     )
 
 
 def _add_saving(saving: argparse._ArgumentGroup) -> None:
-    saving.add_argument("--save", metavar="DIR", help="save the run there, at the end at least")
+    saving.add_argument("--save", metavar="DIR", help="save the run there, at least at the end")
     saving.add_argument(
         "--save-every", type=int, metavar="N", help="and after every N steps, while it goes on"
     )

@@ -33,10 +33,11 @@ def load_checkpoint(
 ) -> nn.Module:
     """Wraps a model whose weights are in a safetensors checkpoint.
 
-    The checkpoint is a home of the NVMe tier: with ``Policy(params="auto")`` or ``"nvme"`` weights
-    are read from it when they are needed, and what DRAM has to spare keeps copies; ``"dram"`` and
-    ``"hbm"`` fill that tier once. The files are never written: a weight that is gets a home as the
-    policy says. They must not be changed while the model is in the tiers.
+    The checkpoint's files are a home of the NVMe tier. With ``Policy(params="auto")`` or ``"nvme"``
+    weights are read from them when they are needed, and DRAM keeps copies as far as it has room.
+    ``"dram"`` and ``"hbm"`` fill that tier once. The files are never written: a weight that is
+    written gets a home as the policy says. They must not be changed while the model is in the
+    tiers.
 
     Args:
         model_or_factory: A module, whose parameters may be on the meta device; a callable that
@@ -48,7 +49,7 @@ def load_checkpoint(
         tier: The manager.
         names: The file's name for each of the model's parameters and persistent buffers: a
             mapping (names that are not in it stay) or a callable. With it, other tensors of the
-            files are left alone.
+            files are ignored.
         dtype: Parameters of floating dtype get this one; by default a module's stay as they are.
             Those of a class of transformers or diffusers are as ``from_pretrained`` makes them,
             with and without it.

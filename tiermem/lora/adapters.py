@@ -143,10 +143,10 @@ def _class_of(adapted: type[Adapted], kind: type) -> type:
 def add_adapters(model: nn.Module, lora: Any) -> list[str]:
     """Freezes a model and puts adapters into it, in place.
 
-    The parameters of the model may be on the meta device; their dtypes are those to come. Names
-    stay as they are: what is added are ``NAME.lora_A.weight`` and ``NAME.lora_B.weight`` beside
-    ``NAME.weight`` (for embeddings ``NAME.lora_embedding_A`` and ``..._B``). With the seed that a
-    ``peft.get_peft_model`` would have had, they have the bits that it would have given them.
+    The parameters of the model may be on the meta device, with the dtypes that they will have.
+    Names stay as they are: what is added is ``NAME.lora_A.weight`` and ``NAME.lora_B.weight``
+    beside ``NAME.weight`` (for embeddings ``NAME.lora_embedding_A`` and ``..._B``). With the same
+    seed they have the bits that ``peft.get_peft_model`` would have given them.
     ``tier.wrap`` keeps them in HBM, with their gradients and optimizer state.
 
     Args:

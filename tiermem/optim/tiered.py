@@ -33,14 +33,14 @@ from tiermem.optim.units.collection import Units
 
 
 class TieredOptimizer(torch.optim.Optimizer):
-    """What ``tier.optimizer`` returns: the class asked for, streamed.
+    """What ``tier.optimizer`` returns: an optimizer of the class asked for, whose state streams.
 
     ``param_groups``, learning-rate schedulers, ``state_dict``, ``zero_grad`` and
     step hooks work as on the plain optimizer, and give the same bits.
 
     Attributes:
-        grad_factor: What the next ``step()`` multiplies each gradient by, 0-d, after its cast to
-            the master's dtype; None for nothing. ``zero_grad()`` forgets it.
+        grad_factor: A 0-d tensor that the next ``step()`` multiplies each gradient by, after the
+            gradient's cast to the master's dtype; None for no factor. ``zero_grad()`` resets it.
     """
 
     grad_factor: torch.Tensor | None = None
@@ -123,10 +123,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes one step, each block of weights in turn.
 
-        A step that an error cuts short has stepped some blocks and not the others, never part
-        of one (of a large parameter, some parts). Calling ``step()`` again finishes it, with the
-        gradients, settings and loss scale that it began with; until then gradients cannot be
-        cleared and no training forward can begin. :meth:`abandon_step` leaves it as it is.
+        A step that an error cuts short has stepped some blocks and not the others, but never a
+        part of a block (of a large parameter: some of its parts). Call ``step()`` again to finish
+        it, with the gradients, settings and loss scale that it began with. Until then gradients
+        cannot be cleared and no training forward can begin. :meth:`abandon_step` leaves it as it
+        is.
 
         Args:
             closure: Evaluated once, first, with gradients on.
@@ -198,7 +199,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @entrance
     def finish(self) -> None:
-        """Makes what is left of the last step (``overlap``), as an access to its blocks would."""
+        """Makes steps that were put off (``overlap``), as an access to their blocks would."""
         self._timing.finish()
         self._timing.catch_up()
 
@@ -206,8 +207,8 @@ class TieredOptimizer(torch.optim.Optimizer):
     def accumulate(self, micro_batches: int) -> None:
         """Sets how many backwards there are for each step, from the next step on.
 
-        Only ``overlap="backward"`` has to know: it steps blocks in the last of them. A step may
-        be asked for sooner (then it is made like any other); one backward more is refused.
+        Only ``overlap="backward"`` has to know: it steps blocks in the last of them. ``step()`` may
+        be called sooner (then the step is made like any other); one backward more is refused.
 
         Args:
             micro_batches: At least 1, which it is without this call.
@@ -226,7 +227,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def speeds(self) -> Speeds | None:
-        """Of host and device, where they were measured to share the steps out."""
+        """Measured speeds of host and device, if steps are shared between them; else None."""
         return self._host.speeds
 
     @property

@@ -91,7 +91,8 @@ class Stats:
         reads_in_place: Uses of a block that looked at a few rows of it where it lies in DRAM.
         read_in_place: Bytes of those rows; no link counts them.
         experts_chosen: Experts that tokens chose, summed over the calls of layers whose experts
-            come up one by one; a backward through a call that has saved some is one more.
+            come up one by one; a backward through a call that has saved experts counts as one
+            more call.
         expert_hits: Of these, those that were in HBM already, or on their way by a guess.
         expert_guesses: Experts that were fetched before a token had chosen them.
         expert_guesses_right: Of these, those that were chosen in the next call.
@@ -116,20 +117,17 @@ class Stats:
             differ from what was expected.
         bound_seconds: The least those passes could take: the longest of their compute and of
             their bytes over each link at the best speed it sustained.
-        limit: Which of them it is: ``"compute"`` or a link.
-        losses: Where the measured time went that was not compute, in seconds. Waits of the
-            compute for blocks by link, such as ``"dram->hbm"`` (where a link is the limit, some
-            of that cannot be avoided: its time beyond the compute); ``"host wait"``: for room,
-            or for files besides; ``"host"``: launches, hooks, and compute that took longer than
-            it usually does.
-        efficiency: Share of the passes' time that was not spent waiting or copying on the
-            host; None before anything ran.
+        limit: Which of these is the longest: ``"compute"`` or a link.
+        losses: Where the measured time went that was not compute, in seconds. By link, such as
+            ``"dram->hbm"``: how long compute waited for blocks (where a link is the limit, its
+            time beyond the compute cannot be avoided). ``"host wait"``: waits for room, or for
+            files besides. ``"host"``: launches, hooks, and compute that took longer than usual.
         reads_into: Where blocks that stream from files are read to now: ``"hbm"``, straight, or
-            ``"dram"``, ahead of room in HBM; ``"none"`` without an NVMe tier.
-        kept_in_dram: Bytes of blocks from files of which DRAM keeps copies while the present
+            ``"dram"``, before HBM has room for them; ``"none"`` without an NVMe tier.
+        kept_in_dram: Bytes of blocks at home in files of which DRAM keeps copies while the present
             loop goes on, so that they are not read again.
-        packed_in_dram: Bytes of packed copies of weights in DRAM, from which they come up with
-            three quarters of their bytes; homes that need the DRAM take it.
+        packed_in_dram: Bytes of packed copies of weights in DRAM, with which weights come up in
+            three quarters of their bytes. Homes that need that DRAM take it.
         kept_in_hbm: Bytes of blocks that are in HBM to stay while the present loop streams others.
         hbm_mapped: Bytes of device memory that the HBM tier has taken by now, in whole chunks; its
             budget is what it may take.
