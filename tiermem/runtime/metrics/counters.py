@@ -129,8 +129,8 @@ class Stats:
         packed_in_dram: Bytes of packed copies of weights in DRAM, with which weights come up in
             three quarters of their bytes. Homes that need that DRAM take it.
         kept_in_hbm: Bytes of blocks that are in HBM to stay while the present loop streams others.
-        hbm_mapped: Bytes of device memory that the HBM tier has taken by now, in whole chunks; its
-            budget is what it may take.
+        hbm_mapped: Bytes of device memory that the HBM tier has taken by now, in whole chunks; at
+            most its budget, rounded up to the driver's units (2 MiB).
         activations: Tensors saved for backward that left HBM.
     """
 
