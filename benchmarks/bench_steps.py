@@ -8,10 +8,12 @@ would on such a machine, to the microsecond the same in each run::
 
     python benchmarks/bench_steps.py vit layers --hbm 0.25 0.5 --computes 0.05+0.1 0.15+0.4
     python benchmarks/bench_steps.py vit --wait-for-compute
+    python benchmarks/bench_steps.py llama --clip --host-step 0.2
 
 ``--wait-for-compute`` has copies up wait for all compute that the host has submitted, also where
 nothing but a copy down has used their place since. ``--fine`` has the blocks that models have where
-the link takes longer for a step than the host.
+the link takes longer for a step than the host. ``--clip`` clips the gradients in each step, so that
+steps are made in the next forward. ``--host-step`` gives the host its share of the steps.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from bench_uses import OTHER_CALLS, StandInCalls, as_on_cuda, smaller
@@ -31,6 +34,13 @@ from torch import nn
 import tiermem
 from tiermem.core.copied import CopiedRuns
 from tiermem.nn.groups import blocks
+from tiermem.optim.host import devicebits, sides
+from tiermem.optim.host.devicebits import ShareTrial
+from tiermem.optim.host.exact import Proven
+from tiermem.optim.host.factor import Factor
+from tiermem.optim.host.job import Job
+from tiermem.optim.host.side import HostSide
+from tiermem.optim.host.spread import Rates
 from tiermem.runtime import assembly
 from tiermem.runtime.services.sweep import BlockSweep
 from tiermem.transfer import driver
@@ -103,6 +113,16 @@ class Machine:
         """Seconds of the host's time so far."""
         return self._double("now").value
 
+    @now.setter
+    def now(self, seconds: float) -> None:
+        self._double("now").value = seconds
+
+    @property
+    def computed(self) -> float:
+        """When the compute submitted so far is over."""
+        ends: float = (ctypes.c_double * 256).in_dll(self._library, "ends")[COMPUTE]
+        return max(self.now, ends)
+
     @property
     def moved(self) -> tuple[int, int]:
         """Bytes up and down so far."""
@@ -118,6 +138,100 @@ class Machine:
 
     def _double(self, name: str) -> Any:
         return ctypes.c_double.in_dll(self._library, name)
+
+
+class HostThread:
+    """Has the host step a share, in a thread that makes one step after another.
+
+    A step is made at once, and seen to be over when the host's time has come to its end. The loop's
+    bits are taken for the device's.
+    """
+
+    def __init__(self, machine: Machine, seconds: float) -> None:
+        """Begins with nothing to do.
+
+        Args:
+            machine: Keeps the time.
+            seconds: That it takes for an element.
+        """
+        self._machine, self._seconds = machine, seconds
+        self._free = 0.0
+        self._ends: dict[int, tuple[float, Job]] = {}
+        self._factors: dict[int, float] = {}
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Has the host have its share in all steps, inside ``with``."""
+        names = {
+            HostSide: ("begin", "_await"),
+            Job: ("succeeded", "finish"),
+            Factor: ("__init__", "value"),
+        }
+        with ExitStack() as stack:
+            for cls, methods in names.items():
+                for name in methods:
+                    made = getattr(self, f"_{cls.__name__.lower()}_{name.strip('_')}")
+                    method = self._around(made, getattr(cls, name))
+                    stack.enter_context(mock.patch.object(cls, name, method))
+            for owner, name, new in (
+                (sides, "measure_both", lambda *_: Rates(1.0, 1.0)),
+                (sides, "_LEAST", 0),
+                (devicebits, "prove", lambda kind, *_: Proven(kind.flavour, 0x7FC0, _Offsets())),
+                (ShareTrial, "host_has_share", self._has_share),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, new))
+            yield
+
+    @staticmethod
+    def _around(made: Any, own: Any) -> Any:
+        return lambda this, *args: made(own, this, *args)
+
+    @staticmethod
+    def _has_share(trial: ShareTrial, _ticket: object) -> bool:
+        trial.on_host = True
+        return True
+
+    def _hostside_begin(self, own: Any, side: HostSide, runtime: Any, job: Job, pool: Any) -> None:
+        before = self._machine.now
+        own(side, runtime, job, pool)
+        job.future.exception()  # type: ignore[union-attr]
+        began = max(self._free, self._machine.now)  # it has waited for its gradients
+        self._machine.now = before
+        elements = sum(param.numel() for param, _ in side.unit.members)
+        self._free = began + elements * self._seconds
+        self._ends[id(job)] = self._free, job
+
+    def _hostside_await(self, own: Any, side: HostSide, runtime: Any, job: Job) -> None:
+        own(side, runtime, job)
+        self._wait_for(job)
+
+    def _job_succeeded(self, own: Any, job: Job) -> bool:
+        return bool(own(job)) and self._end(job) <= self._machine.now
+
+    def _job_finish(self, own: Any, job: Job) -> None:
+        own(job)
+        self._wait_for(job)
+
+    def _factor_init(self, own: Any, factor: Factor, by: torch.Tensor) -> None:
+        own(factor, by)
+        self._factors[id(factor)] = self._machine.computed
+
+    def _factor_value(self, own: Any, factor: Factor) -> float:
+        self._machine.now = max(self._machine.now, self._factors[id(factor)])
+        return float(own(factor))
+
+    def _end(self, job: Job) -> float:
+        return self._ends[id(job)][0] if id(job) in self._ends else 0.0
+
+    def _wait_for(self, job: Job) -> None:
+        self._machine.now = max(self._machine.now, self._end(job))
+
+
+class _Offsets(dict[float, int]):
+    """Those of any betas."""
+
+    def __missing__(self, _beta: float) -> int:
+        return 0
 
 
 class _Work(torch.autograd.Function):
@@ -229,7 +343,14 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
         layer.device = device[0] * part, device[1] * part
         layer.host = options.host[0] / len(layers), options.host[1] / len(layers)
     hbm, dram = int(nbytes * share) // 4096 * 4096, 14 * nbytes + (1 << 24)
-    with on(machine), smaller(by), tiermem.TierManager("cpu", hbm=hbm, dram=dram) as tier:
+    on_host = options.host_step
+    host = HostThread(machine, on_host * by / 1e9).at_work() if on_host else nullcontext()
+    with (
+        on(machine),
+        host,
+        smaller(by),
+        tiermem.TierManager("cpu", hbm=hbm, dram=dram) as tier,
+    ):
         if options.wait_for_compute:
             CopiedRuns.was = lambda self, start: False  # type: ignore[method-assign]
         if options.fine:
@@ -240,13 +361,16 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
             setattr(estimates, rate, lambda *_: options.rate * 1e9 / by)
         estimates.computes = lambda key: device["backward" in repr(key)]  # type: ignore[method-assign]
         tier.wrap(model)
-        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4)
+        fused = {"fused": True} if on_host else {}  # as foreach, a CPU has no such steps
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4, **fused)
         x = torch.rand(1, next(layers[0].children()).in_features)
         last = options.steps // 2
         for number in range(options.steps):
             if number == last:
                 began, before = machine.now, machine.moved
             model(x).square().mean().backward()
+            if options.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
             optimizer.step()
             optimizer.zero_grad()
             machine.wait()
@@ -276,6 +400,10 @@ def main() -> None:
     parser.add_argument("--host", type=float, nargs=2, default=[0.03, 0.09], help="seconds")
     parser.add_argument("--rate", type=float, default=49, help="GB/s of the link, each way")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--clip", action="store_true", help="in each step")
+    parser.add_argument(
+        "--host-step", type=float, help="seconds of the host for 10**9 elements, of its share"
+    )
     parser.add_argument("--wait-for-compute", action="store_true")
     parser.add_argument("--fine", action="store_true")
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")

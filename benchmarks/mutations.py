@@ -4887,4 +4887,65 @@ MUTATIONS = (
         "record.block.role is Role.GRAD",
         ("tests/unit/test_runtime_places_ahead.py",),
     ),
+    *(
+        Mutation(f"clipped on the host: {name}", f"tiermem/optim/host/{file}", old, new, tests)
+        for name, file, old, new, tests in (
+            (
+                "bfloat16 gradients are taken as they are",
+                "exact.c",
+                "if (s->scaled && s->grad_bf16) {",
+                "if (s->scaled && s->grad_bf16 && n < 0) {",
+                ("tests/unit/test_optim_host_bits.py",),
+            ),
+            (
+                "products are not rounded before the step",
+                "exact.c",
+                "store(to, i, computed(load(from, i, half) * factor, half), half, nan);",
+                "store(to, i, load(from, i, half) * factor * 1.001f, half, nan);",
+                ("tests/unit/test_optim_host_bits.py",),
+            ),
+            (
+                "of two factors one counts",
+                "side.py",
+                "if not fits or found:",
+                "if not fits:",
+                ("tests/unit/test_optim_host_bits.py",),
+            ),
+            (
+                "a factor of some gradients is all gradients'",
+                "side.py",
+                "{factor.dtype} and pending.is_due_to(there)",
+                "{factor.dtype}",
+                ("tests/unit/test_optim_host_bits.py",),
+            ),
+            (
+                "the factor's dtype does not matter",
+                "side.py",
+                "fits = dtypes == {factor.dtype} and",
+                "fits =",
+                ("tests/unit/test_optim_host_bits.py",),
+            ),
+            (
+                "the step is made by gradients as they are",
+                "job.py",
+                "return self.factors[0].value() if self.factors else 1.0",
+                "return 1.0",
+                ("tests/unit/test_optim_host_bits.py",),
+            ),
+        )
+    ),
+    Mutation(
+        "walks: a step on the host is waited for whether the link is busy or not",
+        "tiermem/runtime/lookahead/walks.py",
+        "if risen is not None and not risen.done():",
+        "if risen is not None:",
+        ("tests/unit/test_optim_deferred.py",),
+    ),
+    Mutation(
+        "walks: a step on the host is never waited for ahead of use",
+        "tiermem/runtime/lookahead/walks.py",
+        "                self._deferred.finish(block_id)\n",
+        "                pass\n",
+        ("tests/unit/test_optim_deferred.py",),
+    ),
 )

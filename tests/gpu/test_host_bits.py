@@ -63,10 +63,12 @@ def _keeps(self: Any, ticket: object) -> bool:
     return True
 
 
-@pytest.mark.parametrize("overlap", ["auto", False, "backward"])
+@pytest.mark.parametrize(
+    ("overlap", "clip"), [("auto", 0.0), ("auto", 1e-4), (False, 0.0), ("backward", 0.0)]
+)
 @pytest.mark.parametrize("how", [{}, FUSED])
 def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
-    monkeypatch: pytest.MonkeyPatch, overlap: Any, how: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, overlap: Any, clip: float, how: dict[str, Any]
 ) -> None:
     import tiermem
 
@@ -94,6 +96,8 @@ def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
             x = torch.randn(64, 512, device="cuda", dtype=BF16, generator=generator)
             for net in (plain, model):
                 net(x).float().square().mean().backward()
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
             for master, param in zip(masters, plain.parameters(), strict=True):
                 master.grad = param.grad.float()
                 param.grad = None
@@ -102,6 +106,8 @@ def test_a_run_with_steps_on_both_sides_has_the_residents_bits(
                 for master, param in zip(masters, plain.parameters(), strict=True):
                     param.copy_(master)
             optimizer.step()
+            on_host = any(unit.host is not None for unit in optimizer._units)
+            assert on_host or not (clip and step)  # the first steps are the device's
             optimizer.zero_grad()
         for name, value in model.state_dict().items():
             assert torch.equal(value.cpu(), plain.state_dict()[name].cpu()), name

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from tiermem.runtime.lookahead.walks import Fetcher
 from tiermem.runtime.transfers.deferred import Deferred, DeferredWork
 
 
@@ -19,8 +23,21 @@ class Thread:
     def succeeded(self) -> bool:
         return self.over
 
+    def finish(self) -> None:
+        self.over = True
+
     def wait(self) -> None:
         self.waited += 1
+
+
+class Passed:
+    """An event, passed or not."""
+
+    def __init__(self, passed: bool) -> None:
+        self._passed = passed
+
+    def done(self) -> bool:
+        return self._passed
 
 
 def note(log: list[str], name: str) -> Callable[[], None]:
@@ -103,3 +120,44 @@ def test_waiting_takes_nothing_up() -> None:
     deferred.add(Deferred("a", [1], note(log, "a"), thread))
     deferred.wait()
     assert thread.waited == 1 and log == [] and deferred
+
+
+def test_one_is_finished_and_what_is_over_by_then_taken_up() -> None:
+    log: list[str] = []
+    deferred = DeferredWork()
+    threads = [Thread(), Thread(), Thread()]
+    for name, thread in zip("abc", threads, strict=True):
+        deferred.add(Deferred(name, [ord(name)], note(log, name), thread))
+    deferred.finish(ord("b"))
+    assert [thread.over for thread in threads] == [False, True, False]
+    assert log == []  # each in its turn
+    deferred.finish(ord("a"))
+    assert log == ["a", "b"]
+    deferred.finish(ord("c"))
+    deferred.finish(7)
+    assert log == ["a", "b", "c"] and not deferred
+
+
+@pytest.mark.parametrize(("busy", "files"), [(True, False), (False, False), (True, True)])
+def test_a_lent_block_is_waited_for_while_the_link_is_busy(busy: bool, files: bool) -> None:
+    """Else the host submits compute that the block's copy up would wait for."""
+    deferred, out = DeferredWork(), {1: 1, 2: 1}
+    thread = Thread()
+    deferred.add(Deferred("a", [1], lambda: out.pop(1), thread))
+    transfers = SimpleNamespace(mover=object() if files else None, waste=None)
+    parts: Any = SimpleNamespace(
+        deferred=deferred,
+        device=torch.device("cuda"),
+        planner=None,
+        transfers=transfers,
+        copy=SimpleNamespace(risen=lambda: Passed(not busy)),
+    )
+    loans: Any = SimpleNamespace(out=out)
+    fetcher = Fetcher(parts, loans, lambda *_: True)
+    assert not fetcher.is_back(2)  # lent for something else
+    assert not thread.over
+    assert fetcher.is_back(1) == (busy and not files)
+    assert thread.over == (busy and not files)
+    thread.over = True
+    deferred.collect()
+    assert fetcher.is_back(1)

@@ -6,7 +6,7 @@ The device is one that NumPy plays (:mod:`support_hostbits`), which shares no co
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from tiermem.optim.balance import Speed
 from tiermem.optim.host import exact, loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import ExactCalls, kind_of_step
+from tiermem.optim.host.factor import Factor
 from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.probe import settings_of
@@ -546,9 +547,9 @@ def test_what_the_host_would_round_otherwise_is_the_devices_for_that_step() -> N
         twins.backward(0)
         twins.step()
         twins.backward(1)
-        twins.clip_norm(0.01)
+        twins.clip_value(0.001)
         twins.step()
-        assert not any(unit.host is not None for unit in units)  # gradients awaited a factor
+        assert not any(unit.host is not None for unit in units)  # gradients awaited a change
         twins.check()
         twins.backward(2)
         for model in (twins.plain, twins.model):  # a user puts an ordinary tensor there
@@ -579,22 +580,79 @@ def test_state_comes_about_in_the_order_of_the_parameters() -> None:
         assert order == [id(p) for group in twins.optimizer.param_groups for p in group["params"]]
 
 
-def test_a_clipping_that_does_not_clip_leaves_steps_to_the_host() -> None:
+def test_products_that_are_others_on_the_device_are_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multiply = torch._foreach_mul_
+
+    def truncated(tensors: Any, by: Any) -> None:
+        multiply(tensors, by)
+        for tensor in tensors:
+            tensor.nan_to_num_().nextafter_(torch.zeros_like(tensor))
+
+    monkeypatch.setattr(torch, "_foreach_mul_", truncated)
+    with device_of_numpy(Kernels(off=1)):
+        assert isinstance(_prove(torch.optim.AdamW, {}, FP32, FP32), str)
+        assert isinstance(_prove(torch.optim.SGD, {}, FP32, FP32), proof.Proven)
+
+
+def test_a_factor_is_that_of_when_it_was_asked_for() -> None:
+    by = torch.tensor([0.25], dtype=BF16, requires_grad=True)
+    factor = Factor(by)
+    by.data.zero_()
+    assert factor.dtype is BF16
+    assert factor.value() == 0.25
+
+
+@pytest.mark.parametrize("norms", [(1e6, 1e6, 0.01, 1e6), (0.01, 0.02, 0.01, 0.005)])
+def test_gradients_that_await_a_clipping_are_stepped_on_the_host(norms: Sequence[float]) -> None:
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
         units = [unit for unit in twins.optimizer._units if unit.host is not None]
-        for step, norm in enumerate((1e6, 1e6, 0.01, 1e6)):
+        for step, norm in enumerate(norms):
             twins.backward(step)
             twins.clip_norm(norm)
             twins.step()
-            on_host = step > 0 and norm > 1  # the first steps are the device's
+            on_host = step > 0  # the first steps are the device's
             assert all((unit.host is not None) == on_host for unit in units)
             twins.check()
         twins.backward(3)
-        twins.clip_norm(1e6)
+        twins.clip_norm(norms[-1])
         twins.optimizer.step()
         twins.by_hand.step()
         for mine, theirs in zip(twins.model.parameters(), twins.plain.parameters(), strict=True):
             assert torch.equal(mine.grad, theirs.grad)
+        twins.check()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_device_makes_two_products_and_those_of_other_dtypes(dtype: torch.dtype) -> None:
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        for step, norms in enumerate(((1e6,), (0.7,), (0.7, 0.9), (0.7, 1e6))):
+            twins.backward(step)
+            for norm in norms:
+                for model in (twins.plain, twins.model):
+                    total = torch.ones((), dtype=dtype)
+                    torch.nn.utils.clip_grads_with_norm_(model.parameters(), norm, total)
+            twins.step()
+            on_host = step in (1, 3) and dtype is BF16  # as the gradients
+            assert all((unit.host is not None) == on_host for unit in units)
+            twins.check()
+
+
+def test_a_clipping_of_some_gradients_only_is_the_devices() -> None:
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        twins.backward(0)
+        twins.step()
+        twins.backward(1)
+        for model in (twins.plain, twins.model):
+            torch.nn.utils.clip_grad_norm_(model.layers[0].up.weight, 0.001)
+        twins.step()
+        there = [unit.host is not None for unit in units]
+        assert any(there)
+        assert not all(there)
+        twins.check()
 
 
 def test_other_settings_are_proved_or_left_to_the_device() -> None:

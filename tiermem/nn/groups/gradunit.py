@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -46,6 +46,11 @@ class Pending:
             self.change([found[id(entry)] for entry in left])
         finally:  # Ctrl-C, no memory: torch has counted which are changed
             self.note_written()
+
+    def is_due_to(self, entries: Iterable[Entry]) -> bool:
+        """Whether it is still to be made to each of some gradients."""
+        left = {id(entry) for entry in self.entries} - {id(entry) for entry in self._done}
+        return not self._under_way and left.issuperset(map(id, entries))
 
     def copy(self) -> Pending:
         """Returns an independent copy, for gradients read anew, without the change under way."""

@@ -16,6 +16,7 @@ from tiermem.nn.groups.clipping import factor_of
 from tiermem.nn.groups.gradunit import Change
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.exact import Proven, kind_of_step
+from tiermem.optim.host.factor import Factor
 from tiermem.optim.host.proof import prove
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.side import HostSide, side_of
@@ -57,7 +58,7 @@ class DeviceBits:
         self._device = device
         self.reason = ""
         self._last: tuple[Any, Proven | str] | None = None
-        self._seen: tuple[Change, bool] | None = None
+        self._seen: tuple[Change, Factor | None] | None = None
         self._plain: dict[int, tuple[int, torch.dtype, torch.dtype] | str] = {}
 
     def for_step(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
@@ -71,16 +72,13 @@ class DeviceBits:
         self.reason = found if isinstance(found, str) else ""
         return None if isinstance(found, str) else found
 
-    def leaves_alone(self, change: Change) -> bool:
-        """Whether a change that gradients await is no change: a clipping's factor is 1.
-
-        Waits for the device, which has the factor.
-        """
+    def factor(self, change: Change) -> Factor | None:
+        """Returns what a clipping multiplies gradients by; None for any other change."""
+        if self._cls is torch.optim.SGD:
+            return None  # it keeps first gradients, NaN's bits too, which a product changes
         if self._seen is None or self._seen[0] is not change:
             by = factor_of(change)
-            one = by is not None and by.numel() == 1 and float(by) == 1.0
-            # SGD keeps its first gradients as they are, NaN's bits too, which a product changes
-            self._seen = change, one and self._cls is not torch.optim.SGD
+            self._seen = change, Factor(by) if by is not None and by.numel() == 1 else None
         return self._seen[1]
 
     def _of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | str:

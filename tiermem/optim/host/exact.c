@@ -38,8 +38,10 @@ typedef struct {
     int32_t momentum;   /* SGD: one of the three above */
     int32_t nesterov;   /* SGD */
     int32_t nan16;      /* bits of what is no number in bfloat16, on the device */
-    int32_t unused;
+    int32_t scaled;     /* whether gradients are multiplied by a factor first, and stored */
     float numbers[8];   /* see adam() and sgd() */
+    float factor;
+    float unused;
     int64_t count;
     void *param, *grad, *first, *second, *largest;
     uint16_t *cast;     /* where the bfloat16 cast of the new weights goes, or NULL */
@@ -233,6 +235,12 @@ INLINE float *widen(const void *from, int64_t at, int64_t n, float *to) {
     return to;
 }
 
+/* Gradients times a factor, as a kernel leaves them to the step. */
+INLINE void scale(const void *from, int64_t n, float factor, void *to, const int half, uint32_t nan) {
+    EACH for (int64_t i = 0; i < n; i++)
+        store(to, i, computed(load(from, i, half) * factor, half), half, nan);
+}
+
 INLINE void *after(void *from, int64_t nbytes) { return from == NULL ? NULL : (char *)from + nbytes; }
 
 INLINE void narrow(const float *from, int64_t n, uint16_t *to, uint32_t nan) {
@@ -260,6 +268,7 @@ INLINE void put(const void *from, int64_t nbytes, void *to) {
 INLINE void piece(const step_t *s, int64_t begin, int64_t end, const int half, const int wide) {
     float own[4][BLOCK] __attribute__((aligned(64)));
     float gradients[BLOCK] __attribute__((aligned(64)));
+    float products[BLOCK] __attribute__((aligned(64)));
     uint16_t narrow16[BLOCK] __attribute__((aligned(64)));
     const uint32_t nan = (uint32_t)s->nan16;
     const int apart = s->param_to != NULL, size = half ? 2 : 4;
@@ -273,11 +282,18 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end, const int half, c
             out[k] = apart ? own[k] : in[k];
         }
         const void *g = after(s->grad, at * (s->grad_bf16 ? 2 : 4));
+        if (s->scaled && s->grad_bf16) {
+            scale(g, n, s->factor, products, 1, nan);
+            g = products;
+        } else if (s->scaled) {
+            scale(g, n, s->factor, products, 0, nan);
+            g = products;
+        }
         if (half && !s->grad_bf16) { /* cast first, as for the device */
             narrow(g, n, narrow16, nan);
             g = narrow16;
         } else if (!half && s->grad_bf16) {
-            g = widen(s->grad, at, n, gradients);
+            g = widen(g, 0, n, gradients);
         }
         arrays_t arrays = {in[0], g, in[1], in[2], in[3], out[0], out[1], out[2], out[3]};
         block(s, n, &arrays, half, wide);

@@ -157,10 +157,12 @@ class Beside:
     Attributes:
         gradient: In its own dtype, where the one in the call is a stand-in.
         cast: Takes the cast of the result, where there is one.
+        factor: What the gradient is multiplied by as it is read; it stays as it is.
     """
 
     gradient: torch.Tensor | None = None
     cast: torch.Tensor | None = None
+    factor: float = 1.0
 
 
 class ExactCalls(TorchFunctionMode):
@@ -351,6 +353,7 @@ class ExactCalls(TorchFunctionMode):
         row.nan16 = self._device.nan16
         row.bf16 = param.dtype is torch.bfloat16
         row.grad_bf16 = gradient.dtype is torch.bfloat16
+        row.scaled, row.factor = beside.factor != 1, beside.factor
         row.param, row.grad, row.cast = map(_address, (param, gradient, beside.cast))
         row.first, row.second, row.largest = map(_address, state)
         if self._elsewhere is not None:

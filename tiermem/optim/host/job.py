@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit, Pending
 from tiermem.nn.tensors.lazy import refresh
 from tiermem.optim.host.exact import Proven
+from tiermem.optim.host.factor import Factor
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.runtime.services.host_staging import HostStage, Load, Order
 from tiermem.transfer.copy import Event
@@ -27,6 +29,8 @@ class StepGradients:
         loose: The other gradients, by the id of the parameter.
         changes: What gradients of each block await.
         scaling: What a GradScaler left to the step.
+        factors: What a step with the device's bits multiplies them by as it reads them, if
+            anything: what they await, which stays pending.
         settled: Ids of the blocks that have had their changes, in DRAM.
     """
 
@@ -34,7 +38,13 @@ class StepGradients:
     loose: dict[int, torch.Tensor]
     changes: list[tuple[GradUnit, list[Pending]]]
     scaling: Scaling | None
+    factors: tuple[Factor, ...] = ()
     settled: set[int] = field(default_factory=set)
+
+    @property
+    def factor(self) -> float:
+        """What a step with the device's bits multiplies them by; waits for the device."""
+        return self.factors[0].value() if self.factors else 1.0
 
     def units(self) -> list[GradUnit]:
         """Returns the units of those in the tiers, each once."""
@@ -163,7 +173,7 @@ class Job:
         for entry in gradients.stored:
             if entry.unit is not None:
                 found[id(entry.param)] = self.views[entry.unit.block.id][entry.unit_index]
-        if gradients.changes and self.proven is None:  # else none of them changes anything
+        if gradients.changes and self.proven is None:  # else the loop knows their factor
             gradients.make_changes(found, self.in_files())
         return found
 
@@ -178,6 +188,11 @@ class Job:
         if self.future is None or not self.future.done() or self.future.cancelled():
             return False
         return not self.computed and self.future.exception() is not None
+
+    def finish(self) -> None:
+        """Waits until its thread has made it, well or not."""
+        if self.future is not None:
+            futures.wait([self.future])
 
     def wait(self) -> None:
         """Waits until it is over, well or not; its blocks are not used any more."""

@@ -20,7 +20,7 @@ from tiermem.optim.host.build import NoLoop, built
 
 _INTS = (
     *("method", "bf16", "grad_bf16", "maximize", "decay", "amsgrad", "momentum", "nesterov"),
-    *("nan16", "unused"),
+    *("nan16", "scaled"),
 )
 NUMBERS = 8
 
@@ -31,6 +31,8 @@ class Row(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in _INTS),
         ("numbers", ctypes.c_float * NUMBERS),
+        ("factor", ctypes.c_float),
+        ("unused", ctypes.c_float),
         ("count", ctypes.c_int64),
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),

@@ -25,6 +25,8 @@ from tiermem.optim.rules.separable import Make
 _STEPS = (0, 1, 2, 9, 99, 999, 9999, 123455)
 _SIZES = (16384, 16381)  # whole vectors of the kernels, and not
 _ROUNDS = 3
+_FACTOR = 0.37
+"""What gradients are multiplied by in one more round, as a clipping does."""
 _COUNTS = (*range(1, 193), *(round(200 * 1.15**n) for n in range(64)))
 _FEW = 4  # elements to each of these
 _MOST_BETAS = 16
@@ -105,12 +107,17 @@ def _try(
         there = make([{**settings, "params": theirs}])
         if kind.cls is not torch.optim.SGD:
             _give_state(here, there, mine, theirs, source)
-        for step in range(_ROUNDS):
+        clips = kind.cls is not torch.optim.SGD
+        for step in range(_ROUNDS + clips):
             gradients = [_values(size, kind.weight, source) for size in sizes]
-            for param, gradient in zip(theirs, gradients, strict=True):
-                param.grad = gradient.to(device, kind.stepped)
+            given = [gradient.to(device, copy=True) for gradient in gradients]
+            by = torch.ones((), dtype=kind.weight, device="cpu")
+            if step == _ROUNDS:
+                torch._foreach_mul_(given, by.mul_(_FACTOR).to(device))
+            for param, gradient in zip(theirs, given, strict=True):
+                param.grad = gradient.to(kind.stepped)
             run_unseen(there)
-            _step_here(here, mine, gradients, casts, proven)
+            _step_here(here, mine, gradients, casts, proven, float(by))
             found = _differing(here, there, mine, theirs, casts)
             if found:
                 return (
@@ -128,12 +135,13 @@ def _step_here(
     gradients: Sequence[torch.Tensor],
     casts: Sequence[torch.Tensor],
     proven: Proven,
+    factor: float = 1.0,
 ) -> None:
     beside = {}
     for param, gradient, cast in zip(params, gradients, casts, strict=True):
         param.grad = stand_in(param)
         target = None if cast.dtype is param.dtype else cast
-        beside[param.data_ptr()] = Beside(gradient, target)
+        beside[param.data_ptr()] = Beside(gradient, target, factor)
     ExactCalls(proven, beside).step(optimizer, run_unseen)
 
 

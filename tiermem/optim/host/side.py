@@ -26,6 +26,7 @@ from tiermem.nn.groups.gradunit import Change, GradUnit
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, forget, is_viewed, refresh
 from tiermem.optim.host.exact import Proven
+from tiermem.optim.host.factor import Factor
 from tiermem.optim.host.job import Job, Staged, StepGradients
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.update import HostUpdate
@@ -64,8 +65,8 @@ class Bits(Protocol):
         """Returns what such a step of a unit needs, with settings as they are."""
         ...
 
-    def leaves_alone(self, change: Change) -> bool:
-        """Whether a change that gradients await is no change."""
+    def factor(self, change: Change) -> Factor | None:
+        """Returns what a change multiplies gradients by; None where it does anything else."""
         ...
 
 
@@ -139,8 +140,8 @@ class HostSide:
         """Whether a step can be made here now with the same bits as on the device.
 
         That is one whose bits are proved, of gradients that are in the tiers and await no change
-        (the host would round that otherwise), while no weight that would have to leave HBM has a
-        view.
+        but one factor (the host would round that otherwise), while no weight that would have to
+        leave HBM has a view.
 
         Args:
             runtime: The modules' runtime.
@@ -149,7 +150,7 @@ class HostSide:
         unit = self.unit
         if unit.attempt is not None or unit.group is None or unit.group.freed:
             return False
-        if self._bits.for_step(unit, groups) is None or self._awaits(unit.grad_units()):
+        if self._bits.for_step(unit, groups) is None or self._factors(self._held()) is None:
             return False
         gradients = [entry.param.grad for entry in unit.entries]
         if not all(g is None or isinstance(g, LazyTensor) for g in gradients):
@@ -159,10 +160,30 @@ class HostSide:
         with runtime.manager.lock:
             return not self.taken(runtime)
 
-    def _awaits(self, units: Sequence[GradUnit]) -> bool:
-        """Whether gradients await a change that changes anything."""
-        changes = [pending.change for u in units for pending in u.pending]
-        return not all(self._bits.leaves_alone(change) for change in changes)
+    def _factors(self, units: Sequence[GradUnit]) -> tuple[Factor, ...] | None:
+        """Returns the factor that all gradients await, if any; None where they await more.
+
+        The device rounds each of two products, and torch casts a factor of another dtype than the
+        gradients' in more than one way.
+        """
+        found = {self._factors_of(u) for u in units}
+        return None if len(found) > 1 else (found or {()}).pop()
+
+    def _factors_of(self, unit: GradUnit) -> tuple[Factor, ...] | None:
+        there = [entry for entry in unit.entries if entry.has_grad]
+        dtypes, alone = {entry.param.dtype for entry in there}, len(unit.pending) == 1
+        found: list[Factor] = []
+        for pending in unit.pending:
+            factor = self._bits.factor(pending.change)
+            if factor is None:
+                return None
+            fits = dtypes == {factor.dtype} and pending.is_due_to(there)
+            if not (alone and fits) and factor.value() == 1:
+                continue  # asked only where that matters: it waits for the device
+            if not fits or found:
+                return None
+            found.append(factor)
+        return tuple(found)
 
     def _all_or_none(self) -> bool:
         """Whether parameters that are stepped all have state, or none has.
@@ -261,8 +282,8 @@ class HostSide:
             if p.grad is not None and not isinstance(p.grad, LazyTensor)
         }
         follows = unit.foreign.look()
-        awaited = scaling is not None or self._awaits(held)
-        proven = None if awaited or loose else self._bits.for_step(unit, groups)
+        factors = None if scaling is not None or loose else self._factors(held)
+        proven = None if factors is None else self._bits.for_step(unit, groups)
         if proven is None and self.only_exact:
             raise RuntimeError(f"{unit.name}: a step on the host that has not the device's bits")
         files = self.in_files(runtime)
@@ -272,7 +293,7 @@ class HostSide:
             load = Load(own, [block for block in files if block is blocks[-1]])
             staged = Staged(self.stage, load)
         changes = [(u, list(u.pending)) for u in held if u.pending]
-        gradients = StepGradients(stored, loose, changes, scaling)
+        gradients = StepGradients(stored, loose, changes, scaling, factors or ())
         out = {block.id: manager.host_loans.borrowers(block) for block in blocks}
         job: Job | None = None
         try:

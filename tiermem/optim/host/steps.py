@@ -153,7 +153,8 @@ class HostSteps:
             host.prepare(self.runtime)
         for host in hosts:
             host.settle(self.runtime)
-        changed = any(u.pending for host in hosts for u in host.unit.grad_units())
+        rounding = [host.unit for host in hosts if not host.only_exact]
+        changed = any(u.pending for unit in rounding for u in unit.grad_units())
         device = self._manager.parts.device
         if changed and device.type == "cuda":  # the host reads their factors
             torch.cuda.current_stream(device).synchronize()

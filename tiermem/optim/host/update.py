@@ -143,10 +143,11 @@ class HostUpdate:
             for own, gradient in zip(owns, cast(found, [own.dtype for own in owns]), strict=True):
                 own.grad = gradient
             return beside
+        factor = job.gradients.factor
         for (param, _), own, given in zip(self._unit.members, owns, found, strict=True):
             own.grad = None if given is None else self._stand_in(own)
             target = weights[id(param)] if self._unit.has_master(param) else None
-            beside[own.data_ptr()] = Beside(given, target)
+            beside[own.data_ptr()] = Beside(given, target, factor)
         return beside
 
     def _stand_in(self, own: nn.Parameter) -> torch.Tensor:

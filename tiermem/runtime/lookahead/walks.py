@@ -24,7 +24,8 @@ class Fetcher:
             files are worth fetching ahead.
         number: Of the pass under way.
         fill: Begins one, if that evicts nothing needed sooner: see :meth:`BlockManager.try_fill`.
-        lent: The blocks whose home is lent to code on the host, by id: nothing fetches them.
+        lent: The blocks whose home is lent to code on the host, by id: nothing fetches them
+            before they are back.
         laid_out: Whether the next pass is expected to go as HBM is laid out.
     """
 
@@ -44,6 +45,9 @@ class Fetcher:
         self.lent = host_loans.out
         self.laid_out = False
         self._planner = parts.planner
+        self._deferred = parts.deferred
+        self._copy = parts.copy
+        self._transfers = parts.transfers
         self._waste = parts.transfers.waste
         # of the passes foreseen the one that was asked about last: begin, end, number and name
         self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
@@ -78,6 +82,19 @@ class Fetcher:
         number, key = self._pass_at(schedule, position)
         self._waste.pending[record.block.id] = (self.number + number, key)  # Waste.fetched
         return True
+
+    def is_back(self, block_id: int) -> bool:
+        """Whether a block that was lent is at home again, so that it can be fetched.
+
+        A step on the host that was asked for is waited for while the link has something to do: a
+        copy up comes after all compute that was submitted before it, so the host would only submit
+        more that it comes after (virtual time, Llama, clipped in each step: 610 to 557 ms).
+        """
+        if block_id in self._deferred.owed and self._transfers.mover is None:
+            risen = self._copy.risen()
+            if risen is not None and not risen.done():
+                self._deferred.finish(block_id)
+        return block_id not in self.lent
 
     def _pass_at(self, schedule: Schedule, position: int) -> tuple[int, Hashable]:
         """Returns which of the passes foreseen a position is in, and that pass's name."""
@@ -266,7 +283,7 @@ class SequenceWalk:
             record = get(order[self.position])
             if record is not None:
                 if record.in_hbm is State.ABSENT:
-                    if record.block.id in fetcher.lent:
+                    if record.block.id in fetcher.lent and not fetcher.is_back(record.block.id):
                         return begun  # once back, its copy would wait for those of what follows
                     if record.defined and fetcher.is_due(record, self._schedule, self.position):
                         if begun == _BURST or not self._fetch(record):

@@ -15,8 +15,12 @@ class Elsewhere(Protocol):
         """Whether it is over, and well."""
         ...
 
+    def finish(self) -> None:
+        """Waits until it has been done, well or not."""
+        ...
+
     def wait(self) -> None:
-        """Waits until it is over, well or not."""
+        """Waits until it is over, well or not; what has not begun is not done any more."""
         ...
 
 
@@ -146,6 +150,16 @@ class DeferredWork:
             self.elsewhere.popleft()
             if debt in self.owed.get(debt.blocks[-1], ()):
                 self._settle([debt])  # and nothing else, which might have to be waited for
+
+    def finish(self, block_id: int) -> None:
+        """Waits for what other threads do to a block, and takes up all that is over by then.
+
+        Work that failed waits for the next access.
+        """
+        for debt in self.owed.get(block_id, ()):
+            if debt.elsewhere is not None:
+                debt.elsewhere.finish()
+        self.collect()
 
     def wait(self) -> None:
         """Waits for other threads without taking their work up: the blocks are not used again."""

@@ -1,0 +1,40 @@
+"""The factor of a clipping on its way to the host: the thread that steps there waits for it."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Factor:
+    """What gradients are multiplied by; the device may still have to compute it.
+
+    Its copy to the host is submitted at once: what is submitted later does not delay it, and the
+    thread that submits does not wait.
+
+    Attributes:
+        dtype: Of the factor.
+    """
+
+    __slots__ = ("_event", "_here", "dtype")
+
+    def __init__(self, by: torch.Tensor) -> None:
+        """Asks for a factor.
+
+        Args:
+            by: One element, computed in the current stream.
+        """
+        self.dtype = by.dtype
+        self._event: torch.cuda.Event | None = None
+        with torch.inference_mode(False), torch.no_grad():
+            on_cuda = by.device.type == "cuda"
+            self._here = torch.empty(1, dtype=by.dtype, pin_memory=on_cuda, device="cpu")
+            self._here.copy_(by.reshape(1), non_blocking=on_cuda)
+            if on_cuda:
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(by.device))
+
+    def value(self) -> float:
+        """Returns it; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._here)
