@@ -12,8 +12,9 @@ would on such a machine, to the microsecond the same in each run::
 
 ``--wait-for-compute`` has copies up wait for all compute that the host has submitted, also where
 nothing but a copy down has used their place since. ``--fine`` has the blocks that models have where
-the link takes longer for a step than the host. ``--clip`` clips the gradients in each step, so that
-steps are made in the next forward. ``--host-step`` gives the host its share of the steps.
+the link takes longer for a step than the host. ``--clip`` clips the gradients in each
+step, or in each n-th: steps that were made inside backward are dropped then. ``--host-step`` gives
+the host its share of the steps.
 """
 
 from __future__ import annotations
@@ -370,7 +371,8 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
                 began, before = machine.now, machine.moved
             model(x).square().mean().backward()
             if options.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-9)
+                most = 1e9 if number % options.clip else 1e-9
+                nn.utils.clip_grad_norm_(model.parameters(), most)
             optimizer.step()
             optimizer.zero_grad()
             machine.wait()
@@ -400,7 +402,7 @@ def main() -> None:
     parser.add_argument("--host", type=float, nargs=2, default=[0.03, 0.09], help="seconds")
     parser.add_argument("--rate", type=float, default=49, help="GB/s of the link, each way")
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--clip", action="store_true", help="in each step")
+    parser.add_argument("--clip", type=int, nargs="?", const=1, help="in each n-th step")
     parser.add_argument(
         "--host-step", type=float, help="seconds of the host for 10**9 elements, of its share"
     )

@@ -110,6 +110,38 @@ def test_a_loop_that_drops_twice_in_a_row_pauses_ever_longer() -> None:
     assert [number for number, last in enumerate(tried) if last] == [1, 2, 11, 28, 61, 126, 191]
 
 
+@pytest.mark.parametrize(("every", "least", "most"), [(2, 5, 20), (3, 5, 30), (8, 199, 200)])
+def test_a_loop_that_drops_now_and_then_pauses_if_that_is_often(
+    every: int, least: int, most: int
+) -> None:
+    habit = Habit()
+    tried = 0
+    for number in range(200):
+        habit.backwards = 1
+        last = habit.is_last(1)
+        tried += last
+        dropped = last and number % every == 1
+        habit.ends_round(dropped=dropped, confirms=last and not dropped)
+    assert least <= tried <= most
+
+
+def test_a_loop_that_stops_dropping_pauses_shortly_again() -> None:
+    habit = Habit()
+
+    def rounds(count: int, *, drops: bool) -> int:
+        tried = 0
+        for _ in range(count):
+            habit.backwards = 1
+            last = habit.is_last(1)
+            tried += last
+            habit.ends_round(dropped=last and drops, confirms=last and not drops)
+        return tried
+
+    assert rounds(100, drops=True) == 5
+    assert rounds(100, drops=False) > 60  # the rest of the pause first
+    assert [rounds(2, drops=True), rounds(8, drops=True), rounds(1, drops=False)] == [2, 0, 1]
+
+
 def test_a_loop_that_logs_gradients_moves_no_more_than_one_whose_steps_wait() -> None:
     """Two rounds are in vain; those after them move what they do where no step is made ahead."""
 

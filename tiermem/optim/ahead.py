@@ -36,7 +36,9 @@ from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 
 _FIRST_PAUSE, _MOST_PAUSE = 8, 64  # rounds: one more in vain moves half as much again
-_IN_VAIN = 2
+_DROPPED, _IN_VAIN = 4, 8
+"""What a round in vain counts, one that is confirmed taking one off, and from which sum on none is
+tried: two rounds in a row, or more than a fifth of them, as where a loop clips now and then."""
 _FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then after 8, 16, ...
 
 
@@ -52,7 +54,7 @@ class Habit:
         self.backwards = 0
         self._usual = 0
         self._scales = False
-        self._in_vain = 0  # rounds in a row in which steps were dropped
+        self._in_vain = 0  # rounds in which steps were dropped, less those confirmed since
         self._pause = self._last_pause = 0
 
     @property
@@ -74,12 +76,13 @@ class Habit:
         """
         self._usual, self.backwards, self._scales = self.backwards, 0, scales
         if dropped:
-            self._in_vain += 1
-            if self._in_vain >= _IN_VAIN:
+            self._in_vain = min(self._in_vain + _DROPPED, _IN_VAIN)
+            if self._in_vain == _IN_VAIN:
                 self._last_pause = min(_MOST_PAUSE, 2 * self._last_pause or _FIRST_PAUSE)
                 self._pause = self._last_pause
         elif confirms:
-            self._in_vain = self._last_pause = 0
+            self._in_vain = max(0, self._in_vain - 1)
+            self._last_pause = self._last_pause if self._in_vain else 0
         elif self._pause:
             self._pause -= 1
 
