@@ -339,7 +339,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     if arguments.overlap == "backward" and arguments.clip:
         raise ConfigError(
             "--overlap backward steps blocks before the norm of all gradients is known: add "
-            "--clip 0, or use --overlap forward"
+            "--clip 0, or leave --overlap out (auto clips, as forward does)"
         )
     return Settings(
         shape=Shape(arguments.layers, arguments.width, heads, arguments.context),
