@@ -219,7 +219,7 @@ def test_a_tensor_that_the_model_does_not_have(bare: Path, tmp_path: Path, capfd
 def test_what_is_said_without_transformers(bare: Path, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert write(bare, "--prompt", "x") == 2
-    assert "pip install 'tiermem[hf]'" in capfd.readouterr().err
+    assert "install it with pip install transformers\n" in capfd.readouterr().err
 
 
 # -- forecasts ---------------------------------------------------------------
@@ -406,6 +406,13 @@ def test_what_fine_tuning_refuses(
     assert adapt(words, tmp_path / "adapters", *more) == 2
     assert said in capfd.readouterr().err
     assert not (tmp_path / "adapters").exists()
+
+
+@pytest.mark.parametrize("options", [["--lora", "r=8"], ["--checkpoint", "x", "--lora", "r=0"]])
+def test_options_are_checked_before_anything_is_looked_at(options: list[str], capfd: Any) -> None:
+    assert cli.main(["train", *options]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--out", "--save"])

@@ -83,14 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
     from tiermem.cli.checkpoints import read_saving
     from tiermem.cli.folders import open_folder
 
+    plan = read_plan(arguments)
+    lora = parse_lora(arguments.lora)
     quiet = arguments.quiet or arguments.json
     console = Console(highlight=False, quiet=quiet)
     console.print(f"looking at {arguments.checkpoint}")
-    plan = read_plan(arguments)
-    saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
-    lora = parse_lora(arguments.lora)
     folder = open_folder(arguments.checkpoint, checkpointing=True)
     tiers = pick_tiers(arguments, folder, lora, plan)
+    saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
         result = _train(arguments, folder, lora, plan, tiers, saving, console)

@@ -90,7 +90,7 @@ def _transformers_model(folder: Path, files: CheckpointFiles) -> nn.Module:
     except ImportError as error:
         raise ConfigError(
             f"{folder} is a folder of transformers, which is not installed; install it with "
-            "pip install 'tiermem[hf]'"
+            "pip install transformers"
         ) from error
     try:
         return model_of(AutoModelForCausalLM, folder, files, None)
