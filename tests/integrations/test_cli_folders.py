@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -275,12 +276,12 @@ def test_the_bound_is_the_slower_of_link_and_disk(words: Path) -> None:
 # -- adapters ------------------------------------------------------------------
 
 
-def adapt(folder: Path, out: Path, *more: str) -> int:
+def adapt(folder: Path, out: Path, *more: str, context: Sequence[str] = ("--context", "12")) -> int:
     text = out.parent / "text"
     text.write_text(" ".join(WORDS * 40))
     line = ["train", "--checkpoint", str(folder), "--device", "cpu", "--data", str(text)]
-    line += ["--dram", "8MiB", "--out", str(out), "--batch", "2", "--context", "12", "--json"]
-    line += ["--steps", "3", "--accumulate", "2"]
+    line += ["--dram", "8MiB", "--out", str(out), "--batch", "2", "--json"]
+    line += ["--steps", "3", "--accumulate", "2", *context]
     return cli.main([*line, *more])
 
 
@@ -384,6 +385,19 @@ def test_adapters_on_a_byte_gpt_in_parts(byte_gpt: Path, tmp_path: Path, capfd: 
     losses = json.loads(capfd.readouterr().out)["losses"]
     assert len(losses) == 3
     assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4
+
+
+def test_adapters_on_a_byte_gpt_need_no_more_than_a_rank(
+    byte_gpt: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """They are on its linear layers, and the context is what it has positions for."""
+    out = tmp_path / "adapters"
+    assert adapt(byte_gpt, out, "--lora", "r=2", "--hbm", "500KiB", context=()) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4 * 2
+    given = ["--lora", "r=2,target_modules=qkv+out+up+down", "--hbm", "500KiB"]
+    assert adapt(byte_gpt, tmp_path / "given", *given, context=["--context", "16"]) == 0
+    assert json.loads(capfd.readouterr().out)["losses"] == found["losses"]
 
 
 @pytest.mark.parametrize(
