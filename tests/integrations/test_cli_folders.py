@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import tiermem
 from tiermem import cli
-from tiermem.cli import adapting, checkpoints, finetune, generate
+from tiermem.cli import adapting, checkpoints, finetune, folders, generate
 from tiermem.cli.bound import bound_of, streamed_nbytes
 from tiermem.cli.folders import open_folder
 from tiermem.cli.generation import Sampling, write_on
@@ -347,6 +347,82 @@ def test_a_run_of_adapters_goes_on(words: Path, tmp_path: Path, capfd: Any) -> N
     assert all(torch.equal(own[name], value) for name, value in whole.items())
     assert adapt(words, tmp_path / "first", *saved, "--resume", "--lr", "0.5") == 2
     assert "is of a run with lr 0.01" in capfd.readouterr().err
+
+
+def text_of(folder: Path, prompt: str, capfd: Any) -> str:
+    capfd.readouterr()
+    status = write(folder, "--prompt", prompt, "--max-new-tokens", "12")
+    out, err = capfd.readouterr()
+    assert status == 0, err
+    return out
+
+
+def greedy(model: Any, ids: list[int]) -> list[int]:
+    sampling, made = Sampling(12), list[int]()
+    write_on(model.eval(), ids, "cpu", sampling, made.append)
+    return made
+
+
+def test_a_saved_run_on_a_byte_gpt_writes_text(byte_gpt: Path, tmp_path: Path, capfd: Any) -> None:
+    """From the folder alone, as the base with the adapters does, and as no base without them."""
+    base, run, out = (tmp_path / name for name in ("base", "run", "adapters"))
+    shutil.copytree(byte_gpt, base)
+    lora = ["--lora", "r=4,dropout=0.5,bias=lora_only", "--lr", "0.3", "--hbm", "600KiB"]
+    assert adapt(base, out, *lora, "--save", str(run)) == 0
+    shutil.rmtree(base)
+    plain = ByteGPT(Shape(4, 32, 4, 16))
+    plain.load_state_dict(load_file(byte_gpt / "model.safetensors"))
+    without = greedy(plain, list(b"def f("))
+    tiermem.load_adapters(plain, out)
+    expected = greedy(plain, list(b"def f("))
+    assert expected != without
+    assert text_of(run, "def f(", capfd) == bytes(expected).decode("utf-8", "replace") + "\n"
+    assert adapt(run, tmp_path / "more", *lora) == 2
+    assert "has an adapter already" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("base", ["words", "bare"])
+def test_a_saved_run_on_a_folder_of_transformers_writes_text(
+    base: str, tmp_path: Path, capfd: Any, request: Any
+) -> None:
+    """With the tokenizer of its base, or one that was copied beside it."""
+    folder, run, out = tmp_path / "base", tmp_path / "run", tmp_path / "adapters"
+    shutil.copytree(request.getfixturevalue(base), folder)
+    lora = ["--lora", "r=4,alpha=32,rslora=true", "--lr", "0.1", "--hbm", "1MiB"]
+    assert adapt(folder, out, *lora, "--save", str(run)) == 0
+    opened = open_folder(str(folder))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = opened.tokens.encode("the model writes")
+    without = greedy(plain, ids)
+    tiermem.load_adapters(plain, out)
+    expected = greedy(plain, ids)
+    assert expected != without
+    text = TextStream(opened.tokens, ids)
+    whole = "".join([text.add(each) for each in expected]) + text.end() + "\n"
+    assert text_of(run, "the model writes", capfd) == whole
+    shutil.move(folder, tmp_path / "moved")
+    if base == "words":
+        assert write(run, "--prompt", "the model writes") == 2
+        said = capfd.readouterr().err
+        assert f"{folder}, whose tokenizer" in said and "copy the tokenizer's files" in said
+        for path in (tmp_path / "moved").glob("tokenizer*"):
+            shutil.copy(path, run)
+    assert text_of(run, "the model writes", capfd) == whole
+
+
+def test_a_run_whose_base_an_older_release_did_not_save_is_refused(
+    byte_gpt: Path, tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    run = tmp_path / "run"
+    lora = ["--lora", "r=4", "--hbm", "500KiB", "--save", str(run)]
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "about", lambda _: None)
+        assert adapt(byte_gpt, tmp_path / "adapters", *lora) == 0
+    assert write(run, "--prompt", "x") == 2
+    said = capfd.readouterr().err
+    assert "holds adapters (r=4) on a byte GPT of 4 layers and width 32" in said
+    assert "another --save" in said and "load_adapters" in said
+    assert adapt(byte_gpt, tmp_path / "adapters", *lora, "--resume") == 0  # it still goes on
 
 
 @pytest.mark.parametrize("failing", [2, 3])

@@ -64,17 +64,25 @@ def read_saving(path: str | None, every: int | None, resume: bool) -> Saving | N
 class Checkpoints:
     """Saves a run as it goes, and resumes it; one for each run."""
 
-    def __init__(self, tier: TierManager, saving: Saving, described: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tier: TierManager,
+        saving: Saving,
+        described: dict[str, Any],
+        base: dict[str, Any] | None = None,
+    ) -> None:
         """Saves nothing yet.
 
         Args:
             tier: The tiers, with model and optimizer.
             saving: What was asked for.
             described: What the run is about; one that goes on has the same.
+            base: What is to be known of the model that adapters are on.
         """
         self._tier = tier
         self._saving = saving
         self._described = described
+        self._base = base
         self._under_way: SaveHandle | None = None
 
     def resume(self, progress: Progress, scheduler: Any, generator: torch.Generator) -> None:
@@ -117,6 +125,7 @@ class Checkpoints:
         optimizer.zero_grad(set_to_none=True)
         extra = {
             "settings": self._described,
+            "base": self._base,
             "losses": list(progress.losses),
             "scheduler": scheduler.state_dict(),
             "generator": generator.get_state(),

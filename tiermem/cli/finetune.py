@@ -366,13 +366,15 @@ class _Saves:
         saving: Saving,
         arguments: argparse.Namespace,
         plan: Plan,
+        folder: Folder,
         progress: Progress,
     ) -> None:
         from tiermem.cli.checkpoints import Checkpoints
+        from tiermem.cli.folders import about
 
         described = {**asdict(plan), "lora": arguments.lora}
         del described["device"]
-        self._checkpoints = Checkpoints(tier, saving, described)
+        self._checkpoints = Checkpoints(tier, saving, described, about(folder))
         self.failed: tiermem.TierError | None = None
         self._progress = progress
 
@@ -421,7 +423,7 @@ def _train(
         torch.manual_seed(plan.seed)
         model = tiermem.load_checkpoint(folder.model, folder.path, tier=tier, lora=lora)
         prepare(model)
-        saves = None if saving is None else _Saves(tier, saving, arguments, plan, progress)
+        saves = None if saving is None else _Saves(tier, saving, arguments, plan, folder, progress)
         quiet = arguments.quiet or arguments.json
         parts = tier, model, corpus, plan, progress, saves
         try:
