@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.config import parse_size
 from tiermem.nn.groups.need import check_gradients
 
 Build = Callable[[], nn.Module]
 Settings = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 _TIERED_ONLY = ("overlap", "where")
-_ASKED = re.compile(r"\b(hbm|dram)= at least ([0-9.]+ ?[KMGT]?i?B?)")
-_ALONE = re.compile(r"forward alone would do with.*?\b(hbm|dram)=([0-9]+)")
+_ASKED = re.compile(r"\b(hbm|dram|nvme_bytes)= at least [^()]*\((\d+) bytes\)")
+_ALONE = re.compile(r"Forward alone, .* would do with (hbm|dram)=[^()]*\((\d+) bytes\)")
 
 
 def seed(number: int) -> None:
@@ -138,7 +137,12 @@ def asked(error: tiermem.CapacityError) -> tuple[str, int]:
     """
     match = _ALONE.search(str(error)) or _ASKED.search(str(error))
     assert match is not None, f"no least budget in: {error}"
-    return match.group(1), parse_size(match.group(2).strip())
+    return match.group(1), int(match.group(2))
+
+
+def asked_for(error: tiermem.CapacityError) -> dict[str, int]:
+    """Returns every budget that a CapacityError asks for, in bytes."""
+    return {name: int(nbytes) for name, nbytes in _ASKED.findall(str(error))}
 
 
 @dataclass

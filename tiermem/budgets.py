@@ -75,7 +75,7 @@ def budgets_for(
     cls: type[torch.optim.Optimizer] | None = None,
     params: Params | None = None,
     *,
-    device: str | torch.device = "cuda",
+    device: str | torch.device | None = None,
     hbm: Size | None = None,
     nvme: bool = False,
     policy: Policy | dict[str, Home] | str | None = None,
@@ -99,9 +99,10 @@ def budgets_for(
         model: Any module that can be wrapped; only shapes and dtypes are looked at.
         cls: The optimizer's class; None for inference only.
         params: What the optimizer gets; by default all parameters of the model.
-        device: As for the manager.
-        hbm: Likewise; by default 80% of what is free on a GPU, and with ``device="cpu"`` an
-            eighth of the available host memory.
+        device: As for the manager, by default ``"cuda"``. Where torch sees none it is not asked
+            for if ``hbm`` is a size: the budgets are the same on every device then.
+        hbm: As for the manager; by default 80% of what is free on a GPU, and with
+            ``device="cpu"`` an eighth of the available host memory.
         nvme: Whether there is an NVMe tier.
         policy: As for the manager.
         blocks: As for ``wrap``.
@@ -122,7 +123,7 @@ def budgets_for(
     """
     check_overlap(overlap)
     check_where(where, None)
-    target = device_of(device)
+    target = _target(device, hbm)
     limits = _limits(target, hbm, nvme=nvme, policy=policy)
     check_module(model, 0)
     twins = _Twins(floating("dtype", dtype), floating("buffer_dtype", buffer_dtype))
@@ -154,6 +155,18 @@ def budgets_for(
     everything = sum(nbytes for _, nbytes in played.homes)
     least_hbm = _least_hbm(play, limits.hbm)
     return Budgets(limits.hbm, least_hbm, everything, align_up(dram), on_disk, available_memory())
+
+
+def _target(device: str | torch.device | None, hbm: Size | None) -> torch.device:
+    """Returns the device that budgets are for: the CPU where they depend on none that is there.
+
+    Raises:
+        ConfigError: If it is not there, and they do.
+    """
+    if device is None:
+        of_memory = hbm is None or (isinstance(hbm, str) and (hbm == "auto" or "%" in hbm))
+        device = "cuda" if of_memory or torch.cuda.is_available() else "cpu"
+    return device_of(device)
 
 
 def _limits(

@@ -144,6 +144,11 @@ def format_size(nbytes: int | float) -> str:
     return f"{size:.2f} TiB"
 
 
+def exact_size(nbytes: int) -> str:
+    """Returns ``nbytes`` as people read it, and to the byte for programs."""
+    return f"{format_size(nbytes)} ({nbytes} bytes)"
+
+
 @dataclass(frozen=True, init=False)
 class Policy:
     """The home tier of each role.

@@ -331,27 +331,26 @@ _PLAIN = tuple(
     )
 )
 
-_MANAGER = tuple(
-    Option(
-        f"tiermem.{key}", k.ANY, None, f"`{key}` of TierManager or tier.optimizer", effect, MAP_TEST
-    )
-    for key, effect in (
-        ("device", "where the model computes: 'cuda' where there is one, else 'cpu'"),
-        ("hbm", "budget of device memory; by default what the program leaves"),
-        ("dram", "budget of host memory; by default what the run needs, see the guide"),
-        ("nvme_bytes", "most bytes on disk"),
-        ("prefetch_depth", "blocks looked ahead"),
-        ("overlap", "when steps are made: 'forward' (the default), 'backward' or false"),
-        ("where", "where steps are made: 'device' (the default), 'host' or 'both'"),
-        ("activation_min", "least size of what leaves HBM with cpu_checkpointing"),
-        ("activation_layers", "layers whose tensors leave HBM with it"),
+_TIERS, _STEPS = "TierManager", "tier.optimizer"
+_OWN = tuple(
+    Option(f"tiermem.{key}", k.ANY, None, f"`{key}` of {taker}", effect, MAP_TEST)
+    for taker, key, effect in (
+        (_TIERS, "device", "where the model computes: 'cuda' where there is one, else 'cpu'"),
+        (_TIERS, "hbm", "budget of device memory; by default what the program leaves"),
+        (_TIERS, "dram", "budget of host memory; by default what the run needs, see the guide"),
+        (_TIERS, "nvme_bytes", "most bytes on disk"),
+        (_TIERS, "prefetch_depth", "blocks looked ahead"),
+        (_STEPS, "overlap", "when steps are made: 'forward' (the default), 'backward' or false"),
+        (_STEPS, "where", "where steps are made: 'device' (the default), 'host' or 'both'"),
+        (_TIERS, "activation_min", "least size of what leaves HBM with cpu_checkpointing"),
+        (_TIERS, "activation_layers", "layers whose tensors leave HBM with it"),
     )
 )
 
 OPTIONS: dict[str, Option] = {
     option.path: option
     for option in (
-        *_TOP, *_HALVES, *ZERO_OPTIONS, *_AIO, *_ACTIVATIONS, *_PLAIN, *_MANAGER
+        *_TOP, *_HALVES, *ZERO_OPTIONS, *_AIO, *_ACTIVATIONS, *_PLAIN, *_OWN
     )
 }  # fmt: skip
 """By path."""

@@ -114,10 +114,10 @@ ZERO_OPTIONS = (
     Option(
         f"{STATE}.ratio",
         k.SHARE,
-        1.0,
-        "host_share of tier.optimizer",
-        "given: that share is stepped on the host, the rest on the device. Left out: all on "
-        "the device, bit for bit as a resident loop",
+        None,
+        "where and host_share of tier.optimizer",
+        "that share is stepped on the host, the rest on the device. Left out, all is stepped on "
+        "the device, bit for bit as a resident loop (DeepSpeed takes 1.0 then)",
         MAP_TEST,
     ),
     Option(f"{STATE}.pin_memory", k.BOOL, True, "", "host memory is always page-locked"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import tiermem
 from tiermem import cli
-from tiermem.cli import adapting, checkpoints, finetune, generate
+from tiermem.cli import adapting, checkpoints, finetune, folders, generate
 from tiermem.cli.bound import bound_of, streamed_nbytes
 from tiermem.cli.folders import open_folder
 from tiermem.cli.generation import Sampling, write_on
@@ -219,7 +220,7 @@ def test_a_tensor_that_the_model_does_not_have(bare: Path, tmp_path: Path, capfd
 def test_what_is_said_without_transformers(bare: Path, capfd: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert write(bare, "--prompt", "x") == 2
-    assert "pip install 'tiermem[hf]'" in capfd.readouterr().err
+    assert "install it with pip install transformers\n" in capfd.readouterr().err
 
 
 # -- forecasts ---------------------------------------------------------------
@@ -275,12 +276,12 @@ def test_the_bound_is_the_slower_of_link_and_disk(words: Path) -> None:
 # -- adapters ------------------------------------------------------------------
 
 
-def adapt(folder: Path, out: Path, *more: str) -> int:
+def adapt(folder: Path, out: Path, *more: str, context: Sequence[str] = ("--context", "12")) -> int:
     text = out.parent / "text"
     text.write_text(" ".join(WORDS * 40))
     line = ["train", "--checkpoint", str(folder), "--device", "cpu", "--data", str(text)]
-    line += ["--dram", "8MiB", "--out", str(out), "--batch", "2", "--context", "12", "--json"]
-    line += ["--steps", "3", "--accumulate", "2"]
+    line += ["--dram", "8MiB", "--out", str(out), "--batch", "2", "--json"]
+    line += ["--steps", "3", "--accumulate", "2", *context]
     return cli.main([*line, *more])
 
 
@@ -348,6 +349,82 @@ def test_a_run_of_adapters_goes_on(words: Path, tmp_path: Path, capfd: Any) -> N
     assert "is of a run with lr 0.01" in capfd.readouterr().err
 
 
+def text_of(folder: Path, prompt: str, capfd: Any) -> str:
+    capfd.readouterr()
+    status = write(folder, "--prompt", prompt, "--max-new-tokens", "12")
+    out, err = capfd.readouterr()
+    assert status == 0, err
+    return out
+
+
+def greedy(model: Any, ids: list[int]) -> list[int]:
+    sampling, made = Sampling(12), list[int]()
+    write_on(model.eval(), ids, "cpu", sampling, made.append)
+    return made
+
+
+def test_a_saved_run_on_a_byte_gpt_writes_text(byte_gpt: Path, tmp_path: Path, capfd: Any) -> None:
+    """From the folder alone, as the base with the adapters does, and as no base without them."""
+    base, run, out = (tmp_path / name for name in ("base", "run", "adapters"))
+    shutil.copytree(byte_gpt, base)
+    lora = ["--lora", "r=4,dropout=0.5,bias=lora_only", "--lr", "0.3", "--hbm", "600KiB"]
+    assert adapt(base, out, *lora, "--save", str(run)) == 0
+    shutil.rmtree(base)
+    plain = ByteGPT(Shape(4, 32, 4, 16))
+    plain.load_state_dict(load_file(byte_gpt / "model.safetensors"))
+    without = greedy(plain, list(b"def f("))
+    tiermem.load_adapters(plain, out)
+    expected = greedy(plain, list(b"def f("))
+    assert expected != without
+    assert text_of(run, "def f(", capfd) == bytes(expected).decode("utf-8", "replace") + "\n"
+    assert adapt(run, tmp_path / "more", *lora) == 2
+    assert "has an adapter already" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("base", ["words", "bare"])
+def test_a_saved_run_on_a_folder_of_transformers_writes_text(
+    base: str, tmp_path: Path, capfd: Any, request: Any
+) -> None:
+    """With the tokenizer of its base, or one that was copied beside it."""
+    folder, run, out = tmp_path / "base", tmp_path / "run", tmp_path / "adapters"
+    shutil.copytree(request.getfixturevalue(base), folder)
+    lora = ["--lora", "r=4,alpha=32,rslora=true", "--lr", "0.1", "--hbm", "1MiB"]
+    assert adapt(folder, out, *lora, "--save", str(run)) == 0
+    opened = open_folder(str(folder))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = opened.tokens.encode("the model writes")
+    without = greedy(plain, ids)
+    tiermem.load_adapters(plain, out)
+    expected = greedy(plain, ids)
+    assert expected != without
+    text = TextStream(opened.tokens, ids)
+    whole = "".join([text.add(each) for each in expected]) + text.end() + "\n"
+    assert text_of(run, "the model writes", capfd) == whole
+    shutil.move(folder, tmp_path / "moved")
+    if base == "words":
+        assert write(run, "--prompt", "the model writes") == 2
+        said = capfd.readouterr().err
+        assert f"{folder}, whose tokenizer" in said and "copy the tokenizer's files" in said
+        for path in (tmp_path / "moved").glob("tokenizer*"):
+            shutil.copy(path, run)
+    assert text_of(run, "the model writes", capfd) == whole
+
+
+def test_a_run_whose_base_an_older_release_did_not_save_is_refused(
+    byte_gpt: Path, tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    run = tmp_path / "run"
+    lora = ["--lora", "r=4", "--hbm", "500KiB", "--save", str(run)]
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "about", lambda _: None)
+        assert adapt(byte_gpt, tmp_path / "adapters", *lora) == 0
+    assert write(run, "--prompt", "x") == 2
+    said = capfd.readouterr().err
+    assert "holds adapters (r=4) on a byte GPT of 4 layers and width 32" in said
+    assert "another --save" in said and "load_adapters" in said
+    assert adapt(byte_gpt, tmp_path / "adapters", *lora, "--resume") == 0  # it still goes on
+
+
 @pytest.mark.parametrize("failing", [2, 3])
 def test_adapters_are_kept_where_a_save_fails(
     words: Path, tmp_path: Path, capfd: Any, monkeypatch: Any, failing: int
@@ -386,6 +463,19 @@ def test_adapters_on_a_byte_gpt_in_parts(byte_gpt: Path, tmp_path: Path, capfd: 
     assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4
 
 
+def test_adapters_on_a_byte_gpt_need_no_more_than_a_rank(
+    byte_gpt: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """They are on its linear layers, and the context is what it has positions for."""
+    out = tmp_path / "adapters"
+    assert adapt(byte_gpt, out, "--lora", "r=2", "--hbm", "500KiB", context=()) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4 * 2
+    given = ["--lora", "r=2,target_modules=qkv+out+up+down", "--hbm", "500KiB"]
+    assert adapt(byte_gpt, tmp_path / "given", *given, context=["--context", "16"]) == 0
+    assert json.loads(capfd.readouterr().out)["losses"] == found["losses"]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -406,6 +496,13 @@ def test_what_fine_tuning_refuses(
     assert adapt(words, tmp_path / "adapters", *more) == 2
     assert said in capfd.readouterr().err
     assert not (tmp_path / "adapters").exists()
+
+
+@pytest.mark.parametrize("options", [["--lora", "r=8"], ["--checkpoint", "x", "--lora", "r=0"]])
+def test_options_are_checked_before_anything_is_looked_at(options: list[str], capfd: Any) -> None:
+    assert cli.main(["train", *options]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--out", "--save"])

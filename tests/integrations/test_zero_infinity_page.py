@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import runpy
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tiermem
 from tiermem.integrations.zero_infinity.explaining import page
 from tiermem.integrations.zero_infinity.schema import OPTIONS
 
@@ -27,6 +29,21 @@ def test_the_tests_that_it_names_are_there_and_name_the_option() -> None:
         if option.test:
             text = (Path(__file__).parent / option.test).read_text(encoding="utf-8")
             assert f"{option.path.rpartition('.')[2]}" in text, option.path
+
+
+def test_what_takes_each_setting_of_tiermem_is_named() -> None:
+    takers = {"TierManager": tiermem.TierManager, "tier.optimizer": tiermem.TierManager.optimizer}
+    own = [option for option in OPTIONS.values() if option.path.startswith("tiermem.")]
+    assert own
+    for option in own:
+        name, _, taker = option.setting.partition(" of ")
+        assert option.path == f"tiermem.{name.strip('`')}"
+        assert name.strip("`") in inspect.signature(takers[taker]).parameters, option.setting
+
+
+def test_the_default_of_the_ratio_is_none() -> None:
+    """DeepSpeed's 1.0 would step all of it on the host, and without a ratio none of it is."""
+    assert OPTIONS["zero_optimization.offload_optimizer.ratio"].default is None
 
 
 def test_the_command_explains_files(

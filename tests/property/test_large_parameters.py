@@ -6,7 +6,6 @@ Budgets are drawn from what has to do to plenty; plain torch is the oracle.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
-from support_nn import assert_same, check_table, seed
+from support_nn import asked_for, assert_same, check_table, seed
 from torch import nn
 from torch.nn import functional
 
@@ -473,10 +472,10 @@ def test_a_class_that_may_do_anything_is_refused_before_anything_moves() -> None
         seed(3)
         plain = Tied()
         model = tier.wrap(copy.deepcopy(plain))
-        with pytest.raises(tiermem.CapacityError, match=r"hbm= at least (\d+)") as caught:
+        with pytest.raises(tiermem.CapacityError, match="hbm= at least") as caught:
             tier.optimizer(model, Own, lr=0.01)
         assert "embed.weight" in str(caught.value) and "tier hbm" in str(caught.value)
-        least = int(re.findall(r"hbm= at least (\d+)", str(caught.value))[0])
+        least = asked_for(caught.value)["hbm"]
         assert least >= 4 * largest
         assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.01)  # nothing is left of it
@@ -495,7 +494,7 @@ def need_of(make: Any, cls: Any, hbm: int = PAGE) -> int:
             Pair(make, (cls, {}), torch.float32, hbm, False).tier.close(discard=True)
             return hbm
         except tiermem.CapacityError as error:
-            hbm = int(re.findall(r"hbm= at least (\d+)", str(error))[0])
+            hbm = asked_for(error)["hbm"]
     raise AssertionError(hbm)
 
 
@@ -582,7 +581,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(make: Any) -> None:
     name = max(dict(model.named_parameters()).items(), key=lambda found: found[1].nbytes)[0]
     assert repr(name) in said
     assert_same(before, model.state_dict(), "weights")
-    (least,) = map(int, re.findall(r"hbm= at least (\d+)", said))
+    least = asked_for(caught.value)["hbm"]
     assert weights - 16 * PAGE <= least <= weights + 30 * PAGE
     with pair(make, SETTINGS[0], torch.float32, least, False) as twins:
         twins.backward(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from tempfile import gettempdir
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_examples import examples
-from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
+from support_nn import Tiers, asked_for, assert_same, check_table, seed, wrap_tight
 from torch import nn
 
 import tiermem
@@ -148,8 +147,7 @@ def test_one_retry_does_and_hardly_less_would(
     try:
         model = run(budgets)
     except tiermem.CapacityError as error:
-        found = re.findall(r"\b(hbm|dram|nvme_bytes)= at least (\d+)", str(error))
-        asked = {name: int(nbytes) for name, nbytes in found}
+        asked = asked_for(error)
         assert asked, str(error)
         model = run({**budgets, **asked})
     seed(5)
@@ -193,7 +191,7 @@ def test_homes_in_hbm_that_do_not_fit_are_asked_for_together() -> None:
                 optimizer.step()
             break
         except tiermem.CapacityError as error:
-            found = re.search(r"hbm= at least (\d+)", str(error))
-        assert found is not None and int(found[1]) > budget
-        budget, rounds = int(found[1]), rounds + 1
+            least = asked_for(error)["hbm"]
+        assert least > budget
+        budget, rounds = least, rounds + 1
     assert rounds <= 4

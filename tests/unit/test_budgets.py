@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_the_staging_of_files_counts_where_no_home_is_in_dram(tmp_path: Path) ->
         used = tier.stats().used
         assert used["nvme"] == found.nvme_bytes
         assert used["dram"] <= found.dram
-    with pytest.raises(tiermem.CapacityError, match=f"give dram= at least {found.dram}"):
+    with pytest.raises(tiermem.CapacityError, match=rf"give dram= at least .*\({found.dram} bytes"):
         tiermem.TierManager(device="cpu", hbm=found.hbm, dram=found.dram - 4096, nvme=tmp_path)
 
 
@@ -115,7 +116,7 @@ def test_state_that_is_made_with_the_optimizer_counts_for_what_is_frozen() -> No
         with opened(said(least - short)) as tier:
             tier.wrap(trained)
             if short:
-                with pytest.raises(tiermem.CapacityError, match=f"give hbm= at least {least}"):
+                with pytest.raises(tiermem.CapacityError, match=rf"hbm= at least .*\({least} b"):
                     tier.optimizer(trained, torch.optim.Adagrad)
                 continue
             optimizer = tier.optimizer(trained, torch.optim.Adagrad)
@@ -171,6 +172,19 @@ def test_steps_on_the_host_have_room_beside_homes_that_take_all_they_find(
     )
     with opened(found, policy, nvme=tmp_path, nvme_bytes=found.nvme_bytes) as tier:
         tier.optimizer(tier.wrap(model), torch.optim.SGD, **settings)
+
+
+def test_no_gpu_is_needed_where_budgets_depend_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for cls, hbm in ((torch.optim.AdamW, "4MiB"), (None, 4 << 20)):
+        found = tiermem.budgets_for(Model(), cls, hbm=hbm, policy=POLICY)
+        on_cpu = tiermem.budgets_for(Model(), cls, hbm=hbm, policy=POLICY, device="cpu")
+        assert replace(found, available=0) == replace(on_cpu, available=0)
+    for share in (None, "auto", "80%"):
+        with pytest.raises(tiermem.ConfigError, match="torch sees no CUDA device"):
+            tiermem.budgets_for(Model(), hbm=share)
+    with pytest.raises(tiermem.ConfigError, match="torch sees no CUDA device"):
+        tiermem.budgets_for(Model(), hbm="4MiB", device="cuda")
 
 
 def test_what_cannot_be_wrapped_is_refused() -> None:

@@ -78,7 +78,9 @@ def test_options_that_do_not_go_together(tmp_path, data, capsys, more, match) ->
 @pytest.mark.parametrize(
     ("option", "where", "match"),
     [
-        ("--save", "nowhere/run", "there is no folder"),
+        ("--save", "file/run", "a checkpoint cannot be saved to"),
+        ("--save", "/proc/run", "a checkpoint cannot be saved to"),
+        ("--save", "/proc/nowhere/run", "a checkpoint cannot be saved to"),
         ("--save", "file", "is a file, not a checkpoint"),
         ("--out", "file", "--out"),
         ("--out", "/proc", "--out /proc: "),
@@ -91,6 +93,19 @@ def test_where_nothing_can_be_kept_no_step_is_made(
     monkeypatch.setattr(training, "run_steps", lambda *_, **__: pytest.fail("it was trained"))
     assert train(tmp_path, data, option, str(tmp_path / where)) == 2
     assert match in capsys.readouterr().err
+
+
+def test_folders_that_a_run_is_to_be_saved_in_are_made(tmp_path, data, monkeypatch) -> None:
+    run = tmp_path / "runs" / "of today" / "a"
+    made = training.run_steps
+
+    def trained(*args, **kwargs) -> None:
+        assert run.parent.is_dir() and not run.exists()
+        made(*args, **kwargs)
+
+    monkeypatch.setattr(training, "run_steps", trained)
+    assert train(tmp_path, data, "--save", str(run), "--no-compare", "--steps", "1") == 0
+    assert (run / "model.safetensors").is_file()
 
 
 def test_a_checkpoint_that_a_crash_left_beside_its_name_is_gone_on_with(

@@ -12,6 +12,7 @@ import torch
 import tiermem
 from tiermem import cli
 from tiermem.cli.room import with_room
+from tiermem.config import exact_size
 
 
 class Machine:
@@ -26,7 +27,9 @@ class Machine:
                 if least.get(tier, 0) >= step:
                     continue
                 option = "nvme_bytes" if tier == "nvme" else tier
-                raise tiermem.CapacityError(f"no room; give {option}= at least {step}, or less")
+                raise tiermem.CapacityError(
+                    f"no room; give {option}= at least {exact_size(step)}, or less"
+                )
         return "done"
 
 
@@ -53,13 +56,13 @@ def test_what_the_managers_own_errors_ask_for_is_given(tmp_path: Path) -> None:
 
 
 def test_what_was_given_stays() -> None:
-    with pytest.raises(tiermem.CapacityError, match="hbm= at least 84"):
+    with pytest.raises(tiermem.CapacityError, match="hbm= at least 84 B"):
         with_room(Machine(dram=[512], hbm=[84]), ["hbm"], lambda tier, nbytes: None)
 
 
 def test_what_does_not_help_is_not_tried_again() -> None:
     def never(least: Mapping[str, int]) -> None:
-        raise tiermem.CapacityError("give hbm= at least 7")
+        raise tiermem.CapacityError(f"give hbm= at least {exact_size(7)}")
 
     def says_nothing(least: Mapping[str, int]) -> None:
         raise tiermem.CapacityError("the disk is full")

@@ -68,7 +68,7 @@ def test_without_a_disk(tmp_path) -> None:
     ("more", "said"),
     [
         ("--hbm 8KiB", "hbm"),
-        ("--overlap backward", "--clip 0"),
+        ("--overlap backward", "leave --overlap out"),
         ("--clip -1", "--clip"),
         ("--dram 1MiB --nvme none", "dram"),
         ("--nvme /nowhere/at/all", "/nowhere/at/all"),

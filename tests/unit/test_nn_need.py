@@ -16,9 +16,12 @@ import tiermem
 from tiermem.cli import main
 from tiermem.core.need import Played, StepNeed, least
 
-_ASKED = re.compile(r"\b(hbm|dram|nvme_bytes)= at least (\d+)")
-_WIDE = re.compile(r"AdamW \((.*) with amsgrad, float32 masters and gradients and overlap=\)")
-_ALONE = re.compile(r"alone would do with (.*)$")
+_ASKED = re.compile(r"\b(hbm|dram|nvme_bytes)= at least [^()]*\((\d+) bytes\)")
+_WIDE = re.compile(
+    r"With amsgrad=True, .* and overlap='forward' or 'backward', that is ([^()].*?\))\."
+)
+_ALONE = re.compile(r"Forward alone, .* would do with (.*?\))(\.|$)")
+_LISTED = re.compile(r"\b(hbm|dram|nvme_bytes)=[\d.]+ \w+ \((\d+) bytes\)")
 
 
 def build() -> nn.Module:
@@ -42,7 +45,7 @@ def alone(error: BaseException, form: re.Pattern[str] = _ALONE) -> dict[str, int
     """Returns what it says of forward alone, or of something else."""
     match = form.search(str(error))
     assert match is not None, f"nothing of that in: {error}"
-    return {k: int(v) for k, v in (part.split("=") for part in match[1].split())}
+    return {name: int(nbytes) for name, nbytes in _LISTED.findall(match[1])}
 
 
 @pytest.fixture
@@ -62,6 +65,21 @@ def refused(act: Callable[[], Any]) -> tiermem.CapacityError:
     with pytest.raises(tiermem.CapacityError) as caught:
         act()
     return caught.value
+
+
+def test_what_is_said_of_a_model_is_short_sentences_with_sizes_as_budgets_have_them(
+    tiers: Any,
+) -> None:
+    said = str(refused(lambda: tiers(dram=4096).wrap(build())))
+    first, train, more, forward, whole = said.split(". ")
+    assert first.endswith("4.00 KiB of 4.00 KiB are free")
+    assert train == (
+        "To train the model with AdamW, give hbm= at least 56.00 KiB (57344 bytes) and dram= at "
+        "least 304.00 KiB (311296 bytes), or give nvme=folder for what does not fit"
+    )
+    assert "amsgrad=True" in more and "overlap='forward' or 'backward'" in more
+    assert "torch.no_grad()" in forward and "'0.0.weight' (16.00 KiB)" in whole
+    assert not re.search(r"\d{4}", re.sub(r"\(\d+ bytes\)", "", said))
 
 
 # -- at the first try --------------------------------------------------------
@@ -309,7 +327,7 @@ def test_the_command_line_names_its_own_options(
     ]
     assert main(["train", *small, *options]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"give --hbm at least \d+", said) and "hbm=" not in said
+    assert re.search(r"give --hbm at least \d[^()]* \(\d+ bytes\)", said) and "hbm=" not in said
 
 
 def test_all_weights_at_once_as_an_average_wants_them(
@@ -321,7 +339,7 @@ def test_all_weights_at_once_as_an_average_wants_them(
     tier.wrap(model)
     with pytest.raises(tiermem.CapacityError) as caught:
         [param.detach() for param in model.parameters()]
-    match = re.search(r", or (\d+) for all weights at once", str(caught.value))
+    match = re.search(r", or [^()]*\((\d+) bytes\) for all weights at once", str(caught.value))
     assert match is not None, caught.value
     tier.unwrap(model)
     del caught
@@ -353,9 +371,9 @@ def test_shared_module_is_counted_at_its_other_place(
     want = model(x).detach()
     with pytest.raises(tiermem.CapacityError) as caught:
         tiers(hbm="16KiB").wrap(model)
-    least = re.search(r"forward alone would do with hbm=(\d+)", str(caught.value))
-    assert least is not None and int(least[1]) == 4 * 64 * (16 + 64 + 128)
-    tier = tiers(hbm=int(least[1]))
+    least = alone(caught.value)
+    assert least == {"hbm": 4 * 64 * (16 + 64 + 128)}
+    tier = tiers(**least)
     tier.wrap(model)
     with torch.no_grad():
         assert torch.equal(model(x), want)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import assert_trained_alike, same_bits
+from support_nn import asked_for, assert_trained_alike, same_bits
 from torch import nn
 from torch.nn import functional
 
@@ -122,7 +122,7 @@ def test_a_budget_that_cannot_work_is_refused_with_one_that_does() -> None:
         pytest.raises(tiermem.CapacityError, match="hbm= at least") as refused,
     ):
         tier.wrap(model)
-    least = int(str(refused.value).partition("hbm= at least ")[2].split()[0])
+    least = asked_for(refused.value)["hbm"]
     assert least <= 6 * MATRIX
     with tiermem.TierManager("cpu", hbm=least, dram="4MiB", policy=POLICY) as tier:
         tier.wrap(model)

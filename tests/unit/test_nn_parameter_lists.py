@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import assert_trained_alike, same_bits
+from support_nn import asked_for, assert_trained_alike, same_bits
 from torch import nn
 
 import tiermem
@@ -89,7 +89,7 @@ def test_a_budget_that_cannot_work_is_refused_with_one_that_does() -> None:
     ):
         tier.wrap(model)
         tier.optimizer(model, torch.optim.AdamW, lr=1e-2)
-    least = int(str(refused.value).partition("hbm= at least ")[2].split()[0])
+    least = asked_for(refused.value)["hbm"]
     assert least <= TIGHT
     with tiermem.TierManager("cpu", hbm=least, dram="4MiB", policy=POLICY) as tier:
         tier.wrap(model)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import assert_same, check_table, same_bits, seed
+from support_nn import asked, assert_same, check_table, same_bits, seed
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -687,7 +687,8 @@ def test_a_sparse_gradient_is_never_in_runs(cls: Any) -> None:
 
     with pytest.raises(tiermem.CapacityError) as refused:
         run(72 << 10)
-    enough = int(str(refused.value).split("give hbm= at least ")[1].split()[0].rstrip(";,"))
+    tier_name, enough = asked(refused.value)
+    assert tier_name == "hbm"
     seed(3)
     plain = Table(functional=False)
     plain(torch.randint(400, (3, 4))).square().mean().backward()

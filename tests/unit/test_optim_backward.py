@@ -227,6 +227,19 @@ def test_loops_that_cannot_be_are_refused_before_anything_is_stepped(what: Any) 
         assert not pair.optimizer.state_dict()["state"]
 
 
+@pytest.mark.parametrize("clip", [_clip, _clamp])
+def test_who_clips_is_told_of_the_default(clip: Any) -> None:
+    said = "overlap='auto', the default, or overlap='forward' to clip"
+    with twins() as pair:
+        pair.backward(0)
+        with pytest.raises(tiermem.StepError, match=said):
+            clip(pair)
+    with Twins(Net, DRAM, overlap="auto") as pair:
+        pair.backward(0)
+        pair.clip_norm(0.1) if clip is _clip else pair.clip_value(0.001)
+        pair.step()
+
+
 LATER: dict[str, Callable[[Twins], Any]] = {
     **{what.__name__: what for what in REFUSED},
     "zero_grad": lambda p: p.optimizer.zero_grad(),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support_runtime import PAGE, Owner, Rig, rig
 
-from tiermem.config import Policy, Settings
+from tiermem.config import Policy, Settings, exact_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import Record
@@ -220,7 +220,7 @@ def test_what_is_seen_stays() -> None:
         assert view.numpy().tobytes() == made.data[made.blocks[0].id][1:]
         with pytest.raises(CapacityError, match="still referred to") as caught:
             made.manager.acquire_all([made.blocks[1], made.blocks[2]])
-        assert f"at least {6 * PAGE}" in str(caught.value)
+        assert f"at least {exact_size(6 * PAGE)}" in str(caught.value)
         del view
         made.manager.acquire_all([made.blocks[1], made.blocks[2]])
         for block in made.blocks[1:]:
@@ -286,7 +286,7 @@ def test_a_block_whose_address_is_known_is_not_moved() -> None:
         slot = made.manager.acquire(held)
         with pytest.raises(CapacityError, match="in pieces") as caught:
             made.manager.acquire(wide)
-        assert f"at least {17 * PAGE}" in str(caught.value)
+        assert f"at least {exact_size(17 * PAGE)}" in str(caught.value)
         made.compare(slot.bytes, held)
         made.manager.release(held)
         made.use(wide)
@@ -383,7 +383,7 @@ def test_fixed_blocks_that_do_not_fit_take_nothing_with_them() -> None:
         shape = TensorShape("t", (3 * PAGE,), (1,), torch.uint8, 1)
         before = made.manager.stats().used
         wanted = [("a", Role.PARAM, [shape]), ("b", Role.PARAM, [shape])]
-        with pytest.raises(CapacityError, match=f"at least {6 * PAGE}"):
+        with pytest.raises(CapacityError, match=rf"at least .*\({6 * PAGE} bytes\)"):
             made.manager.add_blocks(wanted, home="hbm")
         assert made.manager.stats().used == before and len(made.manager.parts.table) == 1
         made.check()
@@ -413,7 +413,7 @@ def test_the_least_dram_that_is_named_is_enough() -> None:
     with pytest.raises(CapacityError, match="'b3'") as caught:
         store.reserve(request)
     assert store.dram.used == 2 * PAGE, "nothing of it is kept"
-    assert f"at least {11 * PAGE}," in str(caught.value)
+    assert f"at least {exact_size(11 * PAGE)}," in str(caught.value)
     store.close()
     store = homes(11)
     store.reserve([HomeRequest("other", 2 * PAGE, "dram")])

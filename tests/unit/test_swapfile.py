@@ -97,7 +97,7 @@ def test_an_extent_that_cannot_be_is_refused(store: SwapFile, extent: Extent) ->
 def test_the_limit_holds_and_nothing_changes(tmp_path: Path) -> None:
     with SwapFile([tmp_path], 4 * CHUNK, CHUNK) as store:
         store.grow(3 * CHUNK)
-        with pytest.raises(CapacityError, match=f"{tmp_path}.*at least {5 * CHUNK} bytes"):
+        with pytest.raises(CapacityError, match=f"{tmp_path}.*at least .*{5 * CHUNK} bytes"):
             store.grow(2 * CHUNK)
         assert store.capacity == 3 * CHUNK
         assert lengths(store) == [3 * CHUNK]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,10 +33,12 @@ class Saving:
 def read_saving(path: str | None, every: int | None, resume: bool) -> Saving | None:
     """Checks the options; returns None where nothing is to be saved.
 
+    The folder that a checkpoint is to lie in is made if need be, and tried.
+
     Raises:
         CheckpointError: If a checkpoint cannot be saved there.
         ConfigError: If they do not go together.
-        StorageError: If the file system cannot be looked at.
+        StorageError: If the file system does not let it be.
     """
     from tiermem.saving.folder import CheckpointFolder, told_of
     from tiermem.saving.save import FILES
@@ -49,25 +52,37 @@ def read_saving(path: str | None, every: int | None, resume: bool) -> Saving | N
         raise ConfigError(f"--save-every must be at least 1, not {every}")
     folder = CheckpointFolder(path, FILES)
     with told_of(folder.path, "a checkpoint cannot be saved to"):
+        parent = os.path.dirname(folder.path)
+        os.makedirs(parent, exist_ok=True)
         folder.recover()  # else --resume would begin anew where a crash has left it beside its name
         folder.check()  # before the work that it is to keep
+        with tempfile.TemporaryFile(dir=parent):  # where every save makes a folder
+            pass
     return Saving(path, every or 0, resume)
 
 
 class Checkpoints:
     """Saves a run as it goes, and resumes it; one for each run."""
 
-    def __init__(self, tier: TierManager, saving: Saving, described: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        tier: TierManager,
+        saving: Saving,
+        described: dict[str, Any],
+        base: dict[str, Any] | None = None,
+    ) -> None:
         """Saves nothing yet.
 
         Args:
             tier: The tiers, with model and optimizer.
             saving: What was asked for.
             described: What the run is about; one that goes on has the same.
+            base: What is to be known of the model that adapters are on.
         """
         self._tier = tier
         self._saving = saving
         self._described = described
+        self._base = base
         self._under_way: SaveHandle | None = None
 
     def resume(self, progress: Progress, scheduler: Any, generator: torch.Generator) -> None:
@@ -110,6 +125,7 @@ class Checkpoints:
         optimizer.zero_grad(set_to_none=True)
         extra = {
             "settings": self._described,
+            "base": self._base,
             "losses": list(progress.losses),
             "scheduler": scheduler.state_dict(),
             "generator": generator.get_state(),

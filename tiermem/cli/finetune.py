@@ -15,7 +15,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tiermem.cli.options import (
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 OUT = "adapters"
 """Where they are saved if nothing is said."""
+
+CONTEXT = 128
+"""Tokens in a sequence if nothing is said, and the model has positions for so many."""
 
 _OF_THE_DEMONSTRATION = (
     *("layers", "width", "heads", "dtype", "master", "nvme_bytes", "optimizer_on", "overlap"),
@@ -83,14 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
     from tiermem.cli.checkpoints import read_saving
     from tiermem.cli.folders import open_folder
 
+    asked = read_plan(arguments)
+    wish = parse_lora(arguments.lora)
     quiet = arguments.quiet or arguments.json
     console = Console(highlight=False, quiet=quiet)
     console.print(f"looking at {arguments.checkpoint}")
-    plan = read_plan(arguments)
-    saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
-    lora = parse_lora(arguments.lora)
     folder = open_folder(arguments.checkpoint, checkpointing=True)
+    plan, lora = fitted(asked, folder, given=arguments.context is not None), on(folder, wish)
     tiers = pick_tiers(arguments, folder, lora, plan)
+    saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
         result = _train(arguments, folder, lora, plan, tiers, saving, console)
@@ -123,7 +127,8 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
             )
     for name in ("batch", "accumulate", "steps"):
         check_whole(name, getattr(arguments, name))
-    check_whole("context", arguments.context, 2)
+    context = CONTEXT if arguments.context is None else arguments.context
+    check_whole("context", context, 2)
     for name in ("lr", "clip", "loss_chunks"):
         if not getattr(arguments, name) >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
@@ -132,7 +137,7 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
     return Plan(
         batch=arguments.batch,
         accumulate=arguments.accumulate,
-        context=arguments.context,
+        context=context,
         steps=arguments.steps,
         lr=arguments.lr,
         clip=arguments.clip,
@@ -140,6 +145,25 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         device=pick_device(arguments.device),
         loss_chunks=arguments.loss_chunks,
     )
+
+
+def fitted(plan: Plan, folder: Folder, *, given: bool) -> Plan:
+    """Returns a plan whose context, where none was given, is one that the model has."""
+    from tiermem.cli.needs import sizes_of
+
+    positions = sizes_of(folder.model).positions
+    if given or positions is None:
+        return plan
+    return replace(plan, context=max(2, min(plan.context, positions)))
+
+
+def on(folder: Folder, lora: tiermem.Lora) -> tiermem.Lora:
+    """Returns the options of adapters for a model; those of a byte GPT are on its linear layers."""
+    from tiermem.cli.model import LINEAR
+
+    if folder.is_byte_gpt and lora.target_modules is None:
+        return replace(lora, target_modules=LINEAR)
+    return lora
 
 
 def parse_lora(text: str) -> tiermem.Lora:
@@ -342,13 +366,15 @@ class _Saves:
         saving: Saving,
         arguments: argparse.Namespace,
         plan: Plan,
+        folder: Folder,
         progress: Progress,
     ) -> None:
         from tiermem.cli.checkpoints import Checkpoints
+        from tiermem.cli.folders import about
 
         described = {**asdict(plan), "lora": arguments.lora}
         del described["device"]
-        self._checkpoints = Checkpoints(tier, saving, described)
+        self._checkpoints = Checkpoints(tier, saving, described, about(folder))
         self.failed: tiermem.TierError | None = None
         self._progress = progress
 
@@ -397,7 +423,7 @@ def _train(
         torch.manual_seed(plan.seed)
         model = tiermem.load_checkpoint(folder.model, folder.path, tier=tier, lora=lora)
         prepare(model)
-        saves = None if saving is None else _Saves(tier, saving, arguments, plan, progress)
+        saves = None if saving is None else _Saves(tier, saving, arguments, plan, folder, progress)
         quiet = arguments.quiet or arguments.json
         parts = tier, model, corpus, plan, progress, saves
         try:

@@ -1,14 +1,18 @@
-"""A model's folder as a command is given it: a transformers folder, or one of ``tiermem train``."""
+"""A model's folder as a command is given it: a transformers folder, or one of ``tiermem train``.
+
+Either may be what a run of adapters saved: then the model has them.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from tiermem.cli.model import VOCABULARY, ByteGPT, Shape
@@ -58,20 +62,88 @@ def open_folder(path: str, *, checkpointing: bool = False) -> Folder:
     if not os.path.isdir(folder):  # False of a name that is too long, too
         raise CheckpointError(f"{folder}: no such folder")
     files = CheckpointFiles.open(folder)
+    run = _run_of(folder)
     if (folder / "config.json").is_file():
         model = _transformers_model(folder, files)
-        return Folder(folder, files, model, tokens_of(folder, vocabulary_of(model)))
-    if (folder / MANIFEST).is_file():
-        shape = _shape(folder, files)
+        tokens = tokens_of(folder, vocabulary_of(model), run.tokenizer)
+    elif (folder / MANIFEST).is_file():
+        shape = _shape(folder, files, run)
 
         def make() -> nn.Module:
             return ByteGPT(shape, checkpointing=checkpointing).to(files.tensors[_FIRST].dtype)
 
-        return Folder(folder, files, model_of(make, folder, files, None), ByteTokens())
-    raise CheckpointError(
-        f"{folder} has neither config.json (a transformers folder) nor {MANIFEST} (of "
-        "tiermem train --save)"
+        model, tokens = model_of(make, folder, files, None), ByteTokens()
+    else:
+        raise CheckpointError(
+            f"{folder} has neither config.json (a transformers folder) nor {MANIFEST} (of "
+            "tiermem train --save)"
+        )
+    if run.lora is not None:
+        _adapt(model, run.lora, files)
+    return Folder(folder, files, model, tokens)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a folder says of the run that saved it.
+
+    Attributes:
+        lora: Options of its adapters, as ``--lora`` has them; None for none.
+        heads: How many the model has, where it is a byte GPT and that was saved.
+        tokenizer: The folder of its base, where that one's tokenizer made tokens of the text.
+    """
+
+    lora: str | None = None
+    heads: int | None = None
+    tokenizer: Path | None = None
+
+
+def about(folder: Folder) -> dict[str, Any]:
+    """Returns what a run of adapters on a folder's model saves for :func:`open_folder`."""
+    own = folder.model
+    return {
+        "checkpoint": os.path.abspath(folder.path),
+        "tokenizer": not isinstance(folder.tokens, ByteTokens),
+        "shape": asdict(own.shape) if isinstance(own, ByteGPT) else None,
+    }
+
+
+def _run_of(folder: Path) -> _Run:
+    path = folder / MANIFEST
+    if not path.is_file():
+        return _Run()
+    try:
+        said: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+    def at(*keys: str) -> Any:
+        value = said
+        for key in ("extra", *keys):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    lora, base = at("settings", "lora"), at("base", "checkpoint")
+    heads = at("settings" if lora is None else "base", "shape", "heads")
+    return _Run(
+        lora if isinstance(lora, str) else None,
+        heads if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0 else None,
+        Path(base) if isinstance(base, str) and at("base", "tokenizer") else None,
     )
+
+
+def _adapt(model: nn.Module, lora: str, files: CheckpointFiles) -> None:
+    """Puts adapters where files have values for them; nothing is drawn, and nothing is trained."""
+    from tiermem import add_adapters
+    from tiermem.cli.finetune import parse_lora
+
+    adapted = [name.partition(".lora_")[0] for name in files.tensors if name.endswith(_ADAPTER)]
+    options = replace(
+        parse_lora(lora), target_modules=adapted, exclude_modules=None, layers_to_transform=None
+    )
+    with torch.random.fork_rng([]):
+        add_adapters(model, options)
+    model.requires_grad_(False).eval()
 
 
 def vocabulary_of(model: nn.Module) -> int:
@@ -90,7 +162,7 @@ def _transformers_model(folder: Path, files: CheckpointFiles) -> nn.Module:
     except ImportError as error:
         raise ConfigError(
             f"{folder} is a folder of transformers, which is not installed; install it with "
-            "pip install 'tiermem[hf]'"
+            "pip install transformers"
         ) from error
     try:
         return model_of(AutoModelForCausalLM, folder, files, None)
@@ -100,10 +172,11 @@ def _transformers_model(folder: Path, files: CheckpointFiles) -> nn.Module:
 
 
 _FIRST = "tokens.weight"
+_ADAPTER = (".lora_A.weight", ".lora_embedding_A")
 
 
-def _shape(folder: Path, files: CheckpointFiles) -> Shape:
-    """Returns the sizes of a byte GPT: from its tensors, the heads from the manifest."""
+def _shape(folder: Path, files: CheckpointFiles, run: _Run) -> Shape:
+    """Returns the sizes of a byte GPT: from its tensors, the heads from what the run says."""
     found = files.tensors
     if _FIRST not in found or "positions.weight" not in found:
         raise CheckpointError(
@@ -112,26 +185,22 @@ def _shape(folder: Path, files: CheckpointFiles) -> Shape:
         )
     vocabulary, width = found[_FIRST].shape
     numbers = {int(name.split(".")[1]) for name in found if name.startswith("layers.")}
-    heads = _heads(folder)
+    heads = run.heads
+    if heads is None and run.lora is not None:
+        raise CheckpointError(
+            f"{folder} holds adapters ({run.lora}) on a byte GPT of {len(numbers)} layers and "
+            f"width {width}, and an older tiermem has not saved how many heads that has; make the "
+            "run anew with another --save, or put the adapters of its --out on their base in "
+            "Python (tiermem.load_adapters)"
+        )
+    if heads is None:
+        raise CheckpointError(
+            f"{folder / MANIFEST} does not say how many heads the model has: it was not saved by "
+            "tiermem train"
+        )
     if vocabulary != VOCABULARY or not numbers or width % heads:
         raise CheckpointError(
             f"{folder}: {vocabulary} tokens, {len(numbers)} layers, width {width} and {heads} "
             "heads are no model of tiermem train"
         )
     return Shape(len(numbers), width, heads, found["positions.weight"].shape[0])
-
-
-def _heads(folder: Path) -> int:
-    """Returns how many heads there are, which no tensor's shape says."""
-    path = folder / MANIFEST
-    try:
-        at: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    for key in ("extra", "settings", "shape", "heads"):
-        at = at.get(key) if isinstance(at, Mapping) else None
-    if not isinstance(at, int) or isinstance(at, bool) or at < 1:
-        raise CheckpointError(
-            f"{path} does not say how many heads the model has: it was not saved by tiermem train"
-        )
-    return at

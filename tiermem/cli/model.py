@@ -16,6 +16,8 @@ from tiermem.nn.loss import chunked_cross_entropy
 
 VOCABULARY = 256
 
+LINEAR = ("qkv", "out", "up", "down")
+"""The linear layers of a :class:`Layer`."""
 
 _HEADS = 6
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from tiermem.errors import CapacityError
 
 _T = TypeVar("_T")
-_ASKED = re.compile(r"\b(hbm|dram|nvme)(?:_bytes)?= at least (\d+)")
+_ASKED = re.compile(r"\b(hbm|dram|nvme)(?:_bytes)?= at least [^()]*\((\d+) bytes\)")
 _TRIES = 24
 
 

@@ -58,26 +58,42 @@ class FolderTokens:
         return str(text)
 
 
-def tokens_of(folder: Path, vocabulary: int) -> Tokens:
+def tokens_of(folder: Path, vocabulary: int, base: Path | None = None) -> Tokens:
     """Returns the tokenizer of a folder, or bytes where there is none and the model has 256 tokens.
+
+    Args:
+        folder: The model's folder.
+        vocabulary: How many tokens the model has.
+        base: Where the tokenizer is, if not there.
 
     Raises:
         ConfigError: If it cannot be used, or there is none for another vocabulary.
     """
-    if any(True for pattern in _FILES for _ in folder.glob(pattern)):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # whatever its libraries raise: there is no common class
-            raise ConfigError(f"{folder}: its tokenizer cannot be used: {error}") from error
-        return FolderTokens(tokenizer)
-    if vocabulary == VOCABULARY:
+    where = [folder] if base is None else [folder, base]
+    for each in where:
+        if any(True for pattern in _FILES for _ in each.glob(pattern)):
+            return _tokenizer(each)
+    if vocabulary == VOCABULARY and base is None:
         return ByteTokens()
-    raise ConfigError(
-        f"{folder} has no tokenizer, and the model has {vocabulary} tokens, so they are no bytes; "
-        "copy the tokenizer's files (tokenizer.json, tokenizer_config.json) there"
+    why = (
+        f"the model has {vocabulary} tokens, so they are no bytes"
+        if base is None
+        else f"{base}, whose tokenizer its adapters were trained with, has none now"
     )
+    raise ConfigError(
+        f"{folder} has no tokenizer, and {why}; copy the tokenizer's files (tokenizer.json, "
+        "tokenizer_config.json) there"
+    )
+
+
+def _tokenizer(folder: Path) -> Tokens:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever its libraries raise: there is no common class
+        raise ConfigError(f"{folder}: its tokenizer cannot be used: {error}") from error
+    return FolderTokens(tokenizer)
 
 
 class TextStream:

@@ -101,7 +101,11 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         "--heads", type=int, metavar="N", help="default: 6, or fewer that divide the width"
     )
     model.add_argument(
-        "--context", type=int, default=128, metavar="N", help="tokens in a sequence (default: 128)"
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"tokens in a sequence (default: {finetune.CONTEXT}, or what a --checkpoint has "
+        "positions for if that is less)",
     )
     model.add_argument(
         "--batch", type=int, default=4, metavar="N", help="sequences in a forward (default: 4)"
@@ -328,6 +332,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
             f"{os.cpu_count()} cores, and OpenMP fails with a few ten thousand; give {most} at most"
         )
     heads = usual_heads(arguments.width) if arguments.heads is None else arguments.heads
+    context = finetune.CONTEXT if arguments.context is None else arguments.context
     for name in ("batch", "accumulate", "steps"):
         check_whole(name, getattr(arguments, name))
     if arguments.loss_chunks < 0:
@@ -339,10 +344,10 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     if arguments.overlap == "backward" and arguments.clip:
         raise ConfigError(
             "--overlap backward steps blocks before the norm of all gradients is known: add "
-            "--clip 0, or use --overlap forward"
+            "--clip 0, or leave --overlap out (auto clips, as forward does)"
         )
     return Settings(
-        shape=Shape(arguments.layers, arguments.width, heads, arguments.context),
+        shape=Shape(arguments.layers, arguments.width, heads, context),
         batch=arguments.batch,
         accumulate=arguments.accumulate,
         steps=arguments.steps,

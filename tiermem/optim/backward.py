@@ -31,7 +31,7 @@ from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.stepping import FirstSteps, SteppedBackward
 from tiermem.optim.units.finality import accumulates, grad_of, is_nested, is_own
 from tiermem.optim.units.unit import State, StepUnit
-from tiermem.optim.used import ELSE, ClosedBlocks, UsedGradients
+from tiermem.optim.used import ELSE, TO_CLIP, ClosedBlocks, UsedGradients
 
 
 class InBackward:
@@ -130,7 +130,7 @@ class InBackward:
         """
         raise StepError(
             f"{what}: with overlap='backward' blocks are stepped before all gradients are known; "
-            f"make the optimizer with overlap='forward' to clip{self._damage()}"
+            f"{TO_CLIP} to clip{self._damage()}"
         )
 
     def before_step(self, scaling: Scaling | None) -> None:
@@ -390,8 +390,7 @@ class InBackward:
             raise StepError(
                 f"the gradient of parameter {wrong[0].name!r} was changed or replaced after it "
                 "was final (by GradScaler.unscale_, clipping, a hook, ...); with "
-                "overlap='backward' the step uses it before that: make the optimizer with "
-                f"overlap='forward'{self._damage()}"
+                f"overlap='backward' the step uses it before that: {TO_CLIP}{self._damage()}"
             )
         used.refuse_left()
 

@@ -19,6 +19,7 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.transfers.deferred import Deferred
 
 ELSE = "or make the optimizer with overlap='forward'"
+TO_CLIP = "make the optimizer with overlap='auto', the default, or overlap='forward'"
 
 
 class UsedGradients:

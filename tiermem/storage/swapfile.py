@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tiermem.config import format_size
+from tiermem.config import exact_size, format_size
 from tiermem.core.block import ALIGNMENT, Extent, align_up
 from tiermem.errors import CapacityError, ClosedError, ConfigError, StorageError
 from tiermem.storage import nameless
@@ -141,7 +141,7 @@ class SwapFile:
                 f"{format_size(self.capacity_limit)} leaves "
                 f"{format_size(self.capacity_limit - before)} ({self.capacity_limit - before} "
                 "bytes)",
-                f"give nvme_bytes= at least {before + nbytes} bytes",
+                f"give nvme_bytes= at least {exact_size(before + nbytes)}",
             )
         old = [self._file_length(file, before) for file in range(len(self._fds))]
         new = [self._file_length(file, before + nbytes) for file in range(len(self._fds))]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tiermem.config import format_size
+from tiermem.config import exact_size, format_size
 from tiermem.errors import CapacityError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def no_room(manager: BlockManager, group: Group) -> CapacityError:
         group: Of the block.
     """
     block, table = group.block, manager.parts.table
-    advice = f"give hbm= at least {table.fixed_nbytes() + block.nbytes}"
+    advice = f"give hbm= at least {exact_size(table.fixed_nbytes() + block.nbytes)}"
     if torch.is_grad_enabled():
         advice = (
             f"call the model inside torch.no_grad(), or {advice}, or call model.train() before "

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from tiermem.config import Settings, format_size
+from tiermem.config import Settings, exact_size, format_size
 from tiermem.core.block import Role, align_up
 from tiermem.core.layout import TensorShape, contiguous_stride, packed_nbytes, split
 from tiermem.core.need import STEPPED_WHOLE, Home, Played, StepNeed, least, unit_limit
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from tiermem.nn.groups.entry import Entry
     from tiermem.nn.groups.gradunit import GradUnit
 
-FREEZE = (
-    "gradients are part of that: none are kept under torch.no_grad(), nor of what "
+_GRADIENTS = (
+    ". That is with gradients: none are kept under torch.no_grad(), nor of what "
     "requires_grad_(False) was called on"
 )
 
@@ -306,15 +306,21 @@ class Program:
         forward = self.budgets(gradients=False)
         kept = self._adamw()
         if not kept.params:
-            return _refusal(error, forward, self._undivided())
+            return _refusal(error, "To call the model", forward, self._undivided())
         whole = self.budgets(gradients=True, optimizers=[*self.optimizers, kept])
         most = self.budgets(gradients=True, optimizers=[*self.optimizers, self._most()])
         more = (
-            f" to train it with AdamW ({_listed(most)} with amsgrad, float32 masters and gradients "
-            f"and overlap=); {FREEZE}"
+            ". With amsgrad=True, float32 masters and gradients, and overlap='forward' or "
+            f"'backward', that is {_listed(most)}"
         )
-        alone = f"; forward alone would do with {_listed(forward)}" if forward else ""
-        return _refusal(error, whole, more + self._undivided() + alone)
+        alone = (
+            ". Forward alone, under torch.no_grad() or after requires_grad_(False), would do with "
+            f"{_listed(forward)}"
+            if forward
+            else _GRADIENTS
+        )
+        advice = more + alone + self._undivided()
+        return _refusal(error, "To train the model with AdamW", whole, advice)
 
     def _undivided(self) -> str:
         """Returns what to do about a parameter that is larger than HBM; nothing without one."""
@@ -328,7 +334,7 @@ class Program:
             for f in m.params
         )
         return (
-            f"; calls have {name!r} ({format_size(sizes[name])}) in HBM as a whole: to do with "
+            f". Calls have {name!r} ({format_size(sizes[name])}) in HBM as a whole: to do with "
             f"less, divide it among several modules{_TABLE if own else ''}"
         )
 
@@ -347,7 +353,7 @@ class Program:
             return ""
         nbytes, number = sizes[name]
         return (
-            f"; a call of {name} has its own {number} parameters ({format_size(nbytes)}) in HBM "
+            f". A call of {name} has its own {number} parameters ({format_size(nbytes)}) in HBM "
             "together: to do with less, divide them among several modules"
         )
 
@@ -356,7 +362,7 @@ class Program:
         if not any(model.only_read for model in self.models):
             return ""
         return (
-            "; or call model.train() before tier.wrap(model): embeddings and heads that HBM has no "
+            ". Or call model.train() before tier.wrap(model): embeddings and heads that HBM has no "
             "room for are trained where they lie in DRAM then"
         )
 
@@ -364,12 +370,12 @@ class Program:
         """Returns the error of an optimizer that does not fit, with what would do for it all."""
         optimizers = [*self.optimizers, kept]
         found = self.budgets(gradients=True, optimizers=optimizers)
-        return _refusal(error, found, self._wrapped_to_read())
+        return _refusal(error, "For all steps", found, self._wrapped_to_read())
 
     def refuse_gradients(self, error: CapacityError) -> CapacityError:
         """Returns the error of gradients that do not fit, with what would do for them."""
         found = self.budgets(gradients=True, optimizers=self.optimizers)
-        return _refusal(error, found, f"; {FREEZE}{self._wrapped_to_read()}")
+        return _refusal(error, "For backward", found, _GRADIENTS + self._wrapped_to_read())
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,20 +478,22 @@ def _of_itemsize(shape: TensorShape, itemsize: int) -> TensorShape:
 
 
 def _listed(budgets: dict[str, int]) -> str:
-    return " ".join(f"{name}={nbytes}" for name, nbytes in budgets.items())
+    return " and ".join(f"{name}={exact_size(nbytes)}" for name, nbytes in budgets.items())
 
 
 def _run(shape: TensorShape, elements: int) -> TensorShape:
     return TensorShape(shape.name, (elements,), (1,), shape.dtype, shape.itemsize)
 
 
-def _refusal(error: CapacityError, budgets: dict[str, int], more: str = "") -> CapacityError:
+def _refusal(
+    error: CapacityError, wish: str, budgets: dict[str, int], more: str = ""
+) -> CapacityError:
     """Returns an error that names what would do; the same one where the budgets do, as played."""
     if not budgets:
         return error
-    text = " and ".join(f"{name}= at least {nbytes}" for name, nbytes in budgets.items())
-    refused = CapacityError(error.what, f"give {text}{error.hint}{more}")
-    refused.hint = error.hint
+    text = " and ".join(f"{name}= at least {exact_size(n)}" for name, n in budgets.items())
+    refused = CapacityError(f"{error.what}. {wish}, give {text}{error.hint}{more}")
+    refused.what, refused.hint = error.what, error.hint
     return refused
 
 
@@ -502,7 +510,7 @@ def check_calls(runtime: Passes) -> None:
             f"forward cannot run in tier hbm with a budget of {format_size(table.hbm.capacity)}: "
             f"what a call holds ({format_size(held)}) comes beside what stays there "
             f"({format_size(fixed)})",
-            f"give hbm= at least {fixed + held}",
+            f"give hbm= at least {exact_size(fixed + held)}",
         )
 
 
@@ -534,7 +542,7 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
                 f"{format_size(table.hbm.capacity)}: block {largest.name!r} of gradients "
                 f"({format_size(largest.nbytes)}) comes beside what a call holds; that takes "
                 f"{format_size(need)}",
-                f"give hbm= at least {need}",
+                f"give hbm= at least {exact_size(need)}",
             )
     except CapacityError as error:
         runtime.grads.homes.unreserve(made)

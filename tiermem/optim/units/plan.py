@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tiermem.config import format_size
+from tiermem.config import exact_size, format_size
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.layout import TensorShape, pack, packed_nbytes
 from tiermem.errors import CapacityError, StorageError
@@ -355,5 +355,5 @@ def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) ->
                 f"an optimizer step of block {unit.name!r} takes {format_size(need)} in tier hbm: "
                 f"weights, gradients, masters and state together; the budget is "
                 f"{format_size(table.hbm.capacity)}",
-                f"give hbm= at least {need}",
+                f"give hbm= at least {exact_size(need)}",
             )

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tiermem.config import Home, format_size
+from tiermem.config import Home, exact_size, format_size
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, TensorSpec, Tier, align_up
 from tiermem.core.residency import Record
@@ -114,10 +114,10 @@ class Homes:
         staging = staging_size(dram) if nvme else 0
         if staging > dram:
             raise CapacityError(
-                f"tier dram: with nvme= all that moves to and from files passes through {staging} "
-                f"bytes of staging in DRAM, and the budget is {dram}",
-                f"give dram= at least {staging}; that is for the staging alone, and what "
-                "policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
+                f"tier dram: with nvme= all that moves to and from files passes through "
+                f"{format_size(staging)} of staging in DRAM, and the budget is {format_size(dram)}",
+                f"give dram= at least {exact_size(staging)}; that is for the staging alone, and "
+                "what policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
             )
         self.bytes: dict[int, torch.Tensor] = {}
         self._parts: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
@@ -167,11 +167,12 @@ class Homes:
             while extent is None and self._reclaim():
                 extent = self._in_dram(nbytes)
             if extent is None:
+                free = self.dram.capacity - self.dram.used
                 raise CapacityError(
-                    f"tier dram: what is read from a checkpoint passes through {nbytes} bytes of "
-                    f"staging in DRAM, and {self.dram.capacity - self.dram.used} of "
-                    f"{self.dram.capacity} are free",
-                    f"give dram= at least {self.dram.used + nbytes}",
+                    "tier dram: what is read from a checkpoint passes through "
+                    f"{format_size(nbytes)} of staging in DRAM, and {format_size(free)} of "
+                    f"{format_size(self.dram.capacity)} are free",
+                    f"give dram= at least {exact_size(self.dram.used + nbytes)}",
                 )
             self._stage(extent)
         if self.sources is None:
@@ -430,7 +431,7 @@ class Homes:
             f"block {request.name!r} ({format_size(request.nbytes)}) does not fit in tier dram: "
             f"{format_size(self.dram.capacity - self.dram.used)} of "
             f"{format_size(self.dram.capacity)} are free{pieces}",
-            f"give dram= at least {least}",
+            f"give dram= at least {exact_size(least)}",
             hint,
         )
 

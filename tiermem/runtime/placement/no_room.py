@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tiermem.config import format_size
+from tiermem.config import exact_size, format_size
 from tiermem.core.block import Block, Role, align_up
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import CapacityError
@@ -52,7 +52,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     seen = any(why == _SEEN for _, _, why in held)
     fixed = any(why == "fixed" for _, _, why in held)
     whole = weights + beside + (0 if block.role in _WEIGHTS else align_up(block.nbytes))
-    every = f", or {whole} for all weights at once" if seen and whole > least else ""
+    every = f", or {exact_size(whole)} for all weights at once" if seen and whole > least else ""
     if table.hbm.walled:
         return CapacityError(
             f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
@@ -63,7 +63,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     return CapacityError(
         f"block {block.name!r} ({format_size(block.nbytes)}) does not fit in tier hbm "
         f"({format_size(capacity)}) beside {names or 'nothing'}{pieces}",
-        f"give hbm= at least {least}{every}",
+        f"give hbm= at least {exact_size(least)}{every}",
         f", or wrap with smaller blocks{MANY if seen else ''}{UNUSED if fixed else ''}",
     )
 
@@ -82,6 +82,6 @@ def too_much_for_good(blocks: Sequence[Block], there: int, capacity: int) -> Cap
         f"blocks whose home tier is hbm take {format_size(least)} of it for good, "
         f"{format_size(there)} of them before these ({largest.name!r} is the largest, "
         f"{format_size(largest.nbytes)}); the budget is {format_size(capacity)}",
-        f"give hbm= at least {least}, and room for what streams",
+        f"give hbm= at least {exact_size(least)}, and room for what streams",
         f", or another home tier to some roles{UNUSED if there else ''}",
     )
