@@ -4935,6 +4935,27 @@ MUTATIONS = (
         )
     ),
     Mutation(
+        "share: what steps in the next forward move is not counted",
+        "tiermem/optim/balance.py",
+        "    if waits:\n        passes",
+        "    if False:\n        passes",
+        ("tests/unit/test_optim_ahead.py",),
+    ),
+    Mutation(
+        "share: steps that wait are not tried by themselves",
+        "tiermem/optim/host/devicebits.py",
+        "lambda: (self._runtime.names.load, self._waits)",
+        "lambda: self._runtime.names.load",
+        ("tests/unit/test_optim_host_bits.py",),
+    ),
+    Mutation(
+        "ahead: a round that is confirmed makes up for all in vain",
+        "tiermem/optim/ahead.py",
+        "max(0, self._in_vain - 1)",
+        "0",
+        ("tests/unit/test_optim_ahead.py",),
+    ),
+    Mutation(
         "walks: a step on the host is waited for whether the link is busy or not",
         "tiermem/runtime/lookahead/walks.py",
         "if risen is not None and not risen.done():",

@@ -138,7 +138,9 @@ def test_a_loop_that_stops_dropping_pauses_shortly_again() -> None:
         return tried
 
     assert rounds(100, drops=True) == 5
+    assert habit.in_vain
     assert rounds(100, drops=False) > 60  # the rest of the pause first
+    assert not habit.in_vain
     assert [rounds(2, drops=True), rounds(8, drops=True), rounds(1, drops=False)] == [2, 0, 1]
 
 
@@ -328,6 +330,10 @@ def test_a_share_of_the_host_helps_where_copies_both_ways_are_the_longest() -> N
     slow = [replace(load, host=load.host and 70.0) for load in hosted]
     assert not host_helps(slow, LAYERS, busy)
     assert not host_helps(LAYERS, LAYERS, busy)
+    for waits in (False, True):  # the next forward moves state as well then, and backward does not
+        assert host_helps(hosted, LAYERS, replace(busy, backward=600.0), waits=waits) is waits
+        assert not host_helps(hosted, LAYERS, replace(busy, forward=600.0), waits=waits)
+    assert not host_helps(slow, LAYERS, replace(busy, backward=600.0), waits=True)
 
 
 def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:

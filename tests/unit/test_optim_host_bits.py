@@ -410,12 +410,19 @@ def test_a_share_is_expected_to_help_where_copies_are_the_longest(
         for speed, on_host in (
             (replace(busy, forward=1.0, backward=1.0), False),
             (busy, True),
-            (replace(busy, backward=1.0), False),
+            (replace(busy, backward=0.3), False),
         ):
             ahead._left._choose(speed, groups)
             assert trial.on_host is on_host
             hosted = any(map(ahead._others.has, twins.optimizer._units))
             assert hosted is on_host
+        monkeypatch.setattr(ahead._left, "_speed", lambda: replace(busy, backward=0.3))
+        monkeypatch.setattr(twins.tier._manager.prefetcher.fetcher, "beside", True)
+        for waits in (False, True, True, False):  # where steps wait, forward copies state too
+            ahead._left.note_waits(waits, groups)
+            assert trial.decided is not waits  # it is tried there, by itself
+        assert {waits for _, waits in trial._by_load} == {False, True}
+        monkeypatch.undo()
         twins.optimizer._host.movable.seconds = 1.0  # an element: its own time is the longest
         ahead._left._choose(busy, groups)
         assert not trial.on_host

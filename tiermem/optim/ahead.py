@@ -58,6 +58,11 @@ class Habit:
         self._pause = self._last_pause = 0
 
     @property
+    def in_vain(self) -> bool:
+        """Whether steps ahead are mostly dropped by now, so that steps wait for the forward."""
+        return self._in_vain == _IN_VAIN
+
+    @property
     def expects(self) -> bool:
         """Whether the next round is likely to have a backward with steps."""
         return self._usual > 0 and self.is_last(self._usual)
@@ -103,8 +108,13 @@ class Others(Protocol):
         """Whether it is, or would be if the host had its share."""
         ...
 
-    def expect(self, *, helps: bool) -> None:
-        """Notes whether the host's share is expected to make a loop faster."""
+    def expect(self, *, helps: bool, waits: bool) -> None:
+        """Notes whether the host's share is expected to make a loop faster.
+
+        Args:
+            helps: Whether it is.
+            waits: Whether steps wait for the next forward, as a rule.
+        """
         ...
 
     def place_ahead(self, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> str:
@@ -137,6 +147,7 @@ class LeftToForward:
         self._ids: set[int] = set()  # of the groups
         self._rounds, self._next_look = 0, _FIRST_LOOK
         self._hosted: frozenset[int] = frozenset()  # ids of the groups that were the host's then
+        self._waits = False
 
     def has(self, group: Group) -> bool:
         """Whether the step of a group is left to the next forward."""
@@ -150,33 +161,62 @@ class LeftToForward:
             settings: Of the steps.
         """
         self._rounds += made_any
-        manager = self._runtime.manager
-        pace = manager.parts.pass_timer.estimates
-        if not manager.prefetcher.fetcher.beside:
+        if not self._runtime.manager.prefetcher.fetcher.beside:
             return  # on the CPU copies from DRAM hide behind nothing
         if self._rounds < self._next_look and self._on_host() == self._hosted:
             return
-        forward, backward = map(pace.computes, self._runtime.names.last)
-        if forward is None or backward is None:
+        speed = self._speed()
+        if speed is None:
             return
         if self._rounds >= self._next_look:
             self._next_look = 2 * self._rounds
-        up = pace.rate("dram->hbm")
-        speed = Speed(forward, backward, up, pace.best_rate("hbm->dram") or up)
         self._choose(speed, settings)
 
-    def _choose(self, speed: Speed, settings: Sequence[dict[str, Any]]) -> None:
-        """Leaves to the next forward what that has time for."""
+    def note_waits(self, waits: bool, settings: Sequence[dict[str, Any]]) -> None:
+        """Notes whether steps wait for the next forward, as a rule.
+
+        What the host's share spares is other copies then.
+
+        Args:
+            waits: Whether they do.
+            settings: Of the steps.
+        """
+        beside = self._runtime.manager.prefetcher.fetcher.beside
+        speed = self._speed() if waits is not self._waits and beside else None
+        if speed is not None:
+            self._waits = waits
+            self._expect(self._loads(settings), speed)
+
+    def _speed(self) -> Speed | None:
+        """Returns how fast the loop computes and copies; None until that is known."""
+        pace = self._runtime.manager.parts.pass_timer.estimates
+        forward, backward = map(pace.computes, self._runtime.names.last)
+        if forward is None or backward is None:
+            return None
+        up = pace.rate("dram->hbm")
+        return Speed(forward, backward, up, pace.best_rate("hbm->dram") or up)
+
+    def _loads(self, settings: Sequence[dict[str, Any]]) -> list[tuple[Group, Load, Load]]:
+        """Returns each block with its load, and that where the host has its share."""
         groups = [group for group in self._runtime.groups if id(group) in self._units]
         alone = [self._load_of(group, settings) for group in groups]
         shared = [self._hosted_load(*pair) for pair in zip(groups, alone, strict=True)]
+        return list(zip(groups, alone, shared, strict=True))
+
+    def _expect(self, loads: Sequence[tuple[Group, Load, Load]], speed: Speed) -> None:
+        """Notes whether the host's share is expected to help."""
+        alone, shared = [load for _, load, _ in loads], [load for *_, load in loads]
         if any(load.host is not None for load in shared):
-            self._others.expect(helps=host_helps(shared, alone, speed))
+            helps = host_helps(shared, alone, speed, waits=self._waits)
+            self._others.expect(helps=helps, waits=self._waits)
+
+    def _choose(self, speed: Speed, settings: Sequence[dict[str, Any]]) -> None:
+        """Leaves to the next forward what that has time for."""
+        each = self._loads(settings)
+        self._expect(each, speed)
         hosted = self._on_host()
-        loads = [
-            with_host if id(group) in hosted else load
-            for group, with_host, load in zip(groups, shared, alone, strict=True)
-        ]
+        groups = [group for group, *_ in each]
+        loads = [shared if id(group) in hosted else load for group, load, shared in each]
         now = frozenset(number for number, group in enumerate(groups) if id(group) in self._ids)
         found = best_choice(loads, speed, now)
         self._ids = {id(groups[number]) for number in found.left}
@@ -427,6 +467,7 @@ class StepsAhead:
             self.provisional.drop()
         now.note_settings()
         now.steps = self._is_last(habit.backwards)
+        self._left.note_waits(habit.in_vain, now.settings)
         if now.steps:
             now.prepare()
             self.late.begin_backward()

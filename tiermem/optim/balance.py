@@ -119,7 +119,9 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
     return Choice(left, Passes(loads, left).turns(speed))
 
 
-def host_helps(hosted: Sequence[Load], loads: Sequence[Load], speed: Speed) -> bool:
+def host_helps(
+    hosted: Sequence[Load], loads: Sequence[Load], speed: Speed, *, waits: bool = False
+) -> bool:
     """Whether forward and backward are expected to take less time with a share on the host.
 
     They do not where compute is the longest. What is measured as that has the host's own time in
@@ -129,15 +131,27 @@ def host_helps(hosted: Sequence[Load], loads: Sequence[Load], speed: Speed) -> b
         hosted: Of each block, in the order of forward, with the host's share.
         loads: The same without.
         speed: As measured.
+        waits: Whether all steps wait for the next forward.
     """
     speed = replace(speed, up=_BOTH_WAYS * speed.up, down=_BOTH_WAYS * speed.down)
-    with_share, without = (min(_seconds_of_choices(one, speed).values()) for one in (hosted, loads))
+    if waits:
+        passes = [Passes(one, frozenset(_able(one)), waits=True) for one in (hosted, loads)]
+        with_share, without = (one.least(speed) for one in passes)
+    else:
+        with_share, without = (
+            min(_seconds_of_choices(one, speed).values()) for one in (hosted, loads)
+        )
     return with_share < _SHARE_PAYS * without
+
+
+def _able(loads: Sequence[Load]) -> list[int]:
+    """Returns the numbers of the blocks that the device steps."""
+    return [number for number, load in enumerate(loads) if load.host is None]
 
 
 def _seconds_of_choices(loads: Sequence[Load], speed: Speed) -> dict[frozenset[int], float]:
     """Returns how long both passes take, by which blocks are left to forward, fewest first."""
-    able = [number for number, load in enumerate(loads) if load.host is None]
+    able = _able(loads)
     choices = (
         frozenset(able[n] for n in _evenly(count, len(able))) for count in range(len(able) + 1)
     )
@@ -147,21 +161,23 @@ def _seconds_of_choices(loads: Sequence[Load], speed: Speed) -> dict[frozenset[i
 class Passes:
     """What forward and backward copy, if some of the device's blocks are left to forward."""
 
-    def __init__(self, loads: Sequence[Load], left: frozenset[int]) -> None:
+    def __init__(self, loads: Sequence[Load], left: frozenset[int], *, waits: bool = False) -> None:
         """Adds up.
 
         Args:
             loads: Of each block, in the order of forward.
             left: Numbers of the blocks that are left.
+            waits: Whether the host makes its steps in the next forward, too.
         """
-        waits = [loads[number] for number in left]
+        self._waits = waits
+        later = [loads[number] for number in left]
         ahead = [
             load for number, load in enumerate(loads) if number not in left and load.host is None
         ]
         self._weights = sum(load.moved for load in loads)
         self._gradients = sum(load.gradients for load in loads)
-        self._fetched = sum(load.gradients + load.kept for load in waits)
-        self._later = sum(load.moved + load.kept for load in waits)
+        self._fetched = sum(load.gradients + load.kept for load in later)
+        self._later = sum(load.moved + load.kept for load in later)
         self._later += sum(load.weights for load in ahead if load.stays)
         self._hosted = sum(load.host for load in loads if load.host is not None)
         self._kept = sum(load.kept for load in ahead)
@@ -177,10 +193,11 @@ class Passes:
             turns: Share of the state that is left by turns.
         """
         fetched, later = self._weights + self._fetched, self._later
-        forward = max(speed.forward, fetched / speed.up, later / speed.down)
+        hosted = (self._hosted, 0.0) if self._waits else (0.0, self._hosted)
+        forward = max(speed.forward, fetched / speed.up, later / speed.down, hosted[0])
         up = self._weights + self._kept + turns * self._again / 2
         down = self._gradients + self._written - turns * self._state / 2
-        return forward + max(speed.backward, up / speed.up, down / speed.down, self._hosted)
+        return forward + max(speed.backward, up / speed.up, down / speed.down, hosted[1])
 
     def least(self, speed: Speed) -> float:
         """Returns how long both take with the best share of state that is left."""

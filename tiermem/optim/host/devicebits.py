@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,19 +224,21 @@ class ShareTrial:
     """
 
     def __init__(
-        self, now: Callable[[], float] = time.perf_counter, load: Callable[[], int] = lambda: 0
+        self,
+        now: Callable[[], float] = time.perf_counter,
+        load: Callable[[], Hashable] = lambda: None,
     ) -> None:
         """Begins with the share.
 
         Args:
             now: Returns seconds.
-            load: Returns the tokens of the present passes, rounded; 0 where they are not known.
+            load: Returns what the present passes have to do; whatever is equal is tried together.
         """
         self._now = now
         self._load = load
         self._ticket: object = None
         self._began = 0.0
-        self._by_load: dict[int, _Tried] = {}
+        self._by_load: dict[Hashable, _Tried] = {}
         self._last: _Tried | None = None
 
     @property
@@ -316,6 +318,7 @@ class Movable:
         self._bits = bits
         self._make = make
         self._sides: dict[int, tuple[HostSide, Make]] = {}
+        self._waits = False
         self.seconds = 0.0
 
     def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
@@ -326,7 +329,7 @@ class Movable:
             tried: Whether it is tried that this is faster; else it is so.
         """
         if tried and self.trial is None:
-            self.trial = ShareTrial(load=lambda: self._runtime.names.load)
+            self.trial = ShareTrial(load=lambda: (self._runtime.names.load, self._waits))
         new = [(unit, host) for unit in units if (host := side_of(unit)) is not None]
         for unit, host in new:
             host.only_exact = True
@@ -353,8 +356,14 @@ class Movable:
         """Whether a unit is the host's, or would be if that had its share."""
         return unit.host is not None or (id(unit) in self._sides and self._wants_host())
 
-    def expect(self, *, helps: bool) -> None:
-        """Notes whether the host's share is expected to make the loop faster."""
+    def expect(self, *, helps: bool, waits: bool) -> None:
+        """Notes whether the host's share is expected to make the loop faster.
+
+        Args:
+            helps: Whether it is.
+            waits: Whether steps wait for the next forward, as a rule; that is tried by itself.
+        """
+        self._waits = waits
         if self.trial is not None:
             self.trial.expect(helps=helps)
 
