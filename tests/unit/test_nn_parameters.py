@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -536,6 +537,25 @@ def test_a_state_dict_brings_nothing_to_the_device(
     assert all(same_bits(state[name], value) for name, value in plain.state_dict().items())
     assert not any(value.requires_grad for value in state.values())
     assert state["0.own"].data_ptr() == model[0].own.data_ptr()
+
+
+def test_a_state_dict_of_modules_with_small_buffers_alone_can_be_saved(
+    tier: tiermem.TierManager,
+) -> None:
+    """Statistics and what counts them have one block in HBM, of several dtypes."""
+    model = tier.wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)))
+    model(data())
+    state = model.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    model(data() + 1)
+    assert all(same_bits(state[name], value) for name, value in kept.items())
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert all(same_bits(loaded[name], value) for name, value in kept.items())
+    model.load_state_dict(loaded)
+    assert all(same_bits(model.state_dict()[name], value) for name, value in kept.items())
 
 
 class Grows(nn.Linear):

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _OF_SCOPES: tuple[type[Interceptor], ...] = (
     CallInterceptor,
     CompileInterceptor,
-    SaveInterceptor,
     LoadInterceptor,
 )
 """What stands in modules whose calls are intercepted."""
@@ -56,6 +55,7 @@ _OF_ALL: tuple[type[Interceptor], ...] = (
     ApplyInterceptor,
     HookInterceptor,
     PreHookInterceptor,
+    SaveInterceptor,
     LoadAllInterceptor,
     CopyInterceptor,
     StateInterceptor,
