@@ -288,6 +288,36 @@ class Proud(nn.Module):
         return copied
 
 
+class Double(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_module_that_is_given_all_attributes_of_a_wrapped_one_is_called_itself(
+    model: nn.Sequential, plain: nn.Sequential
+) -> None:
+    """As libraries do that make a twin of each module, with weights of its own."""
+
+    def twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        for name, value in module.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                setattr(made, name, value)
+        for name, value in module.named_parameters(recurse=False):
+            made.register_parameter(name, nn.Parameter(value.detach().clone() + 1))
+        for name, child in module.named_children():
+            made.add_module(name, twin(child, Double))
+        return made
+
+    expected = twin(plain, nn.Sequential)(data())
+    model(data())
+    made = twin(model, nn.Sequential)
+    assert same_bits(made(data()), expected)
+    assert same_bits(model(data()), plain(data()))
+    assert same_bits(made(data()), expected)
+
+
 def test_a_deepcopy_is_an_ordinary_module_that_can_be_wrapped(tier: tiermem.TierManager) -> None:
     plain = nn.Sequential(build(), Proud())
     model = tier.wrap(copy.deepcopy(plain))

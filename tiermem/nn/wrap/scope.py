@@ -8,6 +8,7 @@ exception passes through a plain ``finally``.
 
 from __future__ import annotations
 
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -304,6 +305,9 @@ class CallInterceptor(Interceptor):
 
     def _begin(self, args: Any, kwargs: Any) -> Any:
         """Makes a pass of the call: it is inside no other of a wrapped module."""
+        other = _given_ours(sys._getframe(2))
+        if other is not None:
+            return other._call_impl(*args, **kwargs)
         here, runtime, manager = self._here, self.runtime, self._manager
         # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
         kept = self.scope.wrapped.kept
@@ -375,6 +379,34 @@ class CallInterceptor(Interceptor):
         plain = type(result) is torch.Tensor and result.requires_grad
         for tensor in [result] if plain else outputs_with_grad(result)[:1]:
             tensor.register_hook(partial(_announce, runtime, scope))
+
+
+def _given_ours(frame: types.FrameType | None) -> nn.Module | None:
+    """Returns the module that is called, if it has been given another one's interceptors.
+
+    So it is where a program copies all attributes of a wrapped module, as libraries do that make a
+    functional twin of it. What stands in it is taken out: it is called as what it is.
+
+    Args:
+        frame: What has called an interceptor.
+    """
+    called: Any = None
+    while frame is not None:
+        called = frame.f_locals.get("self")
+        if not isinstance(called, Interceptor):
+            break
+        frame = frame.f_back
+    if not isinstance(called, nn.Module):
+        return None
+    call = called.__dict__.get(_CALL)
+    if not isinstance(call, Interceptor) or call.module is called:
+        return None
+    for name, value in [*vars(called).items()]:
+        if isinstance(value, Interceptor) and value.module is not called:
+            del called.__dict__[name]
+            if value.former is not None:
+                called.__dict__[name] = value.former
+    return called
 
 
 def _let_go(groups: Sequence[Group], *, seen: bool = False) -> None:
