@@ -376,6 +376,42 @@ def test_a_budget_is_named_though_modules_have_come_twice_since(
     assert named(caught.value)["hbm"] > 36 << 10
 
 
+class Four(torch.optim.Optimizer):
+    """Keeps four times the bytes of the weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = self.state[param]
+                for name in "abcd":
+                    kept.setdefault(name, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                param.sub_(kept["a"], alpha=0.1)
+
+
+def test_a_step_after_calls_that_had_all_weights_in_hbm_moves_them_together(tiers: Any) -> None:
+    """None of those calls has left a graph, so weights in use can be moved for what is beside."""
+
+    def train(tier: Any) -> None:
+        seed(3)
+        sizes = [(32, 64), (64, 64), (64, 64), (64, 8)]
+        model = tier.wrap(nn.Sequential(*[nn.Linear(*size) for size in sizes]).eval())
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.randn(3, 32))
+        optimizer = tier.optimizer(model.train(), Four)
+        for _ in range(2):
+            model(torch.randn(3, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    asked = named(refused(lambda: train(tiers(hbm=40000))))
+    train(tiers(**asked))
+
+
 # -- the arithmetic ----------------------------------------------------------
 
 
