@@ -293,29 +293,56 @@ class Double(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Twin(nn.Module):
+    """Calls a twin of its layers, with weights of its own, as libraries make one."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return twin(self.layers, Around)(x)
+
+
+class Around(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
+def twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    made = cls.__new__(cls)
+    nn.Module.__init__(made)
+    for name, value in module.__dict__.items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            setattr(made, name, value)
+    for name, value in module.named_parameters(recurse=False):
+        made.register_parameter(name, nn.Parameter(value.detach().clone() + 1))
+    for name, child in module.named_children():
+        kind = nn.Sequential if isinstance(child, nn.Sequential) else Double
+        made.add_module(name, twin(child, kind))
+    return made
+
+
+@pytest.mark.parametrize("hbm", ["40KiB", "1MiB"])
 def test_a_module_that_is_given_all_attributes_of_a_wrapped_one_is_called_itself(
-    model: nn.Sequential, plain: nn.Sequential
+    hbm: str, plain: nn.Sequential
 ) -> None:
-    """As libraries do that make a twin of each module, with weights of its own."""
-
-    def twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        for name, value in module.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                setattr(made, name, value)
-        for name, value in module.named_parameters(recurse=False):
-            made.register_parameter(name, nn.Parameter(value.detach().clone() + 1))
-        for name, child in module.named_children():
-            made.add_module(name, twin(child, Double))
-        return made
-
-    expected = twin(plain, nn.Sequential)(data())
-    model(data())
-    made = twin(model, nn.Sequential)
-    assert same_bits(made(data()), expected)
-    assert same_bits(model(data()), plain(data()))
-    assert same_bits(made(data()), expected)
+    """Outside of calls of the wrapped one, and inside of them."""
+    plain = Around(*plain)  # type: ignore[assignment]
+    results = twin(plain, Around)(data()), plain(data())
+    model = Twin(copy.deepcopy(plain))
+    with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        for _ in range(4):
+            made = twin(model.layers, Around)
+            for _ in range(2):
+                assert same_bits(made(data()), results[0])
+                assert same_bits(model(data()), results[0])
+                assert same_bits(model.layers(data()), results[1])
 
 
 def test_a_deepcopy_is_an_ordinary_module_that_can_be_wrapped(tier: tiermem.TierManager) -> None:

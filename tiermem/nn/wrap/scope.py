@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import groupby
+from sys import getrefcount
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -223,6 +224,8 @@ class CallInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
+        if getrefcount(self) > _ALONE and (other := _given_ours(sys._getframe(1))) is not None:
+            return other._call_impl(*args, **kwargs)
         thread = get_ident()
         if self._quick.thread == thread and (not is_grad_enabled() or self._saved.on_top()):
             if self._quick.stream != self._stream():
@@ -305,9 +308,6 @@ class CallInterceptor(Interceptor):
 
     def _begin(self, args: Any, kwargs: Any) -> Any:
         """Makes a pass of the call: it is inside no other of a wrapped module."""
-        other = _given_ours(sys._getframe(2))
-        if other is not None:
-            return other._call_impl(*args, **kwargs)
         here, runtime, manager = self._here, self.runtime, self._manager
         # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
         kept = self.scope.wrapped.kept
@@ -381,6 +381,21 @@ class CallInterceptor(Interceptor):
             tensor.register_hook(partial(_announce, runtime, scope))
 
 
+def _count_alone() -> int:
+    """Returns how many references there are in its call to what one module alone has for that."""
+
+    class Probe:
+        def __call__(self, *_args: Any, **_kwargs: Any) -> int:
+            return getrefcount(self)
+
+    module = nn.Module()
+    module.__dict__[_CALL] = Probe()
+    return int(module())
+
+
+_ALONE = _count_alone()
+
+
 def _given_ours(frame: types.FrameType | None) -> nn.Module | None:
     """Returns the module that is called, if it has been given another one's interceptors.
 
@@ -438,6 +453,8 @@ class LeftInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
+        if getrefcount(self) > _ALONE and (other := _given_ours(sys._getframe(1))) is not None:
+            return other._call_impl(*args, **kwargs)
         bypass, held = self.scope.wrapped.bypass, all(group.holds for group in self.scope.groups)
         if not (self._here.inside or torch._C._current_graph_task_id() != -1):
             bypass.put_back()
@@ -469,6 +486,8 @@ class AroundInterceptor(CallInterceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; inside another call there is hardly anything to do."""
+        if getrefcount(self) > _ALONE and (other := _given_ours(sys._getframe(1))) is not None:
+            return other._call_impl(*args, **kwargs)
         if not self._here.inside:
             return super().__call__(*args, **kwargs)
         soft, result = len(self._soft), self.inner(*args, **kwargs)
