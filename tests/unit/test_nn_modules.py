@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -553,7 +555,37 @@ def test_reparametrized_while_wrapped_is_refused() -> None:
             pair.model[0].weight = nn.Parameter(torch.zeros(4, 4))
         with pytest.raises(tiermem.ParameterError, match=r"tier\.unwrap"):
             del pair.model[0].weight
+        names = pair.model[0]._parameters
+        for act in (
+            lambda: names.update(weight=nn.Parameter(torch.zeros(4, 4))),
+            lambda: names.__ior__({"weight": nn.Parameter(torch.zeros(4, 4))}),
+            names.clear,
+            names.popitem,
+        ):
+            with pytest.raises(tiermem.ParameterError, match=r"tier\.unwrap"):
+                act()
         pair.finish()
+
+
+def test_the_first_function_of_all_may_look_a_weight_up() -> None:
+    """As a script does outside of functions: nobody has called it."""
+    found: list[torch.Tensor] = []
+    model = nn.Sequential(nn.Linear(4, 4))
+    expected = model[0].weight.detach().clone()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        names = tier.wrap(model)[0]._parameters
+        ended = threading.Lock()
+        ended.acquire()
+
+        def look() -> None:
+            try:
+                found.append(names["weight"].clone())
+            finally:
+                ended.release()
+
+        _thread.start_new_thread(look, ())
+        assert ended.acquire(timeout=60)
+    assert torch.equal(found[0], expected)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -394,6 +394,89 @@ def test_a_budget_is_named_though_modules_have_come_twice_since(
     assert named(caught.value)["hbm"] > 36 << 10
 
 
+class Four(torch.optim.Optimizer):
+    """Keeps four times the bytes of the weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                kept = self.state[param]
+                for name in "abcd":
+                    kept.setdefault(name, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                param.sub_(kept["a"], alpha=0.1)
+
+
+def test_a_step_after_calls_that_had_all_weights_in_hbm_moves_them_together(tiers: Any) -> None:
+    """None of those calls has left a graph, so weights in use can be moved for what is beside."""
+
+    def train(tier: Any) -> None:
+        seed(3)
+        sizes = [(32, 64), (64, 64), (64, 64), (64, 8)]
+        model = tier.wrap(nn.Sequential(*[nn.Linear(*size) for size in sizes]).eval())
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.randn(3, 32))
+        optimizer = tier.optimizer(model.train(), Four)
+        for _ in range(2):
+            model(torch.randn(3, 32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    asked = named(refused(lambda: train(tiers(hbm=40000))))
+    train(tiers(**asked))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.qkv = nn.Linear(64, 768, bias=False)
+        self.out = nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+class Tokens(nn.Module):
+    """Has a view of a weight of its own while layers inside are called, and these call others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.randn(4, 64))
+        self.layers = nn.Sequential(
+            nn.Linear(64, 64),
+            *[m for _ in range(3) for m in (Attention(), nn.Linear(64, 128), nn.Linear(128, 64))],
+            nn.Linear(64, 10),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.tokens.expand(len(x), 4, 64)
+        return self.layers(torch.cat((tokens, x), 1))[:, : tokens.shape[1]]
+
+
+def test_views_of_what_is_around_do_not_part_what_is_free(tiers: Any) -> None:
+    """They keep a block where it is, so it lies at an end of a small HBM."""
+
+    def train(tier: Any) -> None:
+        seed(3)
+        model = tier.wrap(Tokens().eval())
+        with torch.no_grad():
+            model(torch.randn(2, 5, 64))
+        optimizer = tier.optimizer(model.train(), torch.optim.AdamW)
+        for _ in range(4):
+            model(torch.randn(2, 5, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    asked = named(refused(lambda: train(tiers(hbm=8192, dram="8MiB"))))
+    train(tiers(**asked, dram="8MiB"))
+
+
 # -- the arithmetic ----------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -287,6 +288,63 @@ class Proud(nn.Module):
         return copied
 
 
+class Double(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Twin(nn.Module):
+    """Calls a twin of its layers, with weights of its own, as libraries make one."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return twin(self.layers, Around)(x)
+
+
+class Around(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
+def twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+    made = cls.__new__(cls)
+    nn.Module.__init__(made)
+    for name, value in module.__dict__.items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            setattr(made, name, value)
+    for name, value in module.named_parameters(recurse=False):
+        made.register_parameter(name, nn.Parameter(value.detach().clone() + 1))
+    for name, child in module.named_children():
+        kind = nn.Sequential if isinstance(child, nn.Sequential) else Double
+        made.add_module(name, twin(child, kind))
+    return made
+
+
+@pytest.mark.parametrize("hbm", ["40KiB", "1MiB"])
+def test_a_module_that_is_given_all_attributes_of_a_wrapped_one_is_called_itself(
+    hbm: str, plain: nn.Sequential
+) -> None:
+    """Outside of calls of the wrapped one, and inside of them."""
+    plain = Around(*plain)  # type: ignore[assignment]
+    results = twin(plain, Around)(data()), plain(data())
+    model = Twin(copy.deepcopy(plain))
+    with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        for _ in range(4):
+            made = twin(model.layers, Around)
+            for _ in range(2):
+                assert same_bits(made(data()), results[0])
+                assert same_bits(model(data()), results[0])
+                assert same_bits(model.layers(data()), results[1])
+
+
 def test_a_deepcopy_is_an_ordinary_module_that_can_be_wrapped(tier: tiermem.TierManager) -> None:
     plain = nn.Sequential(build(), Proud())
     model = tier.wrap(copy.deepcopy(plain))
@@ -536,6 +594,25 @@ def test_a_state_dict_brings_nothing_to_the_device(
     assert all(same_bits(state[name], value) for name, value in plain.state_dict().items())
     assert not any(value.requires_grad for value in state.values())
     assert state["0.own"].data_ptr() == model[0].own.data_ptr()
+
+
+def test_a_state_dict_of_modules_with_small_buffers_alone_can_be_saved(
+    tier: tiermem.TierManager,
+) -> None:
+    """Statistics and what counts them have one block in HBM, of several dtypes."""
+    model = tier.wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False)))
+    model(data())
+    state = model.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
+    model(data() + 1)
+    assert all(same_bits(state[name], value) for name, value in kept.items())
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert all(same_bits(loaded[name], value) for name, value in kept.items())
+    model.load_state_dict(loaded)
+    assert all(same_bits(model.state_dict()[name], value) for name, value in kept.items())
 
 
 class Grows(nn.Linear):

@@ -55,6 +55,8 @@ class Record:
         fixed: Whether it is in HBM for good, or in its annex.
         still: Whether something else than parameters knows its address in HBM, so that it must not
             be moved there.
+        later: Bytes of what may be needed while it is held, where HBM has room for that only if
+            it lies at an end; else 0.
         copied: Whether nothing but a copy home has used the HBM copy since compute did, so that
             whoever has the place next need not wait for compute.
     """
@@ -71,6 +73,7 @@ class Record:
     home_writes: int = 0
     fixed: bool = field(default=False)
     still: bool = field(default=False)
+    later: int = field(default=0)
     copied: bool = field(default=False)
 
     @property

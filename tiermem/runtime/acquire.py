@@ -167,7 +167,7 @@ class Acquirer:
                     self._transfers.claim(record)
             else:
                 self._bring(record)
-            extent, later = record.extent, evictor.largest_later
+            extent, later = record.extent, max(evictor.largest_later, record.later)
             if extent is not None and extent.offset < later and not record.leases:
                 evictor.tidy(record, later)
         record.leases += 1  # that it can be has just been looked at

@@ -61,6 +61,27 @@ class HeldDict(dict[str, Any]):
             self._let_go(name)
         return super().pop(name, *default)
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Sets several names; torch's own would not ask whether they are managed."""
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> HeldDict:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def clear(self) -> None:
+        """Removes all names, unless one is managed."""
+        for name in [*self]:
+            del self[name]
+
+    def popitem(self) -> tuple[str, Any]:
+        """Removes the last name, unless it is managed."""
+        if not self:
+            return super().popitem()  # raises
+        name = next(reversed(self))
+        return name, self.pop(name)
+
     def refuse_outside(self, name: str) -> None:
         """Refuses, outside of calls, to let a parameter make way for a function of it.
 
@@ -158,7 +179,8 @@ class TieredDict(HeldDict):
         if (
             group is not None
             and (not held or group.pointing.veiled)
-            and only_asks(sys._getframe(2))
+            and (caller := sys._getframe(1).f_back) is not None
+            and only_asks(caller)
         ):
             plain = group.pointing.plain_of(_item(self, name))
             if plain is not None:

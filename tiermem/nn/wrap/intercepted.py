@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
-from tiermem.core.block import Role
+from tiermem.core.block import Role, align_up
 from tiermem.nn.compat.callees import Places
 from tiermem.nn.compat.writes import hook_may, may_write_uncounted, only_unmerges
 from tiermem.nn.groups.blocks import AT_ONCE
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 _OF_SCOPES: tuple[type[Interceptor], ...] = (
     CallInterceptor,
     CompileInterceptor,
-    SaveInterceptor,
     LoadInterceptor,
 )
 """What stands in modules whose calls are intercepted."""
@@ -56,6 +55,7 @@ _OF_ALL: tuple[type[Interceptor], ...] = (
     ApplyInterceptor,
     HookInterceptor,
     PreHookInterceptor,
+    SaveInterceptor,
     LoadAllInterceptor,
     CopyInterceptor,
     StateInterceptor,
@@ -287,6 +287,32 @@ class InterceptedModules:
             if total > best[0]:
                 best = (total, moves)
         return best
+
+    def leave_ends(self) -> None:
+        """Has blocks that calls hold while others come lie at an end of HBM, where that is small.
+
+        Views that code of a call has made keep them where they are, so they must not part what is
+        free: anywhere else they can lie if each of the pieces is large enough.
+        """
+        table = self._wrapped.runtime.manager.parts.table
+        for scopes in self._nested():
+            chain = {id(group): group for scope in scopes for group in scope.groups}.values()
+            moves = [align_up(g.block.nbytes) for g in chain if not table[g.block.id].fixed]
+            if not moves or table.hbm.capacity >= sum(moves) + (len(moves) - 1) * max(moves):
+                continue
+            held = set[int]()
+            for number, scope in enumerate(scopes):
+                held |= {id(group) for group in scope.groups}
+                inside = {
+                    g.block.id: g.block
+                    for s in scopes[number:]
+                    for g in s.groups
+                    if id(g) not in held
+                }
+                nbytes = sum(align_up(block.nbytes) for block in inside.values())
+                for group in scope.groups:
+                    record = table[group.block.id]
+                    record.later = max(record.later, nbytes)
 
     def _owners(self, group: Group) -> dict[nn.Module, Scope]:
         """Returns the modules that have parameters of a block themselves, and their scopes."""

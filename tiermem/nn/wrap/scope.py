@@ -8,12 +8,14 @@ exception passes through a plain ``finally``.
 
 from __future__ import annotations
 
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import groupby
+from sys import getrefcount
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -222,6 +224,8 @@ class CallInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, hooks and all."""
+        if getrefcount(self) > _ALONE and (other := _given_ours(sys._getframe(1))) is not None:
+            return other._call_impl(*args, **kwargs)
         thread = get_ident()
         if self._quick.thread == thread and (not is_grad_enabled() or self._saved.on_top()):
             if self._quick.stream != self._stream():
@@ -377,6 +381,49 @@ class CallInterceptor(Interceptor):
             tensor.register_hook(partial(_announce, runtime, scope))
 
 
+def _count_alone() -> int:
+    """Returns how many references there are in its call to what one module alone has for that."""
+
+    class Probe:
+        def __call__(self, *_args: Any, **_kwargs: Any) -> int:
+            return getrefcount(self)
+
+    module = nn.Module()
+    module.__dict__[_CALL] = Probe()
+    return int(module())
+
+
+_ALONE = _count_alone()
+
+
+def _given_ours(frame: types.FrameType | None) -> nn.Module | None:
+    """Returns the module that is called, if it has been given another one's interceptors.
+
+    So it is where a program copies all attributes of a wrapped module, as libraries do that make a
+    functional twin of it. What stands in it is taken out: it is called as what it is.
+
+    Args:
+        frame: What has called an interceptor.
+    """
+    called: Any = None
+    while frame is not None:
+        called = frame.f_locals.get("self")
+        if not isinstance(called, Interceptor):
+            break
+        frame = frame.f_back
+    if not isinstance(called, nn.Module):
+        return None
+    call = called.__dict__.get(_CALL)
+    if not isinstance(call, Interceptor) or call.module is called:
+        return None
+    for name, value in [*vars(called).items()]:
+        if isinstance(value, Interceptor) and value.module is not called:
+            del called.__dict__[name]
+            if value.former is not None:
+                called.__dict__[name] = value.former
+    return called
+
+
 def _let_go(groups: Sequence[Group], *, seen: bool = False) -> None:
     """Lets groups go that a call holds; the caller has the manager's lock."""
     for group in groups:
@@ -406,6 +453,8 @@ class LeftInterceptor(Interceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
+        if getrefcount(self) > _ALONE and (other := _given_ours(sys._getframe(1))) is not None:
+            return other._call_impl(*args, **kwargs)
         bypass, held = self.scope.wrapped.bypass, all(group.holds for group in self.scope.groups)
         if not (self._here.inside or torch._C._current_graph_task_id() != -1):
             bypass.put_back()
@@ -437,6 +486,8 @@ class AroundInterceptor(CallInterceptor):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; inside another call there is hardly anything to do."""
+        if getrefcount(self) > _ALONE and (other := _given_ours(sys._getframe(1))) is not None:
+            return other._call_impl(*args, **kwargs)
         if not self._here.inside:
             return super().__call__(*args, **kwargs)
         soft, result = len(self._soft), self.inner(*args, **kwargs)

@@ -293,6 +293,7 @@ class WrappedModel:
                 break
             worst, chain = self.modules.worst_chain()
         inventory.worst_chain = worst
+        self.modules.leave_ends()
         least = fixed + worst
         if not chain or self.runtime.manager.can_hold(least):
             return

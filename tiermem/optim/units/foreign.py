@@ -61,6 +61,10 @@ class ForeignWrites:
             if gate.closed or gate.torn:
                 gate.guard()
             with group.manager.lock:
+                slot = group.pointing.slot
+                free = slot is not None and slot.saved and not group.holds
+                if slot is not None and free and not group.manager.parts.table.all_fit:
+                    slot.was_saved()  # else it could not be moved for what comes beside
                 group.hold_locked(again=True)  # in backward it was used just before
             self.alone = not group.may_be_written()
 

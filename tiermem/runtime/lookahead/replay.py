@@ -211,7 +211,7 @@ class Replay:
             record is None
             or (record.in_hbm is not _VALID and record.in_hbm is not _DIRTY)
             or (
-                (later := self._evictor.largest_later)
+                (later := max(self._evictor.largest_later, record.later))
                 and not record.leases
                 and ((extent := record.extent) is None or extent.offset < later)
             )
@@ -304,7 +304,8 @@ class Replay:
         state, extent = record.in_hbm, record.extent
         if (state is not _VALID and state is not _DIRTY) or extent is None:
             return False
-        return extent.offset >= self._evictor.largest_later or record.leases > 0
+        later = max(self._evictor.largest_later, record.later)
+        return extent.offset >= later or record.leases > 0
 
     def _swap(self, run: _Run, swap: Swap) -> bool:
         """Performs one of the swaps of a place of the schedule.

@@ -188,8 +188,10 @@ class Slot:
 
         What is saved of a parameter that way shows whatever the parameter points at.
         """
-        if self.wanted:
-            return True  # in use: more of them may be saved
+        return self.wanted or self.was_saved()  # in use, more of them may be saved
+
+    def was_saved(self) -> bool:
+        """Whether a graph that lives has saved parameters themselves."""
         if any(map(has_saved, self.saved)):
             return True
         self.saved = ()
