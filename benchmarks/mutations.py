@@ -4797,6 +4797,13 @@ MUTATIONS = (
         ("tests/unit/test_optim_foreign.py",),
     ),
     Mutation(
+        "a step that waited takes gradients away that were given since",
+        "tiermem/optim/units/attempt.py",
+        "kept = self._owed or (entry is not None and entry.has_grad)",
+        "kept = entry is not None and entry.has_grad",
+        ("tests/unit/test_optim_auto.py",),
+    ),
+    Mutation(
         "auto: a step leaves behind what holds the state",
         "tiermem/optim/units/attempt.py",
         "self._gradients, self._complete, self.one_call = [], None, None",

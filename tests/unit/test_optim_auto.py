@@ -68,6 +68,25 @@ def test_gradients_that_somebody_has_are_there_when_a_step_that_waits_has_cleare
         assert not waiting(twins)
 
 
+def test_a_gradient_that_is_given_while_a_step_without_it_waits_stays() -> None:
+    """The step of the others of its unit, whoever asks for it, takes it neither in nor away."""
+    with Twins(Net, DRAM, master_dtype=None) as twins:
+        unit = next(unit for unit in twins.optimizer._units if len(unit.members) > 1)
+        (first, _), *_, (last, _) = unit.members
+        numbers = {id(param): number for number, param in enumerate(twins.model.parameters())}
+        both = [[*model.parameters()][numbers[id(last)]] for model in (twins.plain, twins.model)]
+        for param in both:
+            param.requires_grad_(False)
+        assert [ask(twins, number) for number in range(3)] == [0, *[units(twins)] * 2]
+        for param in both:
+            param.grad = torch.ones(param.shape, dtype=param.dtype)
+        assert first.abs().sum() >= 0
+        assert waiting(twins) < units(twins)
+        assert last.grad is not None
+        ask(twins, 3)
+        twins.check()
+
+
 @pytest.mark.parametrize("overlap", ["auto", "forward"])
 def test_steps_that_wait_are_no_unfinished_step(overlap: Any) -> None:
     """So there is nothing to give up."""
