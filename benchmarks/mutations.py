@@ -4895,6 +4895,13 @@ MUTATIONS = (
         ("tests/unit/test_optim_staying.py",),
     ),
     Mutation(
+        "late: gradients that are to be zeros are so before the update that needs them",
+        "tiermem/optim/ahead.py",
+        "            and (unit.late is None or not _awaits(unit))\n",
+        "",
+        ("tests/unit/test_optim_late.py",),
+    ),
+    Mutation(
         "late: no state is left beside blocks that live in HBM",
         "tiermem/optim/ahead.py",
         "self._blocks() if self.provisional.can_have(*found)]",
