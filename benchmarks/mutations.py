@@ -3558,15 +3558,36 @@ MUTATIONS = (
             (
                 "norms behind the former scale hold for any scale",
                 "nn/groups/formerscale.py",
-                "        if former is not None and torch.equal(former, self.inverse):",
+                "        if former is not None and torch.equal(former, inverse):",
                 "        if former is not None:",
                 _CLIPPING,
             ),
             (
                 "norms behind a scale are those of gradients that still have it",
                 "nn/groups/gradnorms.py",
-                "if self.scale.is_awaited(unit) if behind else not unit.awaits:",
-                "if behind or not unit.awaits:",
+                "else self.scale.is_awaited(unit, entry, behind):",
+                "else True:",
+                _CLIPPING,
+            ),
+            (
+                "a flag of several gradients is that of some of them",
+                "nn/groups/formerscale.py",
+                "        return asked == together\n",
+                "        return True\n",
+                _CLIPPING,
+            ),
+            (
+                "norms behind a scale are those of gradients that are left with it",
+                "nn/groups/formerscale.py",
+                " and any(e is entry for e in pending.entries)",
+                "",
+                _CLIPPING,
+            ),
+            (
+                "norms behind another scale hold, where a second optimizer undoes this one",
+                "nn/groups/formerscale.py",
+                "        if inverse is not self.inverse:\n            return False\n",
+                "",
                 _CLIPPING,
             ),
             (
@@ -4776,6 +4797,13 @@ MUTATIONS = (
         ("tests/unit/test_optim_foreign.py",),
     ),
     Mutation(
+        "a step that waited takes gradients away that were given since",
+        "tiermem/optim/units/attempt.py",
+        "kept = self._owed or (entry is not None and entry.has_grad)",
+        "kept = entry is not None and entry.has_grad",
+        ("tests/unit/test_optim_auto.py",),
+    ),
+    Mutation(
         "auto: a step leaves behind what holds the state",
         "tiermem/optim/units/attempt.py",
         "self._gradients, self._complete, self.one_call = [], None, None",
@@ -4865,6 +4893,13 @@ MUTATIONS = (
         "            sweep.write([block for block in free if block.id in staying], staying=True)\n",
         "",
         ("tests/unit/test_optim_staying.py",),
+    ),
+    Mutation(
+        "late: gradients that are to be zeros are so before the update that needs them",
+        "tiermem/optim/ahead.py",
+        "            and (unit.late is None or not _awaits(unit))\n",
+        "",
+        ("tests/unit/test_optim_late.py",),
     ),
     Mutation(
         "late: no state is left beside blocks that live in HBM",

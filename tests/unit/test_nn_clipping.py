@@ -361,6 +361,41 @@ def test_gradients_that_are_written_before_their_scale_is_undone() -> None:
         pair.check_state()
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_scale_is_that_of_an_optimizers_own_gradients(clips: bool, parts: int) -> None:
+    """Others of their blocks are another's or nobody's, keep their scale, and stay infinite."""
+    with Pair(build, Tiers("dram", extra_hbm=64 << 10), None, trained=True) as pair:
+        settings = {"lr": 0.1, "momentum": 0.9}
+        makers = torch.optim.SGD, partial(pair.tier.optimizer, cls=torch.optim.SGD)
+        both = [
+            (
+                model,
+                [make([*model.parameters()][n::2], **settings) for n in range(parts)],
+                torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2),
+            )
+            for model, make in zip((pair.plain, pair.model), makers, strict=True)
+        ]
+        for number in range(10):
+            seen = []
+            for model, optimizers, scaler in both:
+                times = math.inf if number == 3 and not clips else 1.0
+                for part in range(1 + number % 2 if clips else 1):  # one by one are the second ones
+                    scaler.scale(times * loss_of(model, number + part)).backward()
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                seen.append([CLIPS["by norm"](model)] if clips else [])
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                    optimizer.zero_grad()
+                if clips:
+                    model.zero_grad()
+                scaler.update()
+                seen[-1].append(torch.tensor(scaler.get_scale()))
+            assert_same(*seen, "norm, scale")
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+
+
 def test_a_scale_that_is_never_undone_again_is_not_tried_for_ever() -> None:
     with scaling() as pair:
         tried = pair.tier._runtime.grads.norms.scale

@@ -422,6 +422,32 @@ def test_what_a_checkpoint_began_with_is_kept_by_its_graph_alone() -> None:
         assert [begun.expired() for begun in model.begun] == [True] * 4
 
 
+def test_a_checkpoint_may_save_a_number() -> None:
+    """A weight without dimensions, in place of which it is given something of that shape."""
+
+    class Scaled(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.factor
+
+    def gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
+        x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        x.square().sum().backward()
+        return [layer.factor.grad.clone() for layer in layers]
+
+    seed(0)
+    layers = nn.ModuleList([Scaled(), Scaled(), Scaled()])
+    expected = gradients(copy.deepcopy(layers))
+    with tiermem.TierManager("cpu", hbm="24KiB", dram="1MiB") as tier:
+        found = gradients(tier.wrap(layers))
+    assert all(map(same_bits, expected, found))
+
+
 def replace(module: nn.Module, *_: Any) -> None:
     module.weight.data = torch.full_like(module.weight, 0.25)  # type: ignore[operator, arg-type]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
 import pytest
 import torch
-from support_nn import Tiers, assert_same
+from support_nn import Tiers, assert_same, seed
 from support_optim import FailsMidway, Net, Refused, Twins, two_groups
 from torch import nn
 
@@ -65,6 +66,25 @@ def test_gradients_that_somebody_has_are_there_when_a_step_that_waits_has_cleare
         assert waiting(twins)
         assert_same(values, [gradient for gradient in both[1] if gradient is not None], "kept")
         assert not waiting(twins)
+
+
+def test_a_gradient_that_is_given_while_a_step_without_it_waits_stays() -> None:
+    """The step of the others of its unit, whoever asks for it, takes it neither in nor away."""
+    with Twins(Net, DRAM, master_dtype=None) as twins:
+        unit = next(unit for unit in twins.optimizer._units if len(unit.members) > 1)
+        (first, _), *_, (last, _) = unit.members
+        numbers = {id(param): number for number, param in enumerate(twins.model.parameters())}
+        both = [[*model.parameters()][numbers[id(last)]] for model in (twins.plain, twins.model)]
+        for param in both:
+            param.requires_grad_(False)
+        assert [ask(twins, number) for number in range(3)] == [0, *[units(twins)] * 2]
+        for param in both:
+            param.grad = torch.ones(param.shape, dtype=param.dtype)
+        assert first.abs().sum() >= 0
+        assert waiting(twins) < units(twins)
+        assert last.grad is not None
+        ask(twins, 3)
+        twins.check()
 
 
 @pytest.mark.parametrize("overlap", ["auto", "forward"])
@@ -219,6 +239,26 @@ def test_numbers_of_the_state_that_somebody_has_are_those_after_the_step(what: s
         del kept, shown
         assert ask(twins, 5) == units(twins)  # there is no reference to it any more
         twins.check()
+
+
+def test_sparse_state_that_was_looked_into_is_stepped_at_once() -> None:
+    """torch's SGD keeps a momentum of sparse gradients that is sparse."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number in range(4):
+            model(torch.tensor([number, 3])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert number or optimizer.state
+
+    seed(0)
+    plain = nn.Sequential(nn.Embedding(8, 16, sparse=True), nn.Linear(16, 16), nn.Linear(16, 16))
+    model = copy.deepcopy(plain)
+    settings = {"lr": 0.1, "momentum": 0.9}
+    train(plain, torch.optim.SGD(plain.parameters(), **settings))
+    with tiermem.TierManager("cpu", hbm="24KiB", dram="1MiB") as tier:
+        train(model, tier.optimizer(tier.wrap(model), torch.optim.SGD, **settings))
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
 
 
 def attempts() -> int:

@@ -14,6 +14,7 @@ from support_late_state import LAYERS, NBYTES, WIDTH, Pair, layers, pair_of
 from support_nn import assert_same
 from torch import nn
 
+import tiermem
 from tiermem.core.block import Block, Extent, Role, Tier
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import InvariantError
@@ -135,6 +136,43 @@ def test_a_gradient_that_changes_after_its_step_changes_nothing_of_it(change: st
             pair.check()
             pair.step(2)
             pair.check()
+
+
+class Halves(nn.Module):
+    """Two matrices of one block, of which the first is used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.whole = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) if self.whole else x)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_gradients_that_are_zeros_by_now_are_none_of_the_step_before(clears: bool) -> None:
+    """A unit that has them, as no other gradient came, is stepped with the rest of its block."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Halves() for _ in range(LAYERS // 2)))
+    model = copy.deepcopy(plain)
+    cls, settings = torch.optim.AdamW, {"lr": 0.01}
+    with tiermem.TierManager("cpu", hbm=NBYTES * 2 // 3, dram=16 << 20) as tier:
+        tier.wrap(model, blocks=[name for name, _ in model.named_children()])
+        both = [
+            (plain, cls(plain.parameters(), **settings)),
+            (model, tier.optimizer(model, cls, **settings)),
+        ]
+        for number in range(12):
+            for net, optimizer in both:
+                for at, layer in enumerate(net):
+                    layer.whole = number < 2 or (number + at) % 3 > 0
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+                net(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=clears)
+        assert both[1][1].states_left > LAYERS
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
 
 
 def test_a_dropped_step_leaves_what_was_late_late() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -197,6 +198,45 @@ def test_not_finite() -> None:
             pair.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
         for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
             assert_same(theirs.grad, mine.grad.clone(), "unchanged")
+
+
+class Scales(nn.Module):
+    """Many little parameters, whose gradients lie in one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.rand(16) + 0.5 for _ in range(8))
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale in self.scales:
+            x = torch.tanh(x * scale)
+        return self.last(x)
+
+
+def test_a_view_that_was_written_stays_where_others_of_its_block_change() -> None:
+    """Of a gradient that the optimizer has not: it does not look for what was written there."""
+
+    def use(model: Any, make: Any) -> list[torch.Tensor]:
+        others = [scale for layer in model for scale in layer.scales[::2]]
+        optimizer = make([p for p in model.parameters() if all(p is not o for o in others)], lr=0.1)
+        for number in range(3):
+            model(torch.full((2, 16), number + 1.0)).square().sum().backward()
+            if number == 1:
+                for scale in others:
+                    scale.grad.data.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return [scale.grad.clone() for scale in others]
+
+    def build() -> nn.Module:
+        seed(3)
+        return nn.Sequential(*(Scales() for _ in range(6)))
+
+    expected = use(build(), torch.optim.SGD)
+    with tiermem.TierManager("cpu", hbm="24KiB", dram="1MiB") as tier:
+        found = use(tier.wrap(build()), partial(tier.optimizer, cls=torch.optim.SGD))
+        assert_same(expected, found, "gradients")
 
 
 def test_two_optimizers_with_norms_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,3 +88,12 @@ def test_a_refused_optimizer_leaves_blocks_to_be_stepped_as_one() -> None:
             tier.optimizer(model, torch.optim.AdamW, lr=0.01, master_dtype=torch.float32)
         tier.optimizer(model, torch.optim.AdamW, lr=0.01)
         assert units_of(tier) == (LAYERS, LAYERS)
+
+
+def test_a_parameter_without_elements_is_not_cut_where_hbm_has_no_room() -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    model[0].nothing = nn.Parameter(torch.empty(0, 16))
+    with tiermem.TierManager("cpu", hbm="8KiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        with pytest.raises(CapacityError, match="an optimizer step"):
+            tier.optimizer([model[0].nothing, model[1].weight], torch.optim.AdamW)

@@ -499,6 +499,7 @@ class StepsAhead:
             and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))
             and self._auto.is_steady(unit, self._backward.settings)
             and unit.can_wait(self._runtime)
+            and (unit.late is None or not _awaits(unit))
         )
 
     def _make(self, group: Group, units: Sequence[StepUnit]) -> None:
@@ -566,4 +567,9 @@ def _may_be_ahead(group: Group) -> bool:
 
 def _is_untouched(unit: StepUnit) -> bool:
     """Whether the gradients of a unit are those that backward has left."""
-    return unit.has_own_gradients() and not [u for u in unit.grad_units() if u.awaits]
+    return unit.has_own_gradients() and not _awaits(unit)
+
+
+def _awaits(unit: StepUnit) -> bool:
+    """Whether gradients of a unit await a change: what its state has missed uses them before it."""
+    return any(found.awaits for found in unit.grad_units())

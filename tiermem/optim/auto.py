@@ -267,5 +267,7 @@ def _is_seen(unit: StepUnit, state: State) -> bool:
 
 
 def _is_viewed(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:  # it has no storage that could be asked
+        return True
     storage = tensor.untyped_storage()
     return use_count(storage._cdata) > _REFERENCES

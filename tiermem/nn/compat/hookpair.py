@@ -37,7 +37,7 @@ def is_stand_in(tensor: torch.Tensor) -> bool:
 @cache
 def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
-        return torch.empty(1, dtype=dtype, device=device)
+        return torch.empty((), dtype=dtype, device=device)
 
 
 class _Pairs(threading.local):

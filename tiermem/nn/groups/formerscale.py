@@ -9,13 +9,14 @@ changed when they are next in HBM, by the scale that the program undoes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
 from tiermem.nn.groups.entry import Entry
-from tiermem.nn.groups.gradunit import Change, GradUnit
+from tiermem.nn.groups.gradunit import Change, GradUnit, Pending
 from tiermem.nn.tensors.lazy import UNSCALE
 
 _IN_VAIN = 16
@@ -37,7 +38,9 @@ class FormerScale:
         self.inverse: torch.Tensor | None = None
         self.is_one = False
         self.change: Change | None = None
-        self._infinite: dict[int, torch.Tensor] = {}  # by the id of an entry: not finite, as 1.0
+        # by the id of an entry: 1.0 where any is not finite of those that were tried together, and
+        # how many these were
+        self._infinite: dict[int, tuple[torch.Tensor, int]] = {}
         self._first: Entry | None = None  # the first one that was tried, and how often it was
         self._tried = 0
 
@@ -51,10 +54,10 @@ class FormerScale:
 
         Waits for the device, as a GradScaler does before a step.
         """
-        former, self.inverse, self._tried = self.inverse, inverse.detach().clone(), 0
-        self._first = None
-        if former is not None and torch.equal(former, self.inverse):
+        former, self._first, self._tried = self.inverse, None, 0
+        if former is not None and torch.equal(former, inverse):
             return True
+        self.inverse = inverse.detach().clone()
         self.is_one = float(self.inverse) == 1.0
         return False
 
@@ -95,18 +98,29 @@ class FormerScale:
             return []
         infinite = torch.zeros(1, dtype=torch.float32, device=copies[0].device)
         _undo(copies, self.inverse, infinite)
-        self._infinite.update((id(entry), infinite) for entry in entries)
+        self._infinite.update((id(entry), (infinite, len(entries))) for entry in entries)
         return copies
 
     def knows(self, unit: GradUnit, entries: Sequence[Entry]) -> bool:
-        """Whether it is known of gradients of a unit, as they are now, that they are finite."""
+        """Whether it is known of gradients of a unit, as they are now, whether they are finite.
+
+        Not where others were tried with them, which the program does not ask for or has written.
+        """
         if unit.awaits or unit.runs:
             return False
-        return all(id(entry) in self._infinite for entry in entries)
+        asked: Counter[int] = Counter()
+        together: dict[int, int] = {}
+        for entry in entries:
+            found = self._infinite.get(id(entry))
+            if found is None:
+                return False
+            flag, together[id(flag)] = found
+            asked[id(flag)] += 1
+        return asked == together
 
     def infinite(self, entries: Iterable[Entry]) -> torch.Tensor:
         """Returns 1.0 where any of some gradients that are known is not finite, else 0.0."""
-        found = {id(flag): flag for flag in (self._infinite[id(entry)] for entry in entries)}
+        found = {id(flag): flag for flag, _ in (self._infinite[id(entry)] for entry in entries)}
         return torch.stack(list(found.values())).amax(0)
 
     def new_change(self) -> Change:
@@ -116,9 +130,15 @@ class FormerScale:
         self.change = partial(_undo, inverse=self.inverse)
         return self.change
 
-    def is_awaited(self, unit: GradUnit) -> bool:
-        """Whether gradients of a unit await that change, and no other."""
-        return len(unit.pending) == 1 and unit.pending[0].change is self.change
+    def is_awaited(self, unit: GradUnit, entry: Entry, inverse: torch.Tensor) -> bool:
+        """Whether a gradient of a unit awaits that change by an inverse, and the unit no other."""
+        if inverse is not self.inverse:
+            return False
+        return len(unit.pending) == 1 and self._is_of(unit.pending[0], entry)
+
+    def _is_of(self, pending: Pending, entry: Entry) -> bool:
+        """Whether what is pending is that change, of this gradient too."""
+        return pending.change is self.change and any(e is entry for e in pending.entries)
 
 
 def _undo(

@@ -33,8 +33,8 @@ class GradNorms:
         self._device = device
         self._measures: dict[int, Measure] = {}
         self._optimizers: list[Norms] = []  # those that are open
-        # by the id of an entry; last whether the norm is the one without the scale
-        self._known: dict[int, tuple[Measure, torch.Tensor, bool]] = {}
+        # by the id of an entry; last what undid the scale first, or None
+        self._known: dict[int, tuple[Measure, torch.Tensor, torch.Tensor | None]] = {}
         self._changed_first = False
         self.scale = FormerScale()
 
@@ -86,9 +86,9 @@ class GradNorms:
             self._changed_first = False
             return None
         _, norm, behind = found
-        if self.scale.is_awaited(unit) if behind else not unit.awaits:
+        if not unit.awaits if behind is None else self.scale.is_awaited(unit, entry, behind):
             return norm if entry.has_grad else None
-        if not behind:
+        if behind is None:
             self._changed_first = False
         elif not unit.awaits:  # it is asked for with the scale
             self.scale.forget()
@@ -102,7 +102,9 @@ class GradNorms:
                 views = [slot.views[entry.unit_index] for entry in entries]
                 copies = self.scale.try_on(entries, views)
                 if copies:
-                    self._measure(entries, copies, behind=not self.scale.is_one)
+                    self._measure(
+                        entries, copies, behind=None if self.scale.is_one else self.scale.inverse
+                    )
                     return
         if self._measures and not self._changed_first:
             self._measure_there(entries, slot)
@@ -118,7 +120,10 @@ class GradNorms:
             self._measure(entries, [slot.views[entry.unit_index] for entry in entries])
 
     def _measure(
-        self, entries: Sequence[Entry], gradients: Sequence[torch.Tensor], *, behind: bool = False
+        self,
+        entries: Sequence[Entry],
+        gradients: Sequence[torch.Tensor],
+        behind: torch.Tensor | None = None,
     ) -> None:
         for entry, gradient in zip(entries, gradients, strict=True):
             measure = self._measures.get(id(entry))
@@ -130,4 +135,4 @@ class GradNorms:
         measure = self._measures.get(id(entry))
         if measure is not None:
             with quiet(self._device), unrecorded():
-                self._known[id(entry)] = measure, measure(gradient.detach().to(dtype)), False
+                self._known[id(entry)] = measure, measure(gradient.detach().to(dtype)), None

@@ -350,6 +350,7 @@ class GradStore:
         if not unit.pending:
             return
         found = {id(e): slot.views[e.unit_index] for e in unit.entries if e.has_grad}
+        changed = {id(entry) for pending in unit.pending for entry in pending.entries}
         if found:
             self.manager.mark_dirty(unit.block)
         self.norms.invalidate(unit.entries)
@@ -359,7 +360,8 @@ class GradStore:
                     make_first(unit.pending, found)
         finally:
             for entry in () if isinstance(unit, GradRun) else unit.entries:
-                refresh(entry.lazy, slot.views[entry.unit_index])
+                if id(entry) in changed:  # of others a program may have written a view
+                    refresh(entry.lazy, slot.views[entry.unit_index])
 
     def store(self, entry: Entry, gradient: torch.Tensor) -> None:
         """Puts a dense gradient into the tiers, and its lazy stand-in into ``param.grad``."""

@@ -82,15 +82,19 @@ class Attempt:
         shown: What stands for tensors that were written, and their values, once it is made.
     """
 
-    def __init__(self, unit: StepUnit, runtime: ModuleRuntime, holding: Held) -> None:
+    def __init__(
+        self, unit: StepUnit, runtime: ModuleRuntime, holding: Held, *, owed: bool = False
+    ) -> None:
         """Notes what can be noted before the unit's blocks are there.
 
         Args:
             unit: Whose step it is.
             runtime: The modules' runtime.
             holding: What is to be held for it.
+            owed: Whether the step was deferred: no gradient of now is its own.
         """
         self._unit = unit
+        self._owed = owed
         self._runtime = runtime
         self._manager = runtime.manager
         self._masters_made = unit.masters is not None and unit.masters.made
@@ -184,8 +188,8 @@ class Attempt:
         self._undo = None  # it holds views of the slots
         with torch._C.DisableTorchFunctionSubclass():
             for (param, gradient), entry in zip(self._gradients, unit.entry_of, strict=False):
-                stored = entry is not None and entry.has_grad
-                if (stored or not self.made) and param.grad is not gradient:
+                kept = self._owed or (entry is not None and entry.has_grad)
+                if (kept or not self.made) and param.grad is not gradient:
                     param.grad = gradient
         self.holding.close(written=self.made)
         self._waiting.end()

@@ -51,7 +51,7 @@ def in_parts(
         nbytes = sum(packed_nbytes(shapes) for shapes in kept)
         room = _room(runtime, _beside(runtime, entry, held), nbytes)
         runs = parts_of(param.numel(), nbytes, room)
-        longest = max(end - begin for begin, end in runs)
+        longest = max((end - begin for begin, end in runs), default=0)
         part = sum(packed_nbytes(_run(shape, longest) for shape in shapes) for shapes in kept)
         if len(runs) > 1 and at_once(part) > room and entry.whole is None:
             runtime.grads.lay_out(entry, whole=False)

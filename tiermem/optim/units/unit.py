@@ -212,7 +212,8 @@ class StepUnit(UnitGradients):
             for number, entry in enumerate(self.entry_of)
             if entry is not None and entry.has_grad and not entry.materialized and entry.unit
         ]
-        attempt = self.attempt = Attempt(self, runtime, self.held(runtime, ahead=ahead))
+        holding = self.held(runtime, ahead=ahead)
+        attempt = self.attempt = Attempt(self, runtime, holding, owed=owed)
         try:
             slots = attempt.holding.open()
             if meanwhile is not None:
