@@ -3323,8 +3323,8 @@ MUTATIONS = (
     Mutation(
         "bypass: more parameters may be saved while a forward has them",
         _RUNTIME + "memory/slots.py",
-        "        if self.wanted:\n            return True",
-        "        if False:\n            return True",
+        "return self.wanted or self.was_saved()",
+        "return self.was_saved()",
         _TRAINED,
     ),
     Mutation(
