@@ -4972,8 +4972,8 @@ MUTATIONS = (
     Mutation(
         "host: what a step ahead brings to a new home is stepped before it is there",
         "tiermem/optim/host/steps.py",
-        "[*host.unit.ids(), *brought]",
-        "host.unit.ids()",
+        "[*host.unit.ids(), *brought, *taken]",
+        "[*host.unit.ids(), *taken]",
         ("tests/unit/test_optim_two.py",),
     ),
     Mutation(

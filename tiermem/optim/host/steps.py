@@ -210,7 +210,9 @@ class HostSteps:
         work = partial(self._take_up, host, job, ticket)
         entries = () if host.unit.group is None else host.unit.group.entries
         brought = [id(entry.param) for entry in entries if entry.index in job.spare]
-        writes = frozenset([*host.unit.ids(), *brought])
+        # what these await is entered again at the end, for whoever steps others of a block
+        taken = [id(entry.param) for u, _ in job.gradients.changes for entry in u.entries]
+        writes = frozenset([*host.unit.ids(), *brought, *taken])
         debt = Deferred(host.unit.name, blocks, work, job, writes)
         self._manager.parts.deferred.add(debt)
         self._jobs[id(host.unit)] = (host.unit, job)  # last: by that it is known to be registered
