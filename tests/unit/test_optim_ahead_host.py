@@ -183,6 +183,30 @@ def test_a_step_that_failed_before_step_is_called_is_dropped(monkeypatch) -> Non
         pair.check()
 
 
+def test_a_step_cut_short_as_it_confirms_the_hosts_is_gone_on_with(monkeypatch) -> None:
+    """Ctrl-C where the end of a step that the host has made is to be registered."""
+    with warm(*ADAMW) as pair:
+        deferred, cut = pair.tier._manager.parts.deferred, [True]
+        add = deferred.add
+
+        def cut_short(debt: Any, **given: Any) -> None:
+            if cut and debt.elsewhere is not None:
+                cut.clear()
+                raise KeyboardInterrupt
+            add(debt, **given)
+
+        pair.backward(1)
+        assert hosted(pair)
+        monkeypatch.setattr(deferred, "add", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            pair.optimizer.step()
+        pair.step()
+        pair.check()
+        pair.backward(2)
+        pair.step()
+        pair.check()
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_step_that_fails_later_raises_where_weights_are_used(again, monkeypatch) -> None:
     """It is made again, from what it read the first time, or given up."""

@@ -432,6 +432,34 @@ def test_a_share_is_expected_to_help_where_copies_are_the_longest(
         twins.check()
 
 
+def test_groups_that_are_added_while_steps_wait_are_expected_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How long passes take is known later here; no backward has noted settings since."""
+
+    def all_but_one(model: torch.nn.Module) -> list[dict[str, Any]]:
+        return [{"params": [p for n, p in model.named_parameters() if "layers.2" not in n]}]
+
+    busy = Speed(forward=1e-9, backward=1e-9, up=1e6, down=1e6)
+    given = (Net, Tiers("dram", dram=8 << 20), torch.optim.AdamW, FUSED)
+    with device_of_numpy(), Twins(*given, groups=all_but_one) as twins:
+        ahead = twins.optimizer._timing.ahead
+        monkeypatch.setattr(twins.tier._manager.prefetcher.fetcher, "beside", True)
+        for step in range(6):
+            if step == 3:
+                assert ahead._habit.in_vain
+                twins.optimizer.add_param_group(
+                    {"params": list(twins.model.layers[2].parameters())}
+                )
+            if step == 5:
+                monkeypatch.setattr(ahead._left, "_speed", lambda: busy)
+            loss_of(twins.model, step).backward()
+            torch.nn.utils.clip_grad_norm_(twins.model.parameters(), 0.01)
+            twins.optimizer.step()
+            twins.optimizer.zero_grad()
+        assert {waits for _, waits in twins.optimizer._host.movable.trial._by_load} == {False, True}
+
+
 def test_steps_are_made_both_ways_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     """All are made in backward, on the side that is tried by then."""
     monkeypatch.setattr(ShareTrial, "host_has_share", _TRY)
@@ -518,6 +546,51 @@ def test_gradients_in_float32_of_bfloat16_weights_are_cast_first(cls: Any, where
             twins.step()
             twins.check()
         assert any(unit.host is not None for unit in twins.optimizer._units)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("later", [False, True])
+def test_gradients_that_the_loop_does_not_read_are_the_devices(
+    dtype: torch.dtype, later: bool
+) -> None:
+    """It reads float32 and bfloat16; another optimizer may ask for others later."""
+    options: dict[str, Any] = {"master_dtype": None, "grad_dtype": None if later else dtype}
+    roomy = Tiers("dram", extra_hbm=1 << 16)
+    with device_of_numpy(), Twins(Net, roomy, torch.optim.AdamW, FUSED, **options) as twins:
+        if later:
+            assert any(unit.host is not None for unit in twins.optimizer._units)
+            given = {"lr": 0.0, "grad_dtype": dtype}
+            other = twins.tier.optimizer(twins.model, torch.optim.SGD, **given)
+            assert other.stepped_where
+            twins.by_hand.grad_dtype = dtype
+        for step in range(3):
+            twins.backward(step)
+            twins.step()
+            twins.check()
+        assert not any(unit.host is not None for unit in twins.optimizer._units)
+
+
+@pytest.mark.parametrize(
+    ("weights", "gradients", "total"),
+    [(FP32, BF16, FP32), (FP32, BF16, BF16), (BF16, FP32, FP32), (BF16, FP32, BF16)],
+)
+def test_factors_of_gradients_in_other_dtypes_than_weights_are_the_devices(
+    weights: torch.dtype, gradients: torch.dtype, total: torch.dtype
+) -> None:
+    """On CUDA a product of bfloat16 and a factor in float32 has that rounded first."""
+    build = partial(Net, weights)
+    options: dict[str, Any] = {"master_dtype": None, "grad_dtype": gradients}
+    with device_of_numpy(), Twins(build, DRAM, torch.optim.AdamW, FUSED, **options) as twins:
+        units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        for step, norm in enumerate((1e6, 1e6, 0.7, 1e6)):
+            twins.backward(step)
+            norms = torch.ones((), dtype=total)
+            given = twins.by_hand.gradients()
+            torch._foreach_mul_(given, torch.clamp(norm / (norms + 1e-6), max=1.0))
+            torch.nn.utils.clip_grads_with_norm_(twins.model.parameters(), norm, norms)
+            twins.step()
+            assert all((unit.host is not None) == (step in (1, 3)) for unit in units)
+            twins.check()
 
 
 @pytest.mark.parametrize("where", ["auto", "host"])

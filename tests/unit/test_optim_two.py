@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from support_hostbits import device_of_numpy, keeps_share, tried_shares
 from support_two import Two, everything, matrices, two, vectors
 
+from tiermem.optim.host import exact
 from tiermem.optim.host.loop import library
+from tiermem.optim.host.side import HostSide
 
 MASTERS = {"master_dtype": torch.float32}
 OVERLAPS = [False, "auto", "forward", "backward"]
@@ -170,3 +173,48 @@ def test_by_default_the_host_keeps_the_order(monkeypatch: pytest.MonkeyPatch) ->
         slow = unhurried(pair.optimizers[0])
         train(pair, [(0, 1)] * 6)
         assert slow.begun
+
+
+@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
+def test_a_block_is_whole_in_its_new_home_before_the_host_steps_others_of_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step ahead brings those there as well, behind its own."""
+    adamw = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    chosen, params = (adamw, adamw), (matrices, vectors)
+    make_steps, wait, may_go_on = exact.make_steps, HostSide._await, threading.Event()
+
+    def held(rows: Any) -> None:
+        if threading.current_thread().name.startswith(first):
+            may_go_on.wait()
+        make_steps(rows)
+
+    def waits(*given: Any) -> None:
+        may_go_on.set()
+        wait(*given)
+
+    with (
+        tried_shares(monkeypatch, keeps_share),
+        device_of_numpy(),
+        two({}, {}, dtype=torch.float32, chosen=chosen, hbm="32KiB", params=params) as pair,
+    ):
+        for number in range(3):
+            pair.backward(number)
+            pair.step(0, 1)
+        for optimizer in pair.optimizers:
+            optimizer.finish()
+        one, other = (optimizer._host.steps for optimizer in pair.optimizers)
+        first = one._pool._thread_name_prefix
+        monkeypatch.setattr(exact, "make_steps", held)
+        monkeypatch.setattr(HostSide, "_await", waits)
+        pair.backward(9)
+        assert pair.optimizers[0]._timing.ahead.provisional._elsewhere
+        for number in (0, 1):
+            pair.by_hand[number].step()
+            pair.optimizers[number].step()
+        begun = [job.future for _, job in other._jobs.values()]
+        assert begun
+        for future in begun:
+            future.result()
+        may_go_on.set()
+        pair.check()

@@ -28,6 +28,7 @@ from tiermem.optim.balance import Load, Speed, best_choice, host_helps
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.leaving import IgnoresWeights, LateStates
 from tiermem.optim.provisional import Made, Provisional
+from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.stepping import SteppedBackward
 from tiermem.optim.units.finality import accumulates, is_nested
@@ -172,20 +173,20 @@ class LeftToForward:
             self._next_look = 2 * self._rounds
         self._choose(speed, settings)
 
-    def note_waits(self, waits: bool, settings: Sequence[dict[str, Any]]) -> None:
+    def note_waits(self, waits: bool, groups: Sequence[dict[str, Any]]) -> None:
         """Notes whether steps wait for the next forward, as a rule.
 
         What the host's share spares is other copies then.
 
         Args:
             waits: Whether they do.
-            settings: Of the steps.
+            groups: The parameter groups; while steps wait, no backward notes their settings.
         """
         beside = self._runtime.manager.prefetcher.fetcher.beside
         speed = self._speed() if waits is not self._waits and beside else None
         if speed is not None:
             self._waits = waits
-            self._expect(self._loads(settings), speed)
+            self._expect(self._loads(frozen_settings(groups)), speed)
 
     def _speed(self) -> Speed | None:
         """Returns how fast the loop computes and copies; None until that is known."""
@@ -467,7 +468,7 @@ class StepsAhead:
             self.provisional.drop()
         now.note_settings()
         now.steps = self._is_last(habit.backwards)
-        self._left.note_waits(habit.in_vain, now.settings)
+        self._left.note_waits(habit.in_vain, now.groups)
         if now.steps:
             now.prepare()
             self.late.begin_backward()

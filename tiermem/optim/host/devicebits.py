@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tiermem.nn.groups.clipping import factor_of
-from tiermem.nn.groups.gradunit import Change
+from tiermem.nn.groups.gradunit import Change, GradUnit
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.exact import Proven, kind_of_step
 from tiermem.optim.host.factor import Factor
@@ -36,6 +36,8 @@ _FEW, _FAR_SLOWER = 2, 1.1
 _WATCHED = 8
 _PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
 _MOST_LOADS = 32
+_READS = {torch.float32, torch.bfloat16}  # in which the loop reads gradients
+_Plain = tuple[int, torch.dtype, torch.dtype]
 
 
 class DeviceBits:
@@ -59,7 +61,7 @@ class DeviceBits:
         self.reason = ""
         self._last: tuple[Any, Proven | str] | None = None
         self._seen: tuple[Change, Factor | None] | None = None
-        self._plain: dict[int, tuple[int, torch.dtype, torch.dtype] | str] = {}
+        self._plain: dict[int, tuple[list[GradUnit], _Plain | str]] = {}
 
     def for_step(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
         """Returns what a step of a unit on the host needs, with settings as they are.
@@ -82,9 +84,11 @@ class DeviceBits:
         return self._seen[1]
 
     def _of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | str:
-        if id(unit) not in self._plain:
-            self._plain[id(unit)] = _plainly(unit)
-        plain = self._plain[id(unit)]
+        gradients = unit.grad_units()
+        known = self._plain.get(id(unit))
+        if known is None or known[0] != gradients:  # another optimizer may keep them otherwise
+            known = self._plain[id(unit)] = gradients, _plainly(unit, gradients)
+        plain = known[1]
         if isinstance(plain, str):
             return plain
         number, stepped, weight = plain
@@ -99,7 +103,7 @@ class DeviceBits:
         return self._last[1]
 
 
-def _plainly(unit: StepUnit) -> tuple[int, torch.dtype, torch.dtype] | str:
+def _plainly(unit: StepUnit, held: Sequence[GradUnit]) -> _Plain | str:
     """Returns group number and dtypes of what is stepped and of weights, or what is odd."""
     numbers = {number for _, number in unit.members}
     if len(numbers) != 1 or len(unit.members) != len(unit.entries):
@@ -111,7 +115,11 @@ def _plainly(unit: StepUnit) -> tuple[int, torch.dtype, torch.dtype] | str:
     if len(kinds) != 1:
         return f"{unit.name!r} has several dtypes"
     specs = [e.group.block.tensors[e.index] for e in unit.entries]
-    specs += [spec for u in unit.grad_units() for spec in u.block.tensors]
+    gradients = [spec for u in held for spec in u.block.tensors]
+    odd = next((spec.dtype for spec in gradients if spec.dtype not in _READS), None)
+    if odd is not None:
+        return f"{unit.name!r} has gradients in {odd}"
+    specs += gradients
     if any(torch.empty(s.shape, device="meta").stride() != s.stride for s in specs):
         return f"{unit.name!r} has elements in another order than their numbers"
     ((stepped, weight),) = kinds

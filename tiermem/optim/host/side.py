@@ -164,14 +164,16 @@ class HostSide:
         """Returns the factor that all gradients await, if any; None where they await more.
 
         The device rounds each of two products, and torch casts a factor of another dtype than the
-        gradients' in more than one way.
+        gradients' in more than one way. What is proved are gradients in the weights' dtype.
         """
         found = {self._factors_of(u) for u in units}
         return None if len(found) > 1 else (found or {()}).pop()
 
     def _factors_of(self, unit: GradUnit) -> tuple[Factor, ...] | None:
         there = [entry for entry in unit.entries if entry.has_grad]
-        dtypes, alone = {entry.param.dtype for entry in there}, len(unit.pending) == 1
+        dtypes = {unit.block.tensors[entry.unit_index].dtype for entry in there}
+        dtypes |= {entry.param.dtype for entry in there}  # products of no others are proved
+        alone = len(unit.pending) == 1
         found: list[Factor] = []
         for pending in unit.pending:
             factor = self._bits.factor(pending.change)

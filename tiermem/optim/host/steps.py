@@ -205,12 +205,17 @@ class HostSteps:
 
     def _register(self, host: HostSide, ticket: object, job: Job) -> None:
         """Registers the end of a step as deferred work of its blocks; may be called twice."""
-        self._jobs[id(host.unit)] = (host.unit, job)
         self._owed.add(id(host.unit))
         blocks = [block.id for block in job.blocks]
         work = partial(self._take_up, host, job, ticket)
-        debt = Deferred(host.unit.name, blocks, work, job, frozenset(host.unit.ids()))
+        entries = () if host.unit.group is None else host.unit.group.entries
+        brought = [id(entry.param) for entry in entries if entry.index in job.spare]
+        # what these await is entered again at the end, for whoever steps others of a block
+        taken = [id(entry.param) for u, _ in job.gradients.changes for entry in u.entries]
+        writes = frozenset([*host.unit.ids(), *brought, *taken])
+        debt = Deferred(host.unit.name, blocks, work, job, writes)
         self._manager.parts.deferred.add(debt)
+        self._jobs[id(host.unit)] = (host.unit, job)  # last: by that it is known to be registered
 
     def abandon(self) -> None:
         """Gives up steps that failed; the others are waited for and taken up."""
