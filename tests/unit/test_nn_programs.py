@@ -525,3 +525,16 @@ def test_weights_are_looked_at_for_writes_beside_a_mode(
             assert same_bits(make_fx(model)(x)(x), expected)
         assert not any(row.leases for row in tier.residency())
         assert same_bits(model(x), expected)
+
+
+def test_blocks_that_come_ahead_are_no_part_of_a_trace() -> None:
+    """Of one that sees operations before autograd does, as torch.export's, neither."""
+    seed(3)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).requires_grad_(False)
+    x = torch.randn(2, WIDTH)
+    expected = model(x)
+    with tiermem.TierManager("cpu", hbm="16KiB", dram="1MiB") as tier, torch.no_grad():
+        tier.wrap(model.eval())
+        graph = make_fx(model, pre_dispatch=True)(x)
+        assert same_bits(graph(x), expected)
+        assert same_bits(model(x), expected)
