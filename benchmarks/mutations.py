@@ -236,8 +236,8 @@ _ELSEWHERE = (
     Mutation(
         "calls of threads begin though HBM has no room for all of them",
         _RUNTIME + "base/threads.py",
-        "self._condition.wait_for(lambda: len(self._inside) < most(), _TURN)",
-        "pass",
+        "self._condition.wait_for(lambda: len(self._inside) < most(), _TURN * turn)",
+        "True",
         ("tests/unit/test_runtime_threads.py",),
     ),
     Mutation(

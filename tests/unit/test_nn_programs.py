@@ -7,6 +7,7 @@ import ctypes
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -489,3 +490,51 @@ def test_a_weight_that_is_read_past_us_inside_a_call_is_named_with_the_call() ->
             model(data())
         with pytest.raises(RuntimeError, match="not in HBM"):  # for who knows nothing of tiermem
             model(data())
+
+
+class Halves(nn.Linear):
+    """May write its weight where torch does not count it."""
+
+    halves = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.halves:
+            self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("policy", ["dram", "nvme"])
+@pytest.mark.parametrize("faked", [False, True])
+def test_weights_are_looked_at_for_writes_beside_a_mode(
+    tmp_path: Path, policy: str, faked: bool
+) -> None:
+    """The comparison with their bytes at home was traced, and read into a fake tensor."""
+    seed(3)
+    model = nn.Sequential(*[Halves(WIDTH, WIDTH) for _ in range(3)]).requires_grad_(False)
+    x = torch.randn(2, WIDTH)
+    expected = model(x)
+    with (
+        tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB", nvme=tmp_path, policy=policy) as tier,
+        torch.no_grad(),
+    ):
+        tier.wrap(model)
+        if faked:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                assert model(x).shape == x.shape
+        else:
+            assert same_bits(make_fx(model)(x)(x), expected)
+        assert not any(row.leases for row in tier.residency())
+        assert same_bits(model(x), expected)
+
+
+def test_blocks_that_come_ahead_are_no_part_of_a_trace() -> None:
+    """Of one that sees operations before autograd does, as torch.export's, neither."""
+    seed(3)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).requires_grad_(False)
+    x = torch.randn(2, WIDTH)
+    expected = model(x)
+    with tiermem.TierManager("cpu", hbm="16KiB", dram="1MiB") as tier, torch.no_grad():
+        tier.wrap(model.eval())
+        graph = make_fx(model, pre_dispatch=True)(x)
+        assert same_bits(graph(x), expected)
+        assert same_bits(model(x), expected)

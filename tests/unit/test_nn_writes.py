@@ -22,6 +22,7 @@ import tiermem
 from tiermem.nn.wrap import intercepted
 
 WIDTH, LAYERS = 32, 6
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Layer(nn.Module):
@@ -330,6 +331,26 @@ def test_data_is_assigned_to_weights_that_are_away() -> None:
             weight.data = value
         for layer, value in zip(model, values, strict=True):
             assert torch.equal(layer.weight, value)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("build", [lambda: nn.Conv2d(8, 4, 1), lambda: nn.Conv3d(1, 4, 3)])
+def test_data_of_a_convolution_is_not_assigned_from_another_order_of_channels(
+    build: Callable[[], nn.Module], last: bool
+) -> None:
+    """Only the strides of dimensions of one element tell them apart, and torch chooses by these."""
+    model = build()
+    given = torch.rand_like(model.weight)  # type: ignore[arg-type]
+    formats = torch.contiguous_format, _LAST[given.ndim]
+    model.to(memory_format=formats[last])  # type: ignore[call-overload]
+    expected = given.to(memory_format=formats[last]) * 2
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="4MiB") as tier, torch.no_grad():
+        tier.wrap(model)
+        with pytest.raises(tiermem.ParameterError, match="cannot have strides"):
+            model.weight.data = given.to(memory_format=formats[not last])
+        model.weight.data = expected
+        assert torch.equal(model.weight, expected)
+    assert model.weight.stride() == expected.stride()
 
 
 def test_code_that_wrap_has_looked_at_is_not_looked_at_in_the_first_call(

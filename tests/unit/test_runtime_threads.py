@@ -270,3 +270,25 @@ def test_a_thread_whose_call_was_cut_short_between_two_lines_keeps_no_other_wait
         assert threads._inside
         assert torch.equal(model(x), wanted)
         assert not threads._inside
+
+
+def test_a_call_that_waits_for_its_own_threads_waits_in_vain_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of its calls took ten seconds longer; but a turn that comes is waited for as ever."""
+    monkeypatch.setattr(module, "_TURN", 1.0)
+    waits, comes = list[float](), [False, False, True, False]
+    threads = UserThreads(threading.RLock())
+
+    def wait_for(predicate: Callable[[], bool], timeout: float) -> bool:
+        waits.append(timeout)
+        return comes[len(waits) - 1]
+
+    monkeypatch.setattr(threads._condition, "wait_for", wait_for)
+    threads.note()
+    other_thread(threads.note)
+    for _ in comes:
+        threads.enter(lambda: 1)
+        other_thread(partial(threads.enter, lambda: 1))
+        threads.repair()
+    assert waits == pytest.approx([1.0, 0.1, 0.01, 1.0])

@@ -285,6 +285,22 @@ def test_what_modules_keep_themselves(tmp_path) -> None:
     assert model.count == 7
 
 
+def test_gradients_of_a_module_that_was_taken_out_are_left(tmp_path) -> None:
+    """Like its weights, which no name of the model leads to any longer."""
+    seed(3)
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        model(torch.randn(2, 16)).sum().backward()
+        removed, expected = model[2], [p.grad.clone() for p in model[:2].parameters()]
+        del model[2]
+        tier.save(tmp_path / "run")
+        model.zero_grad()
+        tier.load(tmp_path / "run")
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+    assert removed.weight.shape == (16, 16)
+
+
 def test_extra_comes_back_as_it_was(tmp_path) -> None:
     extra = {
         "plain": [1, -0.0, 2.5, True, None, "text", {}, [], 10**30],

@@ -220,6 +220,8 @@ class Collector:
         params |= {id(p): p for o in optimizers for group in o.groups for p in group["params"]}
         sources: dict[int, BlockSource] = {}
         for ident, param in params.items():
+            if ident not in self._keys:  # its module has been taken out of the model
+                continue
             entry = entries.get(ident)
             if entry is not None:
                 self._runtime.grads.sync(entry)

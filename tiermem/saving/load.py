@@ -483,6 +483,6 @@ def _by_key(
 ) -> dict[str, torch.Tensor]:
     """Returns every parameter by what it is called; one that has two names by the first."""
     params: list[torch.Tensor] = [e.param for model in models for e in model.wrapped.entries]
-    params += [n.tensor for model in models for n in model.tensors if id(n.tensor) in keys]
+    params += [n.tensor for model in models for n in model.tensors]
     params += [p for contents in found for group in contents.groups for p in group["params"]]
-    return {keys[id(param)]: param for param in params}
+    return {keys[id(param)]: param for param in params if id(param) in keys}

@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from tiermem.runtime.base.functorch import transforming, untransformed
+from tiermem.runtime.base.functorch import modes, transforming, untransformed, without_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,8 +78,8 @@ def quiet(device: torch.device) -> AbstractContextManager[None]:
     others = _surroundings()
     if torch._C._is_any_autocast_enabled():
         others += [torch.autocast(kind, enabled=False) for kind in (device.type, "cpu")]
-    if torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch():
-        others.append(_disable_current_modes())
+    if modes():
+        others.append(without_modes())
     return _Unrecorded(others)
 
 

@@ -66,7 +66,25 @@ def laid_alike(value: torch.Tensor, strides: Sequence[int]) -> bool:
         value: The tensor.
         strides: Those of another one of its shape.
     """
-    return _steps(value.shape, value.stride()) == _steps(value.shape, strides)
+    shape, own = value.shape, value.stride()
+    if _channels_last(shape, own) is not _channels_last(shape, strides):
+        return False
+    return _steps(shape, own) == _steps(shape, strides)
+
+
+def _channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether torch takes strides for those of channels last: convolutions choose by that.
+
+    It looks at dimensions of one element as well (those of a 1x1 convolution).
+    """
+    if len(shape) not in (4, 5) or 0 in shape:
+        return False
+    least = 0
+    for n in (1, *range(len(shape) - 1, 1, -1), 0):
+        if strides[n] < least or (n == 0 and least == strides[1]):
+            return False
+        least = strides[n] * shape[n]
+    return True
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 transforming: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
@@ -25,8 +26,17 @@ def untransformed() -> AbstractContextManager[Any]:
     return found
 
 
-modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Returns how many dispatch modes (``FakeTensorMode``, ``make_fx``, ...) are on in this thread."""
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+_EARLY = torch._C.DispatchKey.PreDispatch
+
+
+def modes() -> int:
+    """Returns how many dispatch modes (``FakeTensorMode``, ``make_fx``, ...) are on in this thread.
+
+    Or how many of those are that see an operation before autograd does (``torch.export``).
+    """
+    return _modes() or (_len_torch_dispatch_stack_pre_dispatch() if _included(_EARLY) else 0)
 
 
 def without_modes() -> AbstractContextManager[Any]:

@@ -14,7 +14,8 @@ import torch
 _LONGEST = 60.0
 """Seconds for which a thread waits until another lets a block go."""
 _TURN = 10.0
-"""Seconds for which a call waits for others to end: what it waits for may wait for it."""
+"""Seconds for which a call waits for others to end: what it waits for may wait for it. After one
+that waited in vain others wait a tenth as long, until one gets its turn."""
 
 
 class UserThreads:
@@ -26,7 +27,7 @@ class UserThreads:
         then: Called, under the lock, once a second one is seen.
     """
 
-    __slots__ = ("_condition", "_first", "_inside", "several", "then", "waiting")
+    __slots__ = ("_condition", "_first", "_inside", "_patience", "several", "then", "waiting")
 
     def __init__(self, lock: RLock) -> None:
         """Has seen none.
@@ -37,6 +38,7 @@ class UserThreads:
         self._condition = Condition(lock)
         self._first = 0
         self._inside = set[int]()
+        self._patience = 1.0
         self.several = False
         self.waiting = set[int]()
         self.then: Callable[[int], object] | None = None  # it is given the first one
@@ -64,7 +66,10 @@ class UserThreads:
         self.waiting.discard(thread)  # an exception may have cut it short there
         self._inside.discard(thread)
         if self.several and self._inside and torch._C._current_graph_task_id() == -1:
-            self._condition.wait_for(lambda: len(self._inside) < most(), _TURN)
+            turn = self._patience
+            if len(self._inside) >= most():
+                came = self._condition.wait_for(lambda: len(self._inside) < most(), _TURN * turn)
+                self._patience = 1.0 if came else turn / 10
         self._inside.add(thread)
 
     def leave(self) -> None:
