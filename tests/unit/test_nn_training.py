@@ -112,6 +112,28 @@ def test_autograd_grad_and_double_backward() -> None:
     follow(use)
 
 
+def test_hooks_that_look_at_other_gradients_inside_autograd_grad() -> None:
+    """It adds nothing to any: they are there all the while."""
+
+    def use(model: nn.Module, optimizer: Any) -> Any:
+        optimizer.zero_grad()
+        model(data()).mean().backward()
+        params, seen = list(model.parameters()), list[Any]()
+
+        def look(_gradient: torch.Tensor) -> None:
+            seen.append([None if p.grad is None else p.grad.detach().clone() for p in params])
+
+        hooks = [param.register_hook(look) for param in params]
+        seen.append(torch.autograd.grad(model(data()).square().mean(), params))
+        seen.append(torch.autograd.grad(model(data()).mean(), params[:2]))
+        model(data()).square().mean().backward()
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    follow(use)
+
+
 def test_gradients_that_have_a_graph() -> None:
     def use(model: nn.Module, optimizer: Any) -> Any:
         optimizer.zero_grad()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_late_state import Pair
 from support_nn import Tiers, assert_same
 from support_optim import Net, Twins
 
@@ -274,3 +275,27 @@ def test_state_that_grows_is_loaded() -> None:
             twins.check()
             train(twins, 5, 6)
             twins.check()
+
+
+@pytest.mark.parametrize(("steps", "at"), [(1, 11), (4, 3)])
+def test_state_deleted_inside_backward_counts_for_blocks_whose_gradients_come_later(
+    steps: int, at: int
+) -> None:
+    """They were stepped ahead in the rest of that backward, as if nothing had been deleted."""
+    pair = Pair()
+    try:
+        pair.step(steps)
+        hooks = []
+        for optimizer, model in ((pair.own, pair.plain), (pair.optimizer, pair.model)):
+
+            def forget(*_: object, optimizer: Any = optimizer, model: Any = model) -> None:
+                optimizer.state.pop(model[0].weight)
+
+            hooks.append(model[at].register_full_backward_hook(forget))
+        pair.step()
+        for hook in hooks:
+            hook.remove()
+        pair.step(2)
+        assert_same(dict(pair.plain.state_dict()), dict(pair.model.state_dict()), "weights")
+    finally:
+        pair.tier.close()

@@ -190,6 +190,23 @@ def test_the_state_is_seen_as_a_whole_and_can_be_written() -> None:
         twins.check()
 
 
+@pytest.mark.parametrize("overlap", [False, "auto"])
+def test_a_number_of_the_state_that_a_program_keeps_is_counted_on(overlap: Any) -> None:
+    """A class writes it in place: all parts share the one that users see."""
+    options = {"settings": {"lr": 0.01, "foreach": False}, "overlap": overlap}
+    with Twins(Wide, Tiers("dram"), **options) as twins:
+        for step in range(2):
+            twins.backward(step)
+            twins.step()
+        kept = twins.optimizer.state[twins.model.embed.weight]["step"]
+        for step in range(2, 6):
+            twins.backward(step)
+            twins.step()
+            assert float(kept) == step + 1
+            assert twins.optimizer.state[twins.model.embed.weight]["step"] is kept
+        twins.check()
+
+
 def test_weights_that_were_written_and_masters_that_follow() -> None:
     with Twins(Wide, Tiers("dram")) as twins:
         twins.backward(0)

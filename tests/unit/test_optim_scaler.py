@@ -13,6 +13,8 @@ from support_examples import examples
 from support_nn import Tiers, assert_same, default_dtype
 from support_optim import Net, Twins, loss_of, made
 
+import tiermem
+
 SETTINGS = {"lr": 0.01, "foreach": False}
 HALF = {"master_dtype": torch.float32, "grad_dtype": torch.float32}
 
@@ -241,3 +243,25 @@ def test_unscaling_what_a_step_inside_backward_used_up() -> None:
         scaler.scale(torch.ones(()))
         with pytest.raises(Exception, match="used up by a step inside backward"):
             scaler.unscale_(twins.optimizer)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_a_scaler_that_finds_no_gradient_of_an_optimizer_passes_over_it(where: Any) -> None:
+    """As with torch's fused optimizers, which it leaves the scale to: it puts a plain 0."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    kept = [param.detach().clone() for param in model[1].parameters()]
+    with tiermem.TierManager("cpu", hbm=1 << 16, dram=1 << 20) as tier:
+        tier.wrap(model)
+        pair = [
+            tier.optimizer(half.parameters(), torch.optim.AdamW, fused=True, where=where)
+            for half in model
+        ]
+        model[1].requires_grad_(False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for _ in range(2):
+            scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+            for optimizer in pair:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+        assert all(map(torch.equal, model[1].parameters(), kept))

@@ -480,7 +480,7 @@ class StepsAhead:
         units = self._backward.final_units(group)
         if not units or self._left.has(group):
             return
-        if not _may_be_ahead(group):
+        if not (_may_be_ahead(group) and self._may_begin()):  # state may be looked into by now
             return
         for unit in units:
             if not self._can_be_made(unit):

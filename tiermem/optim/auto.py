@@ -261,7 +261,7 @@ def _is_seen(unit: StepUnit, state: State) -> bool:
         for value in kept.values():
             if not isinstance(value, torch.Tensor) or isinstance(value, LazyTensor):
                 continue
-            if is_held(value, besides=1 + parted) or _is_viewed(value):
+            if is_held(value, besides=1) or _is_viewed(value):
                 return True
     return False
 

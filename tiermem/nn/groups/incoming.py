@@ -15,7 +15,7 @@ from tiermem.nn.compat.weakly import Hook
 from tiermem.nn.groups.above import Backward, Passes
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
-from tiermem.nn.groups.need import accumulates, check_gradients
+from tiermem.nn.groups.need import accumulates, check_gradients, is_caught
 from tiermem.nn.groups.newgrads import NewGradients
 from tiermem.nn.tensors.lazy import ALONE_IN_GRAD, LazyTensor, flush, is_shared
 from tiermem.runtime.services.sweep import BlockSweep
@@ -145,6 +145,8 @@ class IncomingGradients:
         self._store.follow(entry)
         current = entry.param.grad
         if isinstance(current, LazyTensor):
+            if is_caught(entry):  # other hooks may look at it meanwhile
+                return
             flush(current)
             entry.param.grad = None
             if entry.has_grad:

@@ -584,3 +584,16 @@ def accumulates(entry: Entry) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # it is autograd.grad that asks for this one
         return False
+
+
+def is_caught(entry: Entry) -> bool:
+    """Whether ``autograd.grad`` asks for a gradient that is computed just now: nothing is added."""
+    if not entry.param.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = get_gradient_edge(entry.param).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        return "autograd.grad" in str(error)
+    return False

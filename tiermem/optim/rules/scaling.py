@@ -27,6 +27,8 @@ class Scaling:
         """Returns the scale set as attributes of an optimizer for the step under way."""
         names = ("grad_scale", "found_inf", "grad_factor")
         put = [getattr(optimizer, name, None) for name in names]
+        # a scaler that has looked at no gradient puts the sum of nothing, which is no tensor
+        put = [value if isinstance(value, torch.Tensor) else None for value in put]
         return None if all(value is None for value in put) else cls(*put)
 
     def frozen(self) -> Scaling:

@@ -37,6 +37,7 @@ class Part:
         unit: Steps it.
         seen: Knows whether the weights may have been written.
         state: What the unit shows of its state.
+        given: The numbers that it was given for its last step, copies of what users see.
     """
 
     def __init__(self, whole: StepUnit, begin: int, end: int, number: int) -> None:
@@ -50,6 +51,7 @@ class Part:
         self.seen = self.unit.foreign = _AsSeen()
         self.unit.handed.spoils = whole.handed.spoils
         self.state: State = {}
+        self.given: State = {}
         if whole.masters is not None:
             self.unit.masters = Masters([self.param], whole.masters.dtype)
 
@@ -61,7 +63,8 @@ class Part:
         """Sets the state values that all parts share (the number of steps)."""
         kept = self.state.get(self.param)
         if kept is not None:
-            kept.update({key: copied(value) for key, value in numbers.items()})
+            self.given = {key: copied(value) for key, value in numbers.items()}
+            kept.update(self.given)
 
     @contextmanager
     def over(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> Iterator[None]:

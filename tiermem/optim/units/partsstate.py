@@ -43,15 +43,26 @@ class PartsState:
             forget(shown)
 
     def publish(self, runtime: ModuleRuntime, state: State) -> None:
-        """Shows the state of all parts as the parameter's."""
-        first = self._parts[0].state.get(self._parts[0].param)
+        """Shows the state of all parts as the parameter's.
+
+        A number that a class writes in place is written where users see it: they may keep it.
+        """
+        part = self._parts[0]
+        first = part.state.get(part.param)
         if first is None:
             return
         kept = state.setdefault(self._param, {})
+        before = dict(kept)
         kept.clear()
         for key, value in first.items():
             if not isinstance(value, LazyTensor):
-                kept[key] = value
+                number = before.get(key)
+                written = isinstance(value, torch.Tensor) and part.given.get(key) is value
+                if written and isinstance(number, torch.Tensor):
+                    with torch.no_grad():
+                        kept[key] = number.copy_(value)
+                else:
+                    kept[key] = copied(value)
                 continue
             kept[key] = self._stand_in(runtime, key, value.dtype)
             if is_viewed(kept[key]):
