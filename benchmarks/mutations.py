@@ -4970,6 +4970,13 @@ MUTATIONS = (
         )
     ),
     Mutation(
+        "host: another's step of gradients whose factor is taken is not waited for",
+        "tiermem/optim/host/steps.py",
+        "*brought, *taken])",
+        "*brought])",
+        ("tests/unit/test_optim_two.py",),
+    ),
+    Mutation(
         "share: what steps in the next forward move is not counted",
         "tiermem/optim/balance.py",
         "    if waits:\n        passes",

@@ -218,3 +218,53 @@ def test_a_block_is_whole_in_its_new_home_before_the_host_steps_others_of_its_we
             future.result()
         may_go_on.set()
         pair.check()
+
+
+@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_step_on_the_host_that_has_taken_a_clippings_factor_leaves_it_to_the_others(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both step gradients of one block, which await the factor together."""
+    adamw = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    chosen, params = (adamw, adamw), (matrices, vectors)
+    make_steps, wait, may_go_on = exact.make_steps, HostSide._await, threading.Event()
+
+    def held(rows: Any) -> None:
+        if threading.current_thread().name.startswith(name):
+            may_go_on.wait()
+        make_steps(rows)
+
+    def waits(*given: Any) -> None:
+        may_go_on.set()
+        wait(*given)
+
+    with (
+        tried_shares(monkeypatch, keeps_share),
+        device_of_numpy(),
+        two({}, {}, dtype=torch.float32, chosen=chosen, hbm="48KiB", params=params) as pair,
+    ):
+        for number in range(3):
+            pair.backward(number)
+            pair.step(0, 1)
+        for optimizer in pair.optimizers:
+            optimizer.finish()
+        monkeypatch.setattr(exact, "make_steps", held)
+        monkeypatch.setattr(HostSide, "_await", waits)
+        name = pair.optimizers[first]._host.steps._pool._thread_name_prefix
+        for number in range(4):
+            may_go_on.set()
+            pair.backward(9 + number)
+            for model in (pair.plain, pair.model):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+            may_go_on.clear()  # what was made ahead is dropped by now
+            (*_, shared) = pair.optimizers[first]._units[0].grad_units()
+            assert len(shared.entries) == 2
+            for which in (first, 1 - first):
+                pair.by_hand[which].step()
+                pair.optimizers[which].step()
+            assert any(unit.host is not None for unit in pair.optimizers[1 - first]._units)
+            may_go_on.set()
+            pair.check()
+            for optimizer in (*pair.by_hand, *pair.optimizers):
+                optimizer.zero_grad()
