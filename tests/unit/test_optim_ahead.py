@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -99,49 +100,47 @@ def test_accumulation_is_learned() -> None:
         pair.check()
 
 
-def test_a_loop_that_drops_twice_in_a_row_pauses_ever_longer() -> None:
-    habit = Habit()
+def rounds(habit: Habit, count: int, drops: Callable[[int], bool]) -> list[int]:
+    """Lets rounds of a loop go by; returns the numbers of those in which steps are tried ahead."""
     tried = []
-    for _ in range(200):
+    for number in range(count):
         habit.backwards = 1
         last = habit.is_last(1)
-        tried.append(last)
-        habit.ends_round(dropped=last, confirms=False)
-    assert [number for number, last in enumerate(tried) if last] == [1, 2, 11, 28, 61, 126, 191]
+        dropped = last and drops(number)
+        habit.ends_round(dropped=dropped, confirms=last and not dropped)
+        if last:
+            tried.append(number)
+    return tried
+
+
+def always(_number: int) -> bool:
+    return True
+
+
+def never(_number: int) -> bool:
+    return False
+
+
+def test_a_loop_that_drops_twice_in_a_row_pauses_ever_longer() -> None:
+    assert rounds(Habit(), 200, always) == [1, 2, 11, 28, 61, 126, 191]
 
 
 @pytest.mark.parametrize(("every", "least", "most"), [(2, 5, 20), (3, 5, 30), (8, 199, 200)])
 def test_a_loop_that_drops_now_and_then_pauses_if_that_is_often(
     every: int, least: int, most: int
 ) -> None:
-    habit = Habit()
-    tried = 0
-    for number in range(200):
-        habit.backwards = 1
-        last = habit.is_last(1)
-        tried += last
-        dropped = last and number % every == 1
-        habit.ends_round(dropped=dropped, confirms=last and not dropped)
-    assert least <= tried <= most
+    tried = rounds(Habit(), 200, lambda number: number % every == 1)
+    assert least <= len(tried) <= most
 
 
 def test_a_loop_that_stops_dropping_pauses_shortly_again() -> None:
     habit = Habit()
-
-    def rounds(count: int, *, drops: bool) -> int:
-        tried = 0
-        for _ in range(count):
-            habit.backwards = 1
-            last = habit.is_last(1)
-            tried += last
-            habit.ends_round(dropped=last and drops, confirms=last and not drops)
-        return tried
-
-    assert rounds(100, drops=True) == 5
+    assert len(rounds(habit, 100, always)) == 5
     assert habit.in_vain
-    assert rounds(100, drops=False) > 60  # the rest of the pause first
+    assert len(rounds(habit, 100, never)) > 60  # the rest of the pause first
     assert not habit.in_vain
-    assert [rounds(2, drops=True), rounds(8, drops=True), rounds(1, drops=False)] == [2, 0, 1]
+    found = [(2, always), (8, always), (1, never)]
+    assert [len(rounds(habit, count, drops)) for count, drops in found] == [2, 0, 1]
 
 
 def test_a_loop_that_logs_gradients_moves_no_more_than_one_whose_steps_wait() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -175,48 +176,66 @@ def test_by_default_the_host_keeps_the_order(monkeypatch: pytest.MonkeyPatch) ->
         assert slow.begun
 
 
-@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
-def test_a_block_is_whole_in_its_new_home_before_the_host_steps_others_of_its_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step ahead brings those there as well, behind its own."""
-    adamw = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
-    chosen, params = (adamw, adamw), (matrices, vectors)
-    make_steps, wait, may_go_on = exact.make_steps, HostSide._await, threading.Event()
+class Held:
+    """Two optimizers whose steps the host makes; those of one are held until they are waited for.
 
-    def held(rows: Any) -> None:
-        if threading.current_thread().name.startswith(first):
-            may_go_on.wait()
-        make_steps(rows)
+    Attributes:
+        pair: Both loops, in which both have been stepped a few times.
+        may_go_on: Set while steps are not held.
+    """
 
-    def waits(*given: Any) -> None:
-        may_go_on.set()
-        wait(*given)
-
-    with (
-        tried_shares(monkeypatch, keeps_share),
-        device_of_numpy(),
-        two({}, {}, dtype=torch.float32, chosen=chosen, hbm="32KiB", params=params) as pair,
-    ):
+    def __init__(self, pair: Two, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pair, self.may_go_on = pair, threading.Event()
         for number in range(3):
             pair.backward(number)
             pair.step(0, 1)
         for optimizer in pair.optimizers:
             optimizer.finish()
-        one, other = (optimizer._host.steps for optimizer in pair.optimizers)
-        first = one._pool._thread_name_prefix
-        monkeypatch.setattr(exact, "make_steps", held)
-        monkeypatch.setattr(HostSide, "_await", waits)
+        self._name = pair.optimizers[first]._host.steps._pool._thread_name_prefix
+        self._make_steps, self._wait = exact.make_steps, HostSide._await
+        monkeypatch.setattr(exact, "make_steps", self._held)
+        monkeypatch.setattr(HostSide, "_await", lambda *given: self._waits(*given))
+
+    def _held(self, rows: Any) -> None:
+        if threading.current_thread().name.startswith(self._name):
+            self.may_go_on.wait()
+        self._make_steps(rows)
+
+    def _waits(self, *given: Any) -> None:
+        self.may_go_on.set()
+        self._wait(*given)
+
+
+@contextmanager
+def held(first: int, hbm: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """Makes them, over matrices and vectors of the same blocks."""
+    adamw = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    chosen, params = (adamw, adamw), (matrices, vectors)
+    with (
+        tried_shares(monkeypatch, keeps_share),
+        device_of_numpy(),
+        two({}, {}, dtype=torch.float32, chosen=chosen, hbm=hbm, params=params) as pair,
+    ):
+        yield Held(pair, first, monkeypatch)
+
+
+@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
+def test_a_block_is_whole_in_its_new_home_before_the_host_steps_others_of_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step ahead brings those there as well, behind its own."""
+    with held(0, "32KiB", monkeypatch) as loop:
+        pair = loop.pair
         pair.backward(9)
         assert pair.optimizers[0]._timing.ahead.provisional._elsewhere
         for number in (0, 1):
             pair.by_hand[number].step()
             pair.optimizers[number].step()
-        begun = [job.future for _, job in other._jobs.values()]
+        begun = [job.future for _, job in pair.optimizers[1]._host.steps._jobs.values()]
         assert begun
         for future in begun:
             future.result()
-        may_go_on.set()
+        loop.may_go_on.set()
         pair.check()
 
 
@@ -226,45 +245,21 @@ def test_a_step_on_the_host_that_has_taken_a_clippings_factor_leaves_it_to_the_o
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both step gradients of one block, which await the factor together."""
-    adamw = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
-    chosen, params = (adamw, adamw), (matrices, vectors)
-    make_steps, wait, may_go_on = exact.make_steps, HostSide._await, threading.Event()
-
-    def held(rows: Any) -> None:
-        if threading.current_thread().name.startswith(name):
-            may_go_on.wait()
-        make_steps(rows)
-
-    def waits(*given: Any) -> None:
-        may_go_on.set()
-        wait(*given)
-
-    with (
-        tried_shares(monkeypatch, keeps_share),
-        device_of_numpy(),
-        two({}, {}, dtype=torch.float32, chosen=chosen, hbm="48KiB", params=params) as pair,
-    ):
-        for number in range(3):
-            pair.backward(number)
-            pair.step(0, 1)
-        for optimizer in pair.optimizers:
-            optimizer.finish()
-        monkeypatch.setattr(exact, "make_steps", held)
-        monkeypatch.setattr(HostSide, "_await", waits)
-        name = pair.optimizers[first]._host.steps._pool._thread_name_prefix
+    with held(first, "48KiB", monkeypatch) as loop:
+        pair = loop.pair
         for number in range(4):
-            may_go_on.set()
+            loop.may_go_on.set()
             pair.backward(9 + number)
             for model in (pair.plain, pair.model):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001)
-            may_go_on.clear()  # what was made ahead is dropped by now
+            loop.may_go_on.clear()  # what was made ahead is dropped by now
             (*_, shared) = pair.optimizers[first]._units[0].grad_units()
             assert len(shared.entries) == 2
             for which in (first, 1 - first):
                 pair.by_hand[which].step()
                 pair.optimizers[which].step()
             assert any(unit.host is not None for unit in pair.optimizers[1 - first]._units)
-            may_go_on.set()
+            loop.may_go_on.set()
             pair.check()
             for optimizer in (*pair.by_hand, *pair.optimizers):
                 optimizer.zero_grad()

@@ -162,8 +162,6 @@ class LeftToForward:
             settings: Of the steps.
         """
         self._rounds += made_any
-        if not self._runtime.manager.prefetcher.fetcher.beside:
-            return  # on the CPU copies from DRAM hide behind nothing
         if self._rounds < self._next_look and self._on_host() == self._hosted:
             return
         speed = self._speed()
@@ -182,15 +180,20 @@ class LeftToForward:
             waits: Whether they do.
             groups: The parameter groups; while steps wait, no backward notes their settings.
         """
-        beside = self._runtime.manager.prefetcher.fetcher.beside
-        speed = self._speed() if waits is not self._waits and beside else None
+        speed = None if waits is self._waits else self._speed()
         if speed is not None:
             self._waits = waits
             self._expect(self._loads(frozen_settings(groups)), speed)
 
     def _speed(self) -> Speed | None:
-        """Returns how fast the loop computes and copies; None until that is known."""
-        pace = self._runtime.manager.parts.pass_timer.estimates
+        """Returns how fast the loop computes and copies; None until that is known.
+
+        On the CPU, where copies from DRAM hide behind nothing, it never is.
+        """
+        manager = self._runtime.manager
+        if not manager.prefetcher.fetcher.beside:
+            return None
+        pace = manager.parts.pass_timer.estimates
         forward, backward = map(pace.computes, self._runtime.names.last)
         if forward is None or backward is None:
             return None

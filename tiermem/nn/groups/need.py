@@ -575,13 +575,10 @@ def beside_optimizer(error: CapacityError) -> CapacityError:
 
 def accumulates(entry: Entry) -> bool:
     """Whether the backward under way adds to the gradient of a parameter."""
-    param = entry.param
-    if entry.materialized or not param.requires_grad:
+    if entry.materialized or not entry.param.requires_grad:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
-        node = get_gradient_edge(param).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return _will_be_added(entry.param)
     except RuntimeError:  # it is autograd.grad that asks for this one
         return False
 
@@ -590,10 +587,19 @@ def is_caught(entry: Entry) -> bool:
     """Whether ``autograd.grad`` asks for a gradient that is computed just now: nothing is added."""
     if not entry.param.requires_grad:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
-        node = get_gradient_edge(entry.param).node
     try:
-        torch._C._will_engine_execute_node(node)
+        _will_be_added(entry.param)
     except RuntimeError as error:
         return "autograd.grad" in str(error)
     return False
+
+
+def _will_be_added(param: torch.Tensor) -> bool:
+    """Whether the backward under way comes to where a parameter's gradient is accumulated.
+
+    Raises:
+        RuntimeError: If it catches the gradient there instead; there are other reasons.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        node = get_gradient_edge(param).node
+    return bool(torch._C._will_engine_execute_node(node))

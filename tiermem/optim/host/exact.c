@@ -229,8 +229,8 @@ INLINE void block(const step_t *s, int64_t n, const arrays_t *a, const int half,
     }
 }
 
-INLINE float *widen(const void *from, int64_t at, int64_t n, float *to) {
-    const uint16_t *source = (const uint16_t *)from + at;
+INLINE float *widen(const void *from, int64_t n, float *to) {
+    const uint16_t *source = from;
     for (int64_t i = 0; i < n; i++) to[i] = widened(source[i]);
     return to;
 }
@@ -293,7 +293,7 @@ INLINE void piece(const step_t *s, int64_t begin, int64_t end, const int half, c
             narrow(g, n, narrow16, nan);
             g = narrow16;
         } else if (!half && s->grad_bf16) {
-            g = widen(g, 0, n, gradients);
+            g = widen(g, n, gradients);
         }
         arrays_t arrays = {in[0], g, in[1], in[2], in[3], out[0], out[1], out[2], out[3]};
         block(s, n, &arrays, half, wide);

@@ -105,10 +105,10 @@ def _try(
     try:
         here = make([{**settings, "foreach": None, "fused": True, "params": mine}])
         there = make([{**settings, "params": theirs}])
-        if kind.cls is not torch.optim.SGD:
+        is_adam = kind.cls is not torch.optim.SGD
+        if is_adam:
             _give_state(here, there, mine, theirs, source)
-        clips = kind.cls is not torch.optim.SGD
-        for step in range(_ROUNDS + clips):
+        for step in range(_ROUNDS + is_adam):  # the host clips for no other class
             gradients = [_values(size, kind.weight, source) for size in sizes]
             given = [gradient.to(device, copy=True) for gradient in gradients]
             by = torch.ones((), dtype=kind.weight, device="cpu")
