@@ -80,6 +80,18 @@ def test_it_is_compiled_once(compiler: Compiler) -> None:
     assert compiler.files == ["exact"]
 
 
+def test_it_is_compiled_anew_for_another_folder(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.writes("loop")
+    first = build.built()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    other = build.built()
+    assert other.read_text() == "loop"
+    assert other != first
+    assert compiler.runs == 2
+
+
 def test_what_was_begun_ahead_is_waited_for(compiler: Compiler) -> None:
     compiler.writes("loop", gated=True)
     build.prepare()

@@ -129,10 +129,12 @@ def built() -> Path:
             return _target()
         _under_way = compiling
         try:
-            return compiling.end()
+            made = compiling.end()
         except (NoLoop, OSError):
             _under_way = None
             raise
+        _under_way = None  # another folder or compiler may be asked for next
+        return made
 
 
 def _compiler() -> list[str]:
