@@ -41,7 +41,7 @@ from tiermem.optim.host.exact import Proven
 from tiermem.optim.host.factor import Factor
 from tiermem.optim.host.job import Job
 from tiermem.optim.host.side import HostSide
-from tiermem.optim.host.spread import Rates
+from tiermem.optim.host.spread import Rates, Traffic
 from tiermem.runtime import assembly
 from tiermem.runtime.services.sweep import BlockSweep
 from tiermem.transfer import driver
@@ -57,7 +57,7 @@ _DRIVER = """
 typedef void *p;
 int up, down;
 long moved[2];
-double now, call, latency, rate, ends[256];
+double now, call, latency, rate, rate_down, ends[256];
 static double *when;
 static long events, room, streams = 100;
 static double at(p s) { double end = ends[(long)s]; return end > now ? end : now; }
@@ -78,7 +78,7 @@ int cuStreamWaitEvent(p s, p e, p f) {
 }
 int cuMemcpyAsync(p t, p f, p b, p s) {
   memcpy(t, f, (size_t)b); now += call; moved[(long)s == down] += (long)b;
-  ends[(long)s] = at(s) + latency + (long)b / rate; return 0;
+  ends[(long)s] = at(s) + latency + (long)b / ((long)s == down ? rate_down : rate); return 0;
 }
 void computes(double host, double device) { now += host; ends[7] = at((p)7) + device; }
 void wait_for(long s) { if (ends[s] > now) now = ends[s]; }
@@ -91,19 +91,22 @@ class Machine:
     Attributes:
         calls: The driver's calls.
         engine: Makes copies by them.
+        rates: Bytes a second of the link, up and down.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rates: tuple[float, float]) -> None:
         """Makes the library.
 
         Args:
-            rate: Bytes a second of the link, each way.
+            rates: Bytes a second of the link, up and down.
         """
+        self.rates = rates
         self.calls = StandInCalls(torch.device("cuda", 0), _DRIVER + OTHER_CALLS)
         self._library: Any = self.calls._lib
         up, down, files = (self.calls.new_stream() for _ in "abc")
         self.engine = StreamCopyEngine(self.calls, up, down, files)
-        for name, value in (("call", CALL), ("latency", LATENCY), ("rate", rate)):
+        values = {"call": CALL, "latency": LATENCY, "rate": rates[0], "rate_down": rates[1]}
+        for name, value in values.items():
             self._double(name).value = value
         for name, stream in (("up", up), ("down", down)):
             ctypes.c_int.in_dll(self._library, name).value = stream
@@ -175,7 +178,7 @@ class HostThread:
                     method = self._around(made, getattr(cls, name))
                     stack.enter_context(mock.patch.object(cls, name, method))
             for owner, name, new in (
-                (sides, "measure_both", lambda *_: Rates(1.0, 1.0)),
+                (sides, "measure_both", self._measure_both),
                 (sides, "_LEAST", 0),
                 (devicebits, "prove", lambda kind, *_: Proven(kind.flavour, 0x7FC0, _Offsets())),
                 (ShareTrial, "host_has_share", self._has_share),
@@ -186,6 +189,12 @@ class HostThread:
     @staticmethod
     def _around(made: Any, own: Any) -> Any:
         return lambda this, *args: made(own, this, *args)
+
+    def _measure_both(self, *args: Any) -> Rates:
+        traffic = next(found for found in args if isinstance(found, Traffic))
+        both = self._machine.rates
+        host, device, passing = self._seconds, traffic.device, traffic.passing
+        return Rates(host, device / sum(both), passing / sum(both), both_ways=both)
 
     @staticmethod
     def _has_share(trial: ShareTrial, _ticket: object) -> bool:
@@ -338,7 +347,8 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
     layers, parts, by = MODELS[name]()
     model = nn.Sequential(*layers)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    machine = Machine(options.rate * 1e9 / by)
+    down = options.rate_down or options.rate
+    machine = Machine((options.rate * 1e9 / by, down * 1e9 / by))
     for layer, part in zip(layers, parts, strict=True):
         layer.machine = machine
         layer.device = device[0] * part, device[1] * part
@@ -380,7 +390,7 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
         seconds = (machine.now - began) / count
         up, down = ((b - a) / count for a, b in zip(before, machine.moved, strict=True))
         tier.close(discard=True)
-    link = max(up, down) * by / options.rate / 1e9
+    link = max(n / rate for n, rate in zip((up, down), machine.rates, strict=True))
     return {
         "model": name,
         "hbm": share,
@@ -400,7 +410,8 @@ def main() -> None:
     parser.add_argument("--hbm", type=float, nargs="+", default=[0.5], help="of the weights")
     parser.add_argument("--computes", nargs="+", default=["0.05+0.1", "0.15+0.4"], help="seconds")
     parser.add_argument("--host", type=float, nargs=2, default=[0.03, 0.09], help="seconds")
-    parser.add_argument("--rate", type=float, default=49, help="GB/s of the link, each way")
+    parser.add_argument("--rate", type=float, default=49, help="GB/s of the link, up")
+    parser.add_argument("--rate-down", type=float, help="the same down; as up where left out")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--clip", type=int, nargs="?", const=1, help="in each n-th step")
     parser.add_argument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from tiermem.optim.host import loop, proof
 from tiermem.optim.host.exact import kind_of_step
-from tiermem.optim.host.spread import Rates
+from tiermem.optim.host.spread import Rates, _both_ways
 from tiermem.optim.rules.probe import settings_of
 
 pytestmark = [
@@ -55,6 +56,22 @@ def test_values_of_all_sizes(
     if isinstance(found, str) and torch.__version__.split("+")[0] != "2.11.0":
         pytest.skip(f"left to the device: {found}")
     assert isinstance(found, proof.Proven), found
+
+
+def test_copies_both_ways_are_measured_by_direction() -> None:
+    """The faster way is through before the time of both is over, the other one after it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    with _both_ways(device, streams) as copy:
+        copy(2)
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        each = copy(64) / 2
+        torch.cuda.synchronize(device)
+        least = each / (time.perf_counter() - began)
+        up, down = copy.rates()
+    assert 0.3 * least < min(up, down) <= 1.1 * least
+    assert 0.9 * least <= max(up, down) < 2.2 * least
 
 
 def _keeps(self: Any, ticket: object) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support_ahead import DROPS, ROOMY, SGD, ahead, drops, units, warm
 from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of, two_groups
@@ -315,6 +317,32 @@ def test_state_is_left_by_turns_until_as_much_comes_up_as_goes_down() -> None:
     assert best_choice(LAYERS, busy) == Choice(copies_bind=True)
 
 
+@given(
+    st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    st.integers(0, 12),
+)
+def test_what_is_left_of_copies_both_ways_goes_by_itself(
+    nbytes: tuple[int, int], rates: tuple[int, int], alone: int
+) -> None:
+    """Oracle: both ways are filled in turns of a hundredth of a second."""
+    left, seconds, turn = [float(n) for n in nbytes], 0.0, 1e-2
+    while max(left) > 0:
+        both = min(left) > 0
+        for way, rate in enumerate(rates):
+            left[way] -= turn * (rate if both else max(alone, rate))
+        seconds += turn
+    found = Speed(1.0, 1.0, *rates, alone=alone).copies(*nbytes)
+    assert abs(found - seconds) <= 3 * turn
+
+
+def test_a_faster_way_down_leaves_less_state_by_turns() -> None:
+    loads = [replace(load, state=8) for load in LAYERS]
+    even = Speed(forward=1.0, backward=1.0, up=1.0, down=1.0, alone=1.2)
+    turns = [best_choice(loads, replace(even, down=down)).turns for down in (0.8, 1.0, 1.25)]
+    assert turns[0] > turns[1] > turns[2]
+
+
 def test_a_share_of_the_host_helps_where_copies_both_ways_are_the_longest() -> None:
     """A third of the blocks is the host's, whose own time is short, or is not."""
     hosted = [
@@ -324,8 +352,9 @@ def test_a_share_of_the_host_helps_where_copies_both_ways_are_the_longest() -> N
     assert host_helps(hosted, LAYERS, busy)
     assert not host_helps(hosted, LAYERS, replace(busy, backward=600.0))
     down = sum(load.weights + load.gradients + load.kept for load in LAYERS)
-    near = replace(busy, forward=1.0, backward=1.04 * down)  # one way alone
-    assert host_helps(hosted, LAYERS, near)
+    near = replace(busy, forward=1.0, backward=1.04 * down)
+    assert not host_helps(hosted, LAYERS, near)
+    assert host_helps(hosted, LAYERS, replace(near, up=0.85, down=0.85, alone=1.0))  # both ways
     slow = [replace(load, host=load.host and 70.0) for load in hosted]
     assert not host_helps(slow, LAYERS, busy)
     assert not host_helps(LAYERS, LAYERS, busy)
@@ -343,6 +372,23 @@ def test_how_long_both_passes_compute_is_known_to_the_balance() -> None:
     estimates = pair.tier._manager.parts.pass_timer.estimates
     forward, backward = map(estimates.computes, pair.optimizer._timing.ahead._runtime.names.last)
     assert forward is not None and backward is not None and min(forward, backward) > 0
+
+
+def test_the_link_is_as_fast_as_it_was_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = warm()
+    for number in range(20):
+        pair.backward(number)
+        pair.step()
+    timing = pair.optimizer._timing
+    pace = pair.tier._manager.parts.pass_timer.estimates
+    monkeypatch.setattr(pair.tier._manager.prefetcher.fetcher, "beside", True)
+    monkeypatch.setattr(pace, "rate", lambda *_: 5.0)
+    monkeypatch.setattr(pace, "best_rate", lambda link: 6.0 if link == "dram->hbm" else None)
+    found = timing.ahead._left._speed()
+    assert (found.up, found.down, found.alone) == (5.0, 5.0, 0.0)
+    monkeypatch.setattr(timing.ahead._others, "both_ways", (4.0, 3.0))
+    found = timing.ahead._left._speed()
+    assert (found.up, found.down, found.alone) == (4.0, 3.0, 6.0)
 
 
 def test_blocks_stay_where_others_are_hardly_better() -> None:

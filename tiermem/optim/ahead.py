@@ -101,6 +101,11 @@ class Others(Protocol):
         """Per element, as measured."""
         ...
 
+    @property
+    def both_ways(self) -> tuple[float, float] | None:
+        """Bytes per second up and down while copies go both ways; None where not measured."""
+        ...
+
     def has(self, unit: StepUnit) -> bool:
         """Whether a unit is stepped there, as a rule."""
         ...
@@ -197,6 +202,9 @@ class LeftToForward:
         forward, backward = map(pace.computes, self._runtime.names.last)
         if forward is None or backward is None:
             return None
+        both = self._others.both_ways
+        if both is not None:
+            return Speed(forward, backward, *both, alone=pace.fastest("dram->hbm"))
         up = pace.rate("dram->hbm")
         return Speed(forward, backward, up, pace.best_rate("hbm->dram") or up)
 

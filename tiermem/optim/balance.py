@@ -29,8 +29,6 @@ _FEWER = 1.02
 """Blocks are left to the forward for more than this: they interrupt it, which is not counted."""
 _AS_GOOD = 1.01
 _SHARE_PAYS = 0.97  # of the time without it, at most
-_BOTH_WAYS = 0.85
-"""Of a link's speed one way, while copies go both ways: an H200's does 85 GB/s in all, and 50."""
 _BINDS = 1.5
 """Times the compute that copies take at least where they bind: with less, to keep more of the
 weights in HBM costs more in waits than it saves in copies. A Llama with half of its weights' bytes
@@ -72,14 +70,27 @@ class Speed:
     Attributes:
         forward: Seconds that a forward computes.
         backward: The same of a backward.
-        up: Bytes per second into HBM.
-        down: Bytes per second out of it.
+        up: Bytes per second into HBM, while copies go both ways.
+        down: Bytes per second out of it, likewise.
+        alone: Bytes per second while they go one way only; 0 where that is no faster.
     """
 
     forward: float
     backward: float
     up: float
     down: float
+    alone: float = 0.0
+
+    def copies(self, up: float, down: float) -> float:
+        """Returns how long so many bytes each way take: what is left at last goes alone.
+
+        Args:
+            up: Bytes into HBM.
+            down: Bytes out of it.
+        """
+        ends = up / self.up, down / self.down
+        rate = self.up if ends[0] > ends[1] else self.down
+        return min(ends) + (max(ends) - min(ends)) * rate / max(self.alone, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +144,6 @@ def host_helps(
         speed: As measured.
         waits: Whether all steps wait for the next forward.
     """
-    speed = replace(speed, up=_BOTH_WAYS * speed.up, down=_BOTH_WAYS * speed.down)
     if waits:
         passes = [Passes(one, frozenset(_able(one)), waits=True) for one in (hosted, loads)]
         with_share, without = (one.least(speed) for one in passes)
@@ -194,10 +204,10 @@ class Passes:
         """
         fetched, later = self._weights + self._fetched, self._later
         hosted = (self._hosted, 0.0) if self._waits else (0.0, self._hosted)
-        forward = max(speed.forward, fetched / speed.up, later / speed.down, hosted[0])
+        forward = max(speed.forward, speed.copies(fetched, later), hosted[0])
         up = self._weights + self._kept + turns * self._again / 2
         down = self._gradients + self._written - turns * self._state / 2
-        return forward + max(speed.backward, up / speed.up, down / speed.down, hosted[1])
+        return forward + max(speed.backward, speed.copies(up, down), hosted[1])
 
     def least(self, speed: Speed) -> float:
         """Returns how long both take with the best share of state that is left."""

@@ -118,8 +118,9 @@ class HostPart:
                 *args, in_backward=inside or ahead, keeps=ahead, earlier=earlier
             )
             some, self._why_device = not why, why
-            self.speeds = speeds or self.speeds
-            self.movable.seconds = 0.0 if self.speeds is None else self.speeds.host
+            if speeds is not None:
+                self.speeds = speeds
+                self.movable.seconds, self.movable.both_ways = speeds.host, speeds.both_ways
             if some:
                 self.movable.take_on(planned, tried=not inside)
         else:

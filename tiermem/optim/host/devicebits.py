@@ -311,6 +311,8 @@ class Movable:
 
     Attributes:
         trial: Finds out whether it is faster; None where that is taken for granted.
+        seconds: Of the host for an element, as measured; 0 before.
+        both_ways: Bytes per second of copies up and down, while both go on; None before.
     """
 
     def __init__(self, runtime: ModuleRuntime, bits: DeviceBits, make: Make) -> None:
@@ -328,6 +330,7 @@ class Movable:
         self._sides: dict[int, tuple[HostSide, Make]] = {}
         self._waits = False
         self.seconds = 0.0
+        self.both_ways: tuple[float, float] | None = None
 
     def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
         """Takes over those units that the host steps.

@@ -106,7 +106,7 @@ def choose_exact_sides(
     in_backward: bool,
     keeps: bool = False,
     earlier: Sequence[StepUnit] = (),
-) -> tuple[str, Speeds | None]:
+) -> tuple[str, Rates | None]:
     """Assigns the host a share of the units at home in DRAM, where it has the device's bits.
 
     Args:

@@ -64,11 +64,13 @@ class Rates(Speeds):
         passing: Of the link, for an element that the host steps.
         memory_device: Of the host's memory, for one that the device steps.
         memory_host: Of the host's memory, for one that the host steps.
+        both_ways: Bytes per second of copies up and down, while both go on; None if not measured.
     """
 
     passing: float = 0.0
     memory_device: float = 0.0
     memory_host: float = 0.0
+    both_ways: tuple[float, float] | None = None
 
     def seconds(self, share: float) -> float:
         """Returns the longest of all, per element, if the host has that share."""
@@ -190,6 +192,7 @@ def measure_both(
         nbytes = copy(_COPIES)
         torch.cuda.synchronize(device)
         link = (time.perf_counter() - began) / nbytes
+        both_ways = copy.rates()
         steps = 0
         began = time.perf_counter()
         nbytes = copy(2 * _COPIES)
@@ -208,6 +211,7 @@ def measure_both(
         passing=link * traffic.passing,
         memory_device=memory * traffic.device,
         memory_host=memory * (traffic.passing + traffic.host),
+        both_ways=both_ways,
     )
 
 
@@ -271,15 +275,35 @@ class _BothWays:
         parts = [arena.bytes_of(Extent(n * _CHUNK, _CHUNK)) for n in range(2 * _CHUNKS)]
         self._sources, self._targets = parts[:_CHUNKS], parts[_CHUNKS:]
         self._above = [torch.zeros(_CHUNK, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._stamps: list[list[torch.cuda.Event]] = []
 
     def __call__(self, copies: int) -> int:
         """Submits so many copies each way; returns their bytes, both ways together."""
+        self._stamps = [[self._stamp(stream)] for stream in self.streams]
         for number in range(copies):
             with torch.cuda.stream(self.streams[0]):
                 self._above[0].copy_(self._sources[number % _CHUNKS], non_blocking=True)
             with torch.cuda.stream(self.streams[1]):
                 self._targets[number % _CHUNKS].copy_(self._above[1], non_blocking=True)
+            for stamps, stream in zip(self._stamps, self.streams, strict=True):
+                stamps.append(self._stamp(stream))
         return 2 * copies * _CHUNK
+
+    def rates(self) -> tuple[float, float]:
+        """Returns the bytes per second up and down of the last copies, which are over.
+
+        Those of the time until one way is through: the other is faster by itself.
+        """
+        ends = [[began.elapsed_time(end) / 1e3 for end in ends] for began, *ends in self._stamps]
+        both = min(max(own) for own in ends)
+        up, down = (max(1, sum(end <= both for end in own)) * _CHUNK / both for own in ends)
+        return up, down
+
+    @staticmethod
+    def _stamp(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        stamp = torch.cuda.Event(enable_timing=True)
+        stamp.record(stream)
+        return stamp
 
 
 @contextmanager
