@@ -4977,6 +4977,20 @@ MUTATIONS = (
         ("tests/unit/test_optim_two.py",),
     ),
     Mutation(
+        "host: a clipping made to the gradients of one step counts as made to all of their block",
+        "tiermem/optim/host/job.py",
+        "if change.is_awaited()]",
+        "if u.block.id not in self.made]",
+        ("tests/unit/test_optim_two.py",),
+    ),
+    Mutation(
+        "host: gradients that a step has clipped and written to files are clipped again",
+        "tiermem/optim/host/job.py",
+        "if u.block.id in written else changes",
+        "if False else changes",
+        ("tests/unit/test_optim_two.py",),
+    ),
+    Mutation(
         "share: what steps in the next forward move is not counted",
         "tiermem/optim/balance.py",
         "    if waits:\n        passes",

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support_hostbits import device_of_numpy, keeps_share, tried_shares
+from support_nn import assert_same
 from support_two import Two, everything, matrices, two, vectors
 
 from tiermem.optim.host import exact
@@ -263,3 +265,40 @@ def test_a_step_on_the_host_that_has_taken_a_clippings_factor_leaves_it_to_the_o
             pair.check()
             for optimizer in (*pair.by_hand, *pair.optimizers):
                 optimizer.zero_grad()
+
+
+class Spoils(torch.optim.SGD):
+    """Changes the gradients that it is given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.add_(param, alpha=0.1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, Spoils])
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_step_with_the_hosts_own_bits_leaves_a_clipping_of_other_gradients_to_be_made(
+    cls: Any, in_files: bool, tmp_path: Path
+) -> None:
+    """It clips those that it uses, of a block that another optimizer has gradients in as well."""
+    chosen = [(cls, {"lr": 0.05, "foreach": False})] * 2
+    options = [{"where": "host", "overlap": False}, {"where": "device", "overlap": False}]
+    files = tmp_path if in_files else None
+    made = {"dtype": torch.float32, "chosen": chosen, "params": (matrices, vectors), "files": files}
+    with two(*options, **made) as pair:
+        for number in range(3):
+            pair.backward(number)
+            for model in (pair.plain, pair.model):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+            for which in (0, 1):
+                pair.by_hand[which].step()
+                pair.optimizers[which].step()
+                grads = [[p.grad.clone() for p in m.parameters()] for m in (pair.plain, pair.model)]
+                assert_same(*grads, f"gradients after the step of {which}")
+            for optimizer in (*pair.by_hand, *pair.optimizers):
+                optimizer.zero_grad()
+            pair.check()

@@ -52,6 +52,10 @@ class Pending:
         left = {id(entry) for entry in self.entries} - {id(entry) for entry in self._done}
         return not self._under_way and left.issuperset(map(id, entries))
 
+    def is_awaited(self) -> bool:
+        """Whether it is still to be made to a gradient that is there."""
+        return any(entry.has_grad and entry not in self._done for entry in self.entries)
+
     def copy(self) -> Pending:
         """Returns an independent copy, for gradients read anew, without the change under way."""
         found = Pending(self.entries, self.change)

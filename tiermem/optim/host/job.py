@@ -31,7 +31,8 @@ class StepGradients:
         scaling: What a GradScaler left to the step.
         factors: What a step with the device's bits multiplies them by as it reads them, if
             anything: what they await, which stays pending.
-        settled: Ids of the blocks that have had their changes, in DRAM.
+        made: The changes as they are once they were made to these gradients, by the id of the
+            block: in DRAM each once and for all, in what was read from files anew in each try.
     """
 
     stored: list[Entry]
@@ -39,7 +40,7 @@ class StepGradients:
     changes: list[tuple[GradUnit, list[Pending]]]
     scaling: Scaling | None
     factors: tuple[Factor, ...] = ()
-    settled: set[int] = field(default_factory=set)
+    made: dict[int, list[Pending]] = field(default_factory=dict)
 
     @property
     def factor(self) -> float:
@@ -59,27 +60,32 @@ class StepGradients:
             files: Ids of the blocks that are in files: each try reads those anew, unchanged.
         """
         for u, changes in self.changes:
-            if u.block.id in self.settled:
-                continue
             mine = {id(e): found[id(e.param)] for e in self.stored if e.unit is u}
-            for change in changes:
-                (change.copy() if u.block.id in files else change).make(mine)
-            if u.block.id not in files:
-                self.settled.add(u.block.id)
+            made = [change.copy() for change in changes] if u.block.id in files else changes
+            for change in made:
+                change.make(mine)
+            self.made[u.block.id] = made
 
-    def show(self, views: dict[int, list[torch.Tensor]]) -> None:
+    def show(self, views: dict[int, list[torch.Tensor]], files: Container[int]) -> None:
         """Shows in the stand-ins the changes that were made in DRAM."""
         for u, _ in self.changes:
-            if u.block.id in self.settled:
+            if u.block.id in self.made and u.block.id not in files:
                 for entry in self.stored:
                     if entry.unit is u:
                         refresh(entry.lazy, views[u.block.id][entry.unit_index])
 
     def put_back(self, written: Container[int]) -> None:
-        """Re-enters changes, each once, that were made neither in DRAM nor in blocks written."""
+        """Re-enters changes, each once, that some gradients of a block still await.
+
+        Others of the block are those that this step does not use.
+
+        Args:
+            written: Ids of the blocks that went to files with the changes that were made.
+        """
         for u, changes in self.changes:
-            if u.block.id not in self.settled and u.block.id not in written:
-                u.pending[:0] = [change for change in changes if change not in u.pending]
+            found = self.made.get(u.block.id, changes) if u.block.id in written else changes
+            left = [change for change in found if change.is_awaited()]
+            u.pending[:0] = [change for change in left if change not in u.pending]
 
 
 @dataclass(slots=True, eq=False)

@@ -340,7 +340,7 @@ class HostSide:
         self._await(runtime, job)
         self._show(runtime, job, state)
         if job.gradients.changes:
-            job.gradients.show(job.views)
+            job.gradients.show(job.views, job.in_files())
             job.gradients.put_back(job.written)  # where the file has gradients without them
         self._return(runtime, job, written=True)
 
