@@ -4977,6 +4977,13 @@ MUTATIONS = (
         ("tests/unit/test_optim_two.py",),
     ),
     Mutation(
+        "clipping: a gradient that is given twice is changed once by the host's step",
+        "tiermem/nn/groups/clipping.py",
+        "(id(unit), times[id(entry)])",
+        "(id(unit), 1)",
+        ("tests/unit/test_optim_host_bits.py",),
+    ),
+    Mutation(
         "host: a clipping made to the gradients of one step counts as made to all of their block",
         "tiermem/optim/host/job.py",
         "if change.is_awaited()]",
