@@ -62,6 +62,10 @@ class Pending:
         found._done = list(self._done)
         return found
 
+    def take_over(self, copy: Pending) -> None:
+        """Counts as changed what a copy has changed, where that is the gradient from now on."""
+        self._done = [*self._done, *(e for e in copy._done if e not in self._done)]
+
     def note_written(self) -> None:
         """Notes which gradients have been changed by a call that may have been cut short."""
         written = [e for e, tensor, version in self._under_way if tensor._version != version]

@@ -27,12 +27,13 @@ class StepGradients:
     Attributes:
         stored: Entries whose gradients are in the tiers.
         loose: The other gradients, by the id of the parameter.
-        changes: What gradients of each block await.
+        changes: What gradients of each block await. It stays pending, for other steps of gradients
+            of the block.
         scaling: What a GradScaler left to the step.
         factors: What a step with the device's bits multiplies them by as it reads them, if
-            anything: what they await, which stays pending.
-        made: The changes as they are once they were made to these gradients, by the id of the
-            block: in DRAM each once and for all, in what was read from files anew in each try.
+            anything: what they await, which is not made to them.
+        made: Copies of the changes, for the step's thread, by the id of the block: they know of
+            which gradients they were made to, in what was read from files in the last try.
     """
 
     stored: list[Entry]
@@ -61,10 +62,10 @@ class StepGradients:
         """
         for u, changes in self.changes:
             mine = {id(e): found[id(e.param)] for e in self.stored if e.unit is u}
-            made = [change.copy() for change in changes] if u.block.id in files else changes
-            for change in made:
+            if u.block.id not in self.made or u.block.id in files:
+                self.made[u.block.id] = [change.copy() for change in changes]
+            for change in self.made[u.block.id]:
                 change.make(mine)
-            self.made[u.block.id] = made
 
     def show(self, views: dict[int, list[torch.Tensor]], files: Container[int]) -> None:
         """Shows in the stand-ins the changes that were made in DRAM."""
@@ -74,18 +75,18 @@ class StepGradients:
                     if entry.unit is u:
                         refresh(entry.lazy, views[u.block.id][entry.unit_index])
 
-    def put_back(self, written: Container[int]) -> None:
-        """Re-enters changes, each once, that some gradients of a block still await.
-
-        Others of the block are those that this step does not use.
+    def note_made(self, files: Container[int], written: Container[int]) -> None:
+        """Takes over which gradients have had their changes; what none awaits any more is done.
 
         Args:
-            written: Ids of the blocks that went to files with the changes that were made.
+            files: Ids of the blocks that are in files.
+            written: Ids of those that went home, with the changes.
         """
         for u, changes in self.changes:
-            found = self.made.get(u.block.id, changes) if u.block.id in written else changes
-            left = [change for change in found if change.is_awaited()]
-            u.pending[:0] = [change for change in left if change not in u.pending]
+            if u.block.id in written or u.block.id not in files:
+                for change, made in zip(changes, self.made.get(u.block.id, ()), strict=False):
+                    change.take_over(made)
+            u.pending[:] = [p for p in u.pending if p not in changes or p.is_awaited()]
 
 
 @dataclass(slots=True, eq=False)
