@@ -4970,10 +4970,31 @@ MUTATIONS = (
         )
     ),
     Mutation(
-        "host: another's step of gradients whose factor is taken is not waited for",
-        "tiermem/optim/host/steps.py",
-        "*brought, *taken])",
-        "*brought])",
+        "clipping: a gradient that is given twice is changed once by the host's step",
+        "tiermem/nn/groups/clipping.py",
+        "(id(unit), times[id(entry)])",
+        "(id(unit), 1)",
+        ("tests/unit/test_optim_host_bits.py",),
+    ),
+    Mutation(
+        "host: a clipping made to the gradients of one step counts as made to all of their block",
+        "tiermem/optim/host/job.py",
+        "if p not in changes or p.is_awaited()]",
+        "if p not in changes]",
+        ("tests/unit/test_optim_two.py",),
+    ),
+    Mutation(
+        "host: gradients that a step has clipped and written to files are clipped again",
+        "tiermem/optim/host/job.py",
+        "if u.block.id in written or u.block.id not in files:",
+        "if u.block.id not in files:",
+        ("tests/unit/test_optim_two.py",),
+    ),
+    Mutation(
+        "host: what a unit's gradients await is asked while another optimizer is at it",
+        "tiermem/optim/hostpart.py",
+        "host.settle_others([unit for unit in here if self.movable.has(unit)])",
+        "host.settle_others([])",
         ("tests/unit/test_optim_two.py",),
     ),
     Mutation(
@@ -5014,8 +5035,8 @@ MUTATIONS = (
     Mutation(
         "host: what a step ahead brings to a new home is stepped before it is there",
         "tiermem/optim/host/steps.py",
-        "[*host.unit.ids(), *brought, *taken]",
-        "[*host.unit.ids(), *taken]",
+        "[*host.unit.ids(), *brought]",
+        "[*host.unit.ids()]",
         ("tests/unit/test_optim_two.py",),
     ),
     Mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -168,7 +169,20 @@ def two(
     chosen: Sequence[Settings] = (ADAMW, MOMENTUM),
     params: Sequence[Callable[[nn.Module], list[nn.Parameter]]] = (everything, everything),
     hbm: str = "48KiB",
+    files: Path | None = None,
 ) -> Iterator[Two]:
-    """Makes both, with options of :meth:`tiermem.TierManager.optimizer` for each optimizer."""
-    with tiermem.TierManager("cpu", hbm=hbm, dram="16MiB", policy=DRAM) as tier:
+    """Makes both, with options of :meth:`tiermem.TierManager.optimizer` for each optimizer.
+
+    Args:
+        options: Of each.
+        dtype: Of the weights.
+        chosen: Their classes and settings.
+        params: What each steps.
+        hbm: The budget.
+        files: Where gradients are at home; None for DRAM.
+    """
+    budgets: dict[str, Any] = {"hbm": hbm, "dram": "16MiB", "policy": DRAM}
+    if files is not None:
+        budgets |= {"nvme": files, "policy": {**DRAM, "grads": "nvme"}}
+    with tiermem.TierManager("cpu", **budgets) as tier:
         yield Two(tier, dtype, chosen, options, params)

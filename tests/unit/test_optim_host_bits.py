@@ -735,6 +735,21 @@ def test_a_clipping_of_some_gradients_only_is_the_devices() -> None:
         twins.check()
 
 
+def test_a_gradient_that_is_clipped_twice_in_one_call_is_the_devices() -> None:
+    """As that of a tied weight is, where parameters of both of its modules are given."""
+    with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
+        units = [unit for unit in twins.optimizer._units if unit.host is not None]
+        twins.backward(0)
+        twins.step()
+        for number in (1, 2):
+            twins.backward(number)
+            for model in (twins.plain, twins.model):
+                torch.nn.utils.clip_grad_norm_([*model.parameters()] * number, 0.001)
+            twins.step()
+            twins.check()
+            assert all((unit.host is not None) == (number == 1) for unit in units)
+
+
 def test_other_settings_are_proved_or_left_to_the_device() -> None:
     with device_of_numpy(), Twins(Net, DRAM, torch.optim.AdamW, FUSED) as twins:
         units = [unit for unit in twins.optimizer._units if unit.host is not None]

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support_hostbits import device_of_numpy, keeps_share, tried_shares
+from support_nn import assert_same
 from support_two import Two, everything, matrices, two, vectors
 
 from tiermem.optim.host import exact
@@ -263,3 +265,101 @@ def test_a_step_on_the_host_that_has_taken_a_clippings_factor_leaves_it_to_the_o
             pair.check()
             for optimizer in (*pair.by_hand, *pair.optimizers):
                 optimizer.zero_grad()
+
+
+FUSED = (torch.optim.AdamW, {"lr": 0.01, "fused": True})
+PLAIN = (torch.optim.SGD, {"lr": 0.05, "foreach": False})
+
+
+def clip(pair: Two) -> None:
+    """Clips the gradients of both models, so that all of them are changed."""
+    for model in (pair.plain, pair.model):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.001)
+
+
+@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
+@pytest.mark.parametrize(
+    ("chosen", "options"),
+    [(FUSED, {}), (FUSED, {"where": "host"}), (PLAIN, {"where": "host", "overlap": False})],
+)
+def test_the_hosts_steps_of_a_block_of_gradients_have_a_clipping_each(
+    chosen: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters of a group that was added are stepped apart, by gradients of the same block."""
+    with (
+        tried_shares(monkeypatch, keeps_share),
+        device_of_numpy(),
+        two(options, dtype=torch.float32, chosen=[chosen], params=[matrices]) as pair,
+    ):
+        pair.by_hand[0].optimizer.add_param_group({"params": vectors(pair.plain)})
+        pair.optimizers[0].add_param_group({"params": vectors(pair.model)})
+        by_hand = pair.by_hand[0].optimizer
+        for number in range(3):
+            pair.backward(number)
+            clip(pair)
+            by_hand.step()
+            pair.optimizers[0].step()
+            assert number == 0 or any(unit.host is not None for unit in pair.optimizers[0]._units)
+            for optimizer in (by_hand, *pair.optimizers):
+                optimizer.zero_grad()
+            pair.compare_weights()
+
+
+@pytest.mark.skipif(isinstance(library(), str), reason=f"no loop here: {library()}")
+def test_what_the_host_can_step_is_asked_once_other_steps_of_the_gradients_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some gradients of a block have had a clipping then: the device makes it to the others."""
+    with (
+        tried_shares(monkeypatch, keeps_share),
+        device_of_numpy(),
+        two(
+            {"where": "host"},
+            {},
+            dtype=torch.float32,
+            chosen=[PLAIN, FUSED],
+            params=(matrices, everything),
+        ) as pair,
+    ):
+        unhurried(pair.optimizers[0])
+        for number in range(3):
+            pair.backward(number)
+            clip(pair)
+            pair.step(0, 1)
+            pair.check()
+
+
+class Spoils(torch.optim.SGD):
+    """Changes the gradients that it is given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.add_(param, alpha=0.1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, Spoils])
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_step_with_the_hosts_own_bits_leaves_a_clipping_of_other_gradients_to_be_made(
+    cls: Any, in_files: bool, tmp_path: Path
+) -> None:
+    """It clips those that it uses, of a block that another optimizer has gradients in as well."""
+    chosen = [(cls, {"lr": 0.05, "foreach": False})] * 2
+    options = [{"where": "host", "overlap": False}, {"where": "device", "overlap": False}]
+    files = tmp_path if in_files else None
+    made = {"dtype": torch.float32, "chosen": chosen, "params": (matrices, vectors), "files": files}
+    with two(*options, **made) as pair:
+        for number in range(3):
+            pair.backward(number)
+            clip(pair)
+            for which in (0, 1):
+                pair.by_hand[which].step()
+                pair.optimizers[which].step()
+                grads = [[p.grad.clone() for p in m.parameters()] for m in (pair.plain, pair.model)]
+                assert_same(*grads, f"gradients after the step of {which}")
+            for optimizer in (*pair.by_hand, *pair.optimizers):
+                optimizer.zero_grad()
+            pair.check()

@@ -146,6 +146,7 @@ class HostPart:
         if host is not None:
             if self.movable is not None:
                 here = [unit for unit in left if not host.is_begun(unit)]
+                host.settle_others([unit for unit in here if self.movable.has(unit)])
                 self.movable.move(here, current.groups, current.scaling, current.ticket)
             mine = [u for u in left if u.host is not None and not host.is_begun(u)]
             if mine:

@@ -10,6 +10,7 @@ Where a step has used gradients already (:mod:`tiermem.optim.ahead`), a factor o
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -120,9 +121,14 @@ def _kept(number: Any) -> Any:
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[torch.Tensor]]:
-    """Returns which gradients are kept where, by unit, and the tensors that are none of those."""
-    units: dict[int, Place] = {}
+    """Returns which gradients are kept where, by unit, and the tensors that are none of those.
+
+    A gradient that is given twice, as that of a tied weight whose modules are clipped together, is
+    in two places: it is changed twice.
+    """
+    units: dict[tuple[int, int], Place] = {}
     others: list[torch.Tensor] = []
+    times: Counter[int] = Counter()
     for tensor in tensors:
         place = _place_of(tensor)
         if place is None:
@@ -130,7 +136,8 @@ def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[torch.Te
             continue
         grads, unit, entry = place
         grads.pay(unit)
-        units.setdefault(id(unit), (grads, unit, []))[2].append(entry)
+        times[id(entry)] += 1
+        units.setdefault((id(unit), times[id(entry)]), (grads, unit, []))[2].append(entry)
     return list(units.values()), others
 
 
@@ -204,11 +211,11 @@ def _found(
     scale = grads.norms.scale
     known = scale.is_again(inv_scale) and known
     there = [place for place in places if known and scale.knows(*place[1:])]
-    ids = {id(unit) for _, unit, _ in there}
+    ids = set(map(id, there))
     if there:
         infinite = scale.infinite(entry for *_, entries in there for entry in entries)
         found_inf.copy_(torch.maximum(found_inf, infinite.view_as(found_inf)))
-    return there, [place for place in places if id(place[1]) not in ids]
+    return there, [place for place in places if id(place) not in ids]
 
 
 def _is_used(tensor: torch.Tensor) -> bool:

@@ -52,11 +52,19 @@ class Pending:
         left = {id(entry) for entry in self.entries} - {id(entry) for entry in self._done}
         return not self._under_way and left.issuperset(map(id, entries))
 
+    def is_awaited(self) -> bool:
+        """Whether it is still to be made to a gradient that is there."""
+        return any(entry.has_grad and entry not in self._done for entry in self.entries)
+
     def copy(self) -> Pending:
         """Returns an independent copy, for gradients read anew, without the change under way."""
         found = Pending(self.entries, self.change)
         found._done = list(self._done)
         return found
+
+    def take_over(self, copy: Pending) -> None:
+        """Counts as changed what a copy has changed, where that is the gradient from now on."""
+        self._done = [*self._done, *(e for e in copy._done if e not in self._done)]
 
     def note_written(self) -> None:
         """Notes which gradients have been changed by a call that may have been cut short."""

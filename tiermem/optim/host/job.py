@@ -27,11 +27,13 @@ class StepGradients:
     Attributes:
         stored: Entries whose gradients are in the tiers.
         loose: The other gradients, by the id of the parameter.
-        changes: What gradients of each block await.
+        changes: What gradients of each block await. It stays pending, for other steps of gradients
+            of the block.
         scaling: What a GradScaler left to the step.
         factors: What a step with the device's bits multiplies them by as it reads them, if
-            anything: what they await, which stays pending.
-        settled: Ids of the blocks that have had their changes, in DRAM.
+            anything: what they await, which is not made to them.
+        made: Copies of the changes, for the step's thread, by the id of the block: they know of
+            which gradients they were made to, in what was read from files in the last try.
     """
 
     stored: list[Entry]
@@ -39,7 +41,7 @@ class StepGradients:
     changes: list[tuple[GradUnit, list[Pending]]]
     scaling: Scaling | None
     factors: tuple[Factor, ...] = ()
-    settled: set[int] = field(default_factory=set)
+    made: dict[int, list[Pending]] = field(default_factory=dict)
 
     @property
     def factor(self) -> float:
@@ -59,27 +61,32 @@ class StepGradients:
             files: Ids of the blocks that are in files: each try reads those anew, unchanged.
         """
         for u, changes in self.changes:
-            if u.block.id in self.settled:
-                continue
             mine = {id(e): found[id(e.param)] for e in self.stored if e.unit is u}
-            for change in changes:
-                (change.copy() if u.block.id in files else change).make(mine)
-            if u.block.id not in files:
-                self.settled.add(u.block.id)
+            if u.block.id not in self.made or u.block.id in files:
+                self.made[u.block.id] = [change.copy() for change in changes]
+            for change in self.made[u.block.id]:
+                change.make(mine)
 
-    def show(self, views: dict[int, list[torch.Tensor]]) -> None:
+    def show(self, views: dict[int, list[torch.Tensor]], files: Container[int]) -> None:
         """Shows in the stand-ins the changes that were made in DRAM."""
         for u, _ in self.changes:
-            if u.block.id in self.settled:
+            if u.block.id in self.made and u.block.id not in files:
                 for entry in self.stored:
                     if entry.unit is u:
                         refresh(entry.lazy, views[u.block.id][entry.unit_index])
 
-    def put_back(self, written: Container[int]) -> None:
-        """Re-enters changes, each once, that were made neither in DRAM nor in blocks written."""
+    def note_made(self, files: Container[int], written: Container[int]) -> None:
+        """Takes over which gradients have had their changes; what none awaits any more is done.
+
+        Args:
+            files: Ids of the blocks that are in files.
+            written: Ids of those that went home, with the changes.
+        """
         for u, changes in self.changes:
-            if u.block.id not in self.settled and u.block.id not in written:
-                u.pending[:0] = [change for change in changes if change not in u.pending]
+            if u.block.id in written or u.block.id not in files:
+                for change, made in zip(changes, self.made.get(u.block.id, ()), strict=False):
+                    change.take_over(made)
+            u.pending[:] = [p for p in u.pending if p not in changes or p.is_awaited()]
 
 
 @dataclass(slots=True, eq=False)

@@ -304,14 +304,10 @@ class HostSide:
             job = Job(gradients, blocks, by_block, events, follows, proven, staged)
             unit.foreign.step()
             register(job)
-            for u in held:
-                u.pending.clear()
             return job
         except BaseException:
             if job is not None:  # Ctrl-C: it is deferred, and is begun when its blocks are needed
                 register(job)
-                for u in held:
-                    u.pending.clear()
             else:
                 unit.foreign.forget()
                 lent = [b for b in blocks if manager.host_loans.borrowers(b) > out[b.id]]
@@ -340,8 +336,8 @@ class HostSide:
         self._await(runtime, job)
         self._show(runtime, job, state)
         if job.gradients.changes:
-            job.gradients.show(job.views)
-            job.gradients.put_back(job.written)  # where the file has gradients without them
+            job.gradients.show(job.views, job.in_files())
+            job.gradients.note_made(job.in_files(), job.written)
         self._return(runtime, job, written=True)
 
     def _await(self, runtime: ModuleRuntime, job: Job) -> None:
@@ -395,7 +391,7 @@ class HostSide:
         """Takes the blocks of a failed step back, as they were before it; it is not tried again."""
         if job.staged is not None:
             job.staged.give_up()
-        job.gradients.put_back(())
+        job.gradients.note_made(job.in_files(), ())
         job.bring_the_rest(())  # where it was confirmed by step(), and failed
         self.unit.foreign.forget()
         self._return(runtime, job, written=False)

@@ -108,7 +108,7 @@ class HostSteps:
         if scaling is not None:
             scaling = scaling.on_host()
         with self._manager.lock, unrecorded():
-            self._settle_others(hosts)
+            self.settle_others([host.unit for host in hosts])
             self._prepare(hosts)
             waiting: tuple[HostSide, Job] | None = None
             try:
@@ -128,16 +128,20 @@ class HostSteps:
                 if host.unit.is_viewed():  # reads through a view do not wait for the step
                     self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
 
-    def _settle_others(self, hosts: Sequence[HostSide]) -> None:
+    def settle_others(self, units: Sequence[StepUnit]) -> None:
         """Makes the steps of other optimizers that come before those of the host's units.
 
         Each optimizer has a thread of its own, so two of them would step a parameter together.
+
+        Args:
+            units: The host's; what their gradients await is known from then on.
         """
         deferred = self._manager.parts.deferred
-        for unit in (host.unit for host in hosts):
-            writes = frozenset(unit.ids())
-            for block in unit.blocks():
-                deferred.pay_before_loan(block.id, writes)
+        with self._manager.lock, unrecorded():
+            for unit in units:
+                writes = frozenset(unit.ids())
+                for block in unit.blocks():
+                    deferred.pay_before_loan(block.id, writes)
 
     def _prepare(self, hosts: Sequence[HostSide]) -> None:
         """Checks that units can be stepped on the host, and settles what is to be written first.
@@ -210,9 +214,7 @@ class HostSteps:
         work = partial(self._take_up, host, job, ticket)
         entries = () if host.unit.group is None else host.unit.group.entries
         brought = [id(entry.param) for entry in entries if entry.index in job.spare]
-        # what these await is entered again at the end, for whoever steps others of a block
-        taken = [id(entry.param) for u, _ in job.gradients.changes for entry in u.entries]
-        writes = frozenset([*host.unit.ids(), *brought, *taken])
+        writes = frozenset([*host.unit.ids(), *brought])
         debt = Deferred(host.unit.name, blocks, work, job, writes)
         self._manager.parts.deferred.add(debt)
         self._jobs[id(host.unit)] = (host.unit, job)  # last: by that it is known to be registered

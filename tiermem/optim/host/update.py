@@ -167,8 +167,9 @@ class HostUpdate:
         alone = [e for e in unit.entries if masters is None or not unit.has_master(e.param)]
         undo.keep([job.views[e.group.block.id][e.index] for e in alone])
         for u in seen if unit.handed.spoils else ():
-            if u.block.id not in files:
-                undo.keep(job.views[u.block.id])
+            if u.block.id not in files:  # others of the block may be another optimizer's just now
+                mine = [entry for entry in unit.entries if entry.unit is u]
+                undo.keep([job.views[u.block.id][entry.unit_index] for entry in mine])
         for loose in masters.loose() if masters is not None else ():
             undo.keep([loose])
 
