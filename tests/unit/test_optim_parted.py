@@ -89,7 +89,10 @@ def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> N
     if nbytes <= 64 * hbm and hbm >= 1 << 20:
         assert len(runs) <= 2 * 256
     if len(runs) > 1 and nbytes <= 16 * hbm:
-        assert max(end - begin for begin, end in runs) * each <= hbm // 16 + 64 * each
+        longest = max(end - begin for begin, end in runs) * each
+        assert longest <= max(hbm // 16, min(64 << 20, hbm // 6)) + 64 * each
+        if 64 << 20 <= nbytes <= 256 * (hbm // 16):  # no more parts than that asks for
+            assert 2 * longest >= min(64 << 20, hbm // 6) - 2048 * each
 
 
 @settings(max_examples=examples(10, 600))
