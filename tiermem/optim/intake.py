@@ -160,6 +160,7 @@ class Intake:
         if taking.kept not in self._runtime.program.optimizers:
             self._runtime.program.optimizers.append(taking.kept)
         if self._tried.eager:
+            self._units.order.note_step()
             for unit in taking.planned:
                 unit.store_first_state(self._runtime, taking.groups, self._units.state)
         self._units.replace(taking.units)
