@@ -6,6 +6,7 @@ import dis
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -42,6 +43,17 @@ def uncut(code: CodeType) -> frozenset[int]:
         if op.opname == "POP_BLOCK" and [o.argval for o in ops[index + 1 : index + 2]] == [None]:
             found.add(op.offset)
     return frozenset(found)
+
+
+@functools.cache
+def after_calls(code: CodeType) -> frozenset[int]:
+    """Returns the offsets of what follows a call, before which a signal handler may raise.
+
+    What a call has returned is lost then: it is not yet assigned to anything.
+    """
+    ops = [op for op in dis.get_instructions(code) if op.opname not in ("CACHE", "EXTENDED_ARG")]
+    found = {b.offset for a, b in pairwise(ops) if a.opname.startswith("CALL")}
+    return frozenset(found) - uncut(code)
 
 
 def cut_short(call: Callable[[], Any], number: int, files: Sequence[str]) -> str:

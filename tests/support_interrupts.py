@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_ctrl_c import uncut
+from support_ctrl_c import after_calls, uncut
 from support_nn import leaves, same_bits, seed
 from support_process import open_files
 from torch import nn
@@ -69,19 +69,25 @@ def _callers(frame: FrameType, depth: int) -> str:
 
 
 class Tracer:
-    """Follows the lines of the package in this thread, and raises before one of them."""
+    """Follows the lines of the package in this thread, and raises before one of them.
+
+    With ``calls`` it raises as soon as a call has returned, where signal handlers do.
+    """
 
     def __init__(
         self,
         stop: Site | None = None,
         error: Callable[[], BaseException] = Interrupt,
         depth: int = 1,
+        *,
+        calls: bool = False,
     ) -> None:
         self.seen: Counter[tuple[str, int, str]] = Counter()
         self.hit = False
         self._stop = stop
         self._error = error
         self._depth = depth
+        self._calls = calls
         self._before: Any = None
         self._names: dict[CodeType, str | None] = {}
 
@@ -104,16 +110,25 @@ class Tracer:
             return None
         if self._stop is not None and name != self._stop[0]:
             return None
+        frame.f_trace_opcodes = self._calls
         return self._line
 
+    def _is_point(self, frame: FrameType, event: str) -> bool:
+        if self._calls:
+            return event == "opcode" and frame.f_lasti in after_calls(frame.f_code)
+        return event == "line" and frame.f_lasti not in uncut(frame.f_code)
+
     def _line(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event != "line" or self.hit or frame.f_lasti in uncut(frame.f_code):
+        if self.hit or not self._is_point(frame, event):
             return self._line
         name = self._names[frame.f_code]
         stop = self._stop
         if stop is not None and frame.f_lineno != stop[1]:
             return self._line
-        key = (str(name), frame.f_lineno, _callers(frame, self._depth))
+        where = _callers(frame, self._depth)
+        if self._calls:
+            where = f"{frame.f_code.co_name}@{frame.f_lasti}<{where}"
+        key = (str(name), frame.f_lineno, where)
         self.seen[key] += 1
         if stop is not None and key == stop[:3] and self.seen[key] == stop[3]:
             self.hit = True
@@ -593,7 +608,7 @@ def tried_once() -> Iterator[None]:
 
 
 def record(
-    program: Program, folder: Path, phases: Collection[str] = PHASES
+    program: Program, folder: Path, phases: Collection[str] = PHASES, *, calls: bool = False
 ) -> tuple[Any, dict[str, Counter[Any]]]:
     """Runs a program that is not cut short.
 
@@ -601,6 +616,7 @@ def record(
         program: What runs.
         folder: For swap files.
         phases: The calls whose lines are wanted.
+        calls: Whether the points are not lines, but where a call has returned.
 
     Returns:
         What it ends with, and how often each line is come to in each of those calls.
@@ -610,7 +626,7 @@ def record(
     def around(name: str, call: Callable[[], Any]) -> Any:
         if name not in phases:
             return call()
-        with Tracer(depth=0) as tracer:
+        with Tracer(depth=0, calls=calls) as tracer:
             seen[name] = tracer.seen
             return call()
 
@@ -727,12 +743,14 @@ def interrupted(
     expected: Any,
     error: Callable[[], BaseException] = Interrupt,
     depth: int = 1,
+    *,
+    calls: bool = False,
 ) -> Outcome | None:
     """Cuts a program short at one line and has it go on; None where it never came there."""
     hit: list[bool] = []
 
     def around(call: Callable[[], Any]) -> Any:
-        tracer = Tracer(site, error, depth)
+        tracer = Tracer(site, error, depth, calls=calls)
         try:
             with tracer:
                 return call()

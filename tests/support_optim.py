@@ -152,7 +152,6 @@ class ByHand:
     def state_dict(self) -> dict[str, Any]:
         """As the tiered optimizer gives it."""
         state = self.optimizer.state_dict()
-        state["state"] = dict(sorted(state["state"].items()))
         masters = {
             number: master.detach()
             for number, (param, master) in enumerate(zip(self.params, self.masters, strict=True))

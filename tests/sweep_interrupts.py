@@ -4,6 +4,11 @@
 many points there are (each line at the first, the middle and the last time that it is come to), how
 many were tried, and what came of those. ``TIERMEM_INTERRUPTS=all`` with ``test_interrupts.py``
 tries all of them, which takes hours.
+
+``--calls`` raises as soon as a call has returned instead, before what it returned is assigned:
+there signal handlers run. Where ``step()`` itself has returned, the step is made, and going on
+makes another one, as in plain torch; such points of ``tiered.py`` and ``entrances.py`` are
+left out.
 """
 
 from __future__ import annotations
@@ -33,6 +38,12 @@ from support_interrupts import (
 
 _ERRORS = (Interrupt, Interrupt, Alarm, MemoryError)
 _GOOD = ("same", "refused")
+_OVER = {
+    ("optim/tiered.py", "_go_on"),
+    ("optim/tiered.py", "_step"),
+    ("optim/tiered.py", "step"),
+    ("nn/compat/entrances.py", "enter"),
+}
 
 
 def points(seen: Counter[Any]) -> list[Site]:
@@ -40,6 +51,12 @@ def points(seen: Counter[Any]) -> list[Site]:
     return [
         (*line, n) for line, times in sorted(seen.items()) for n in {1, (times + 1) // 2, times}
     ]
+
+
+def is_over(site: Site) -> bool:
+    """Whether a step is made where a call has returned."""
+    name = site[2].partition("@")
+    return bool(name[1]) and (site[0], name[0]) in _OVER
 
 
 def main() -> int:
@@ -50,6 +67,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", default="", help="only lines of files whose path has this")
+    parser.add_argument("--calls", action="store_true", help="as calls have returned, not at lines")
     parser.add_argument("--log", type=Path, help="file to which every point is written")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -63,9 +81,9 @@ def main() -> int:
     bad: list[str] = []
     expected: dict[str, Any] = {}
     for name in args.programs:
-        expected[name], phases = record(PROGRAMS[name], folder, args.phases)
+        expected[name], phases = record(PROGRAMS[name], folder, args.phases, calls=args.calls)
         for phase, seen in phases.items():
-            found = [p for p in points(seen) if args.file in p[0]]
+            found = [p for p in points(seen) if args.file in p[0] and not is_over(p)]
             totals[name, phase] = len(found)
             left[name, phase] = rng.sample(found, len(found))
             tried[name, phase] = Counter()
@@ -77,10 +95,10 @@ def main() -> int:
             site, error = sites.pop(), rng.choice(_ERRORS)
             run = (PROGRAMS[name], folder, phase, site, expected[name], error, 0)
             if phase == "optimizer":
-                found_out = interrupted(*run)
+                found_out = interrupted(*run, calls=args.calls)
             else:
                 with tried_once():
-                    found_out = interrupted(*run)
+                    found_out = interrupted(*run, calls=args.calls)
             kind = "not reached" if found_out is None else found_out.kind
             tried[name, phase][kind] += 1
             if found_out is None:

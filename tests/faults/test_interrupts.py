@@ -183,7 +183,7 @@ PLACES = {
     ),
     "units planned, and not taken on": (
         ("thawing", "forward"),
-        (_reserve, "_check_step(", 1),
+        (_reserve, "check_steps(", 1),
     ),
     "units taken on, and their parameters not": (
         ("thawing", "forward"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_ctrl_c import cut_short
+from support_ctrl_c import Stop, cut_short
 from support_nn import Tiers, same_bits
 from support_optim import Layer, Twins, loss_of
 from torch import nn
@@ -117,6 +117,30 @@ def test_a_forward_cut_short_that_pays_for_steps(kind: str) -> None:
             return where
 
         every_line(forward, pair.check)
+
+
+def test_a_step_on_the_host_cut_short_as_its_thread_has_it(monkeypatch: Any) -> None:
+    """The thread makes it, and nobody was told what to wait for: it is not made twice."""
+    with twins("host") as pair:
+        pool = pair.optimizer._host.steps._pool
+        submit = pool.submit
+        for number in range(3):
+            pair.backward(number)
+            pair.by_hand.step()
+
+            def cut(*args: Any) -> Any:
+                found = submit(*args)
+                found.result()
+                monkeypatch.setattr(pool, "submit", submit)
+                raise Stop
+
+            monkeypatch.setattr(pool, "submit", cut)
+            with pytest.raises(Stop):
+                pair.optimizer.step()
+            pair.optimizer.step()
+            pair.by_hand.zero_grad()
+            pair.optimizer.zero_grad()
+            pair.check()
 
 
 @pytest.mark.parametrize("kind", ["streaming", "in runs"])

@@ -101,6 +101,33 @@ def test_what_from_pretrained_makes(kind: str, tmp_path: Path) -> None:
         assert torch.equal(logits(model), expected)
 
 
+def test_parameters_that_the_class_freezes(tmp_path: Path, monkeypatch: Any) -> None:
+    """What ``__init__`` freezes is trained once it is read, not what ``_init_weights`` does."""
+    modeling = import_module("transformers.models.llama.modeling_llama")
+    make, fill = modeling.LlamaMLP.__init__, modeling.LlamaPreTrainedModel._init_weights
+
+    def make_and_freeze(self: Any, config: Any) -> None:
+        make(self, config)
+        self.up_proj.requires_grad_(False)
+        self.down_proj.requires_grad_(False)
+
+    def fill_and_freeze(self: Any, module: nn.Module) -> None:
+        fill(self, module)
+        if isinstance(module, modeling.LlamaMLP):
+            module.down_proj.requires_grad_(False)
+        if isinstance(module, modeling.LlamaRMSNorm):
+            module.weight.requires_grad_(False)
+
+    monkeypatch.setattr(modeling.LlamaMLP, "__init__", make_and_freeze)
+    monkeypatch.setattr(modeling.LlamaPreTrainedModel, "_init_weights", fill_and_freeze)
+    plain = save(tmp_path, transformers.LlamaConfig(**SMALL))
+    frozen = {name.split(".")[-2] for name, p in plain.named_parameters() if not p.requires_grad}
+    assert frozen == {"down_proj", "input_layernorm", "post_attention_layernorm", "norm"}
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        check_equal(model, plain)
+
+
 def test_no_random_numbers_for_parameters_without_memory(tmp_path: Path, monkeypatch: Any) -> None:
     """On the meta device they are as much work as the rest of the model."""
     plain = save(tmp_path, CONFIGS["tied, bfloat16"]())

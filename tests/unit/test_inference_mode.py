@@ -115,3 +115,46 @@ def test_a_step_that_cannot_write_its_counters_is_taken_back() -> None:
         optimizer.zero_grad()
         assert_same(before, dict(model.state_dict()), "in the tiers")
     assert_same(before, dict(model.state_dict()), "given back")
+
+
+ASKED = {
+    "of nothing": lambda model: ((model[2][0].weight * 2).sum(), list(model.parameters()), None),
+    "of itself": lambda model: (model[2][0].weight, model[2][0].weight, torch.ones(WIDTH, WIDTH)),
+    "by others": lambda model: (
+        model[2][0].weight,
+        [*model[3].parameters(), model[2][0].weight],
+        torch.full((WIDTH, WIDTH), 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("hbm", ["96KiB", "4MiB"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_gradients_asked_for_in_a_hook(asked: str, hbm: str, trained: bool) -> None:
+    """It is torch's own error, where there is one."""
+    plain, model = build(), build()
+    with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier:
+        tier.wrap(model)
+        if trained:
+            backward(model, 0)
+            model.zero_grad()
+        seen: list[list[Any]] = []
+        for one in (plain, model):
+            found: list[Any] = []
+
+            def hook(*_: Any, one: Any = one, found: list[Any] = found) -> None:
+                of, inputs, given = ASKED[asked](one)
+                try:
+                    got = torch.autograd.grad(of, inputs, given, allow_unused=True)
+                    found.extend(None if g is None else g.clone() for g in got)
+                except RuntimeError as error:
+                    found.append(str(error))
+
+            handle = one[2].register_forward_hook(hook)
+            with torch.inference_mode():
+                found.append(one(batch(0)).clone())
+            handle.remove()
+            seen.append(found)
+        assert_same(*seen, "gradients")
+        assert all(param.grad is None for param in model.parameters())

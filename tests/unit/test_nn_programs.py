@@ -6,6 +6,7 @@ import copy
 import ctypes
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -538,3 +539,42 @@ def test_blocks_that_come_ahead_are_no_part_of_a_trace() -> None:
         graph = make_fx(model, pre_dispatch=True)(x)
         assert same_bits(graph(x), expected)
         assert same_bits(model(x), expected)
+
+
+@pytest.mark.parametrize("way", ["gradient", "early"])
+def test_traced_after_other_threads_have_called_it(way: str) -> None:
+    """Weights that several threads use together are hidden from all; a mode takes no such class."""
+    seed(5)
+    model, x = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]), torch.randn(2, WIDTH)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(x)
+        return found
+
+    def trace() -> torch.Tensor:
+        if way == "early":
+            graph = make_fx(call, pre_dispatch=True)(x)
+        else:
+            graph = make_fx(grad(lambda x: call(x).square().sum()))(x)
+        found: torch.Tensor = graph(x)
+        return found.detach()
+
+    expected = trace()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        together = threading.Barrier(3)
+
+        def meet(*_: Any) -> None:
+            together.wait()
+
+        handles = [layer.register_forward_hook(meet) for layer in model]
+        threads = [threading.Thread(target=model, args=(x,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for handle in handles:
+            handle.remove()
+        make_fx(model)(x)(x)  # looks at weights apart from calls
+        assert same_bits(trace(), expected)
+        assert not any(row.leases for row in tier.residency())

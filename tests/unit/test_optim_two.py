@@ -14,7 +14,9 @@ import torch
 from support_hostbits import device_of_numpy, keeps_share, tried_shares
 from support_nn import assert_same
 from support_two import Two, everything, matrices, two, vectors
+from torch import nn
 
+import tiermem
 from tiermem.optim.host import exact
 from tiermem.optim.host.loop import library
 from tiermem.optim.host.side import HostSide
@@ -363,3 +365,72 @@ def test_a_step_with_the_hosts_own_bits_leaves_a_clipping_of_other_gradients_to_
             for optimizer in (*pair.by_hand, *pair.optimizers):
                 optimizer.zero_grad()
             pair.check()
+
+
+class Halves(nn.Module):
+    """Two matrices in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(self.up(x).tanh())
+        return found
+
+
+def halves() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Halves() for _ in range(4))).bfloat16()
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number)).bfloat16()
+    return model(x).float().square().mean()
+
+
+@pytest.mark.parametrize("overlap", [False, "auto"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_wider_gradients_that_leave_no_room_for_the_steps_of_another(
+    overlap: Any, trained: bool
+) -> None:
+    """They are refused as the optimizer that wants them is made, and the other one goes on."""
+    plain = halves()
+    own = torch.optim.AdamW([layer.up.weight for layer in plain], lr=0.1)
+    with tiermem.TierManager("cpu", hbm=12 << 10, dram="16MiB") as tier:
+        model = tier.wrap(halves(), blocks=[str(number) for number in range(4)])
+        weights = [layer.up.weight for layer in model]
+        optimizer = tier.optimizer(weights, torch.optim.AdamW, lr=0.1, overlap=overlap)
+
+        def train(number: int) -> None:
+            for one, steps in ((plain, own), (model, optimizer)):
+                loss_of(one, number).backward()
+                steps.step()
+                one.zero_grad()
+
+        for number in range(3 * trained):
+            train(number)
+        for _ in range(2):
+            with pytest.raises(tiermem.CapacityError, match="give hbm= at least 16"):
+                tier.optimizer(model, torch.optim.SGD, lr=0.1, grad_dtype=torch.float64)
+        for number in range(3, 6):
+            train(number)
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+
+
+def test_wider_gradients_beside_those_of_another_that_were_cleared() -> None:
+    """The block has gradients of the other's parameters no more, and nobody has looked yet."""
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tier.wrap(halves())
+        first = tier.optimizer([layer.up.weight for layer in model], torch.optim.SGD, lr=0.1)
+        loss_of(model, 0).backward()
+        first.step()
+        downs = [layer.down.weight for layer in model]
+        with pytest.raises(tiermem.StepError, match="zero_grad"):
+            tier.optimizer(downs, torch.optim.SGD, lr=0.1, grad_dtype=torch.float32)
+        model.zero_grad()
+        tier.optimizer(downs, torch.optim.SGD, lr=0.1, grad_dtype=torch.float32)
+        loss_of(model, 1).backward()
+        for layer in model:
+            assert layer.up.weight.grad.dtype is torch.bfloat16
+            assert layer.down.weight.grad.dtype is torch.float32

@@ -146,11 +146,11 @@ def _transformers_model(
     ):
         model: Any = make(config, dtype=dtype)
         drawn = not torch.equal(torch.get_rng_state(), before)
+        _thaw(model)
     if drawn:
         _draw_as_from_pretrained(lambda: make(copy.deepcopy(config), dtype=dtype))
     for param in model.parameters():
         param.__dict__.pop(HAS_VALUES, None)
-        _thaw(param)
     model.tie_weights()
     _keep_in_float32(model, dtype)
     model.config._name_or_path = str(folder)
@@ -172,13 +172,20 @@ def _draw_as_from_pretrained(make: Callable[[], Any]) -> None:
         make()
 
 
-def _thaw(param: torch.Tensor) -> None:
-    """Makes a parameter one that is trained: ``from_pretrained`` makes new ones of all it reads.
+def _thaw(model: Any) -> None:
+    """Has those parameters trained that are after ``from_pretrained``.
 
-    Those that the class freezes as it is made, such as tables of positions, are trained then.
+    It makes new ones of all it reads, which are trained: also those that the class freezes as it is
+    made, such as tables of positions. Then it calls ``_init_weights``, which may freeze some again.
     """
-    if param.is_floating_point():
+    frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
+    if not frozen:
+        return
+    for param in frozen:
         param.requires_grad = True
+    for module in model.modules():
+        module.__dict__.pop(HAS_VALUES, None)  # else it is passed over
+    model.initialize_weights()
 
 
 def _first_dtype(files: CheckpointFiles) -> torch.dtype:

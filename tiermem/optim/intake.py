@@ -20,7 +20,7 @@ from tiermem.optim.hostpart import HostPart
 from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.timing import StepTiming
 from tiermem.optim.units.parted import ELEMENTWISE
-from tiermem.optim.units.plan import Member, kept_of, let_apart, plan_units
+from tiermem.optim.units.plan import Member, check_steps, kept_of, let_apart, plan_units
 from tiermem.optim.units.unit import StepUnit
 
 
@@ -160,6 +160,7 @@ class Intake:
         if taking.kept not in self._runtime.program.optimizers:
             self._runtime.program.optimizers.append(taking.kept)
         if self._tried.eager:
+            self._units.order.note_step()
             for unit in taking.planned:
                 unit.store_first_state(self._runtime, taking.groups, self._units.state)
         self._units.replace(taking.units)
@@ -182,7 +183,9 @@ class Intake:
             optimizer: The optimizer.
             before_forward: Called before each top-level pass, with whether gradients are taken.
         """
-        self._keeper = Keeper(self._blocks, self._owned, optimizer, before_forward)
+        self._keeper = Keeper(
+            self._blocks, self._owned, optimizer, before_forward, self._check_steps
+        )
         self._runtime.keepers.append(self._keeper)
 
     def unregister(self) -> None:
@@ -195,6 +198,9 @@ class Intake:
     def rooms(self) -> list[HostRoom]:
         """Returns the DRAM reserved for steps on the host."""
         return self._host.rooms(self._all_units())
+
+    def _check_steps(self) -> None:
+        check_steps(self._runtime, self._units, overlap=self._timing.waits)
 
     def _all_units(self) -> Sequence[StepUnit]:
         """Returns the units, also those that are being added."""

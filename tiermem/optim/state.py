@@ -180,6 +180,16 @@ def _by_param(
     return saved, masters
 
 
+def loaded_order(
+    groups: Sequence[dict[str, Any]], state_dict: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Returns the parameters in the order in which a state dict of such groups has their state."""
+    param_of: dict[Any, torch.Tensor] = {}
+    for group, other in zip(groups, state_dict["param_groups"], strict=True):
+        param_of.update(zip(other["params"], group["params"], strict=True))
+    return [param_of[number] for number in state_dict["state"] if number in param_of]
+
+
 def _take_part(
     runtime: ModuleRuntime,
     groups: Sequence[dict[str, Any]],
@@ -310,7 +320,8 @@ def export_all(
         for unit in units
         for param, value in export_masters(unit, runtime)
     }
-    result = {"state": dict(sorted(values.items())), "param_groups": packed}
+    order = [numbers[id(param)] for param in state if id(param) in numbers]
+    result = {"state": {n: values[n] for n in order if n in values}, "param_groups": packed}
     if cls.state_dict is not torch.optim.Optimizer.state_dict:
         result = _as_class(result, owns, make)
     return {**result, MASTER: dict(sorted(masters.items()))}

@@ -26,7 +26,7 @@ from tiermem.optim.parts import OptimizerParts
 from tiermem.optim.rounds import Round
 from tiermem.optim.rules.groups import Params, floating, groups_of, told_of_duplicates
 from tiermem.optim.rules.scaling import Scaling
-from tiermem.optim.state import MASTER, export_all, load_state, take_in_edits
+from tiermem.optim.state import MASTER, export_all, load_state, loaded_order, take_in_edits
 from tiermem.optim.timing import Overlap, StepTiming, check_overlap
 from tiermem.optim.tried import TriedClass
 from tiermem.optim.units.collection import Units
@@ -167,7 +167,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._units.members.check(self._units)
         self._intake.take_wanted(self.param_groups)
         self._tried.note_settings(self._units, self.param_groups)
-        self._take_in_edits()
+        self._take_in_edits(inside=self._timing.has_made)
+        self._units.order.note_step()
         self._timing.begin_round(self.param_groups, scaling, loss)
         return True
 
@@ -249,6 +250,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
         self._refuse_if_closed("optimizer.state")
         self._timing.finish_before("optimizer.state")
+        self._units.order.restore()
         self._units.looked_into = True
         return self._state
 
@@ -263,10 +265,16 @@ class TieredOptimizer(torch.optim.Optimizer):
             shown.clear()
             shown.update(given)
 
-    def _take_in_edits(self) -> None:
-        """Copies users' edits of the state into the units that have no deferred step."""
+    def _take_in_edits(self, *, inside: bool = False) -> None:
+        """Copies users' edits of the state into the units that have no deferred step.
+
+        Args:
+            inside: Whether steps inside backward came in between.
+        """
         if not self._units.looked_into:
             return
+        if not inside:
+            self._units.order.note_edits()
         manager = self._runtime.manager
         with manager.lock, quiet(manager.parts.device):
             take_in_edits(self._runtime, self._units.settled(), self.param_groups, self._state)
@@ -388,6 +396,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._settle("state_dict()")
         for hook in self._optimizer_state_dict_pre_hooks.values():
             outside(hook, self)
+        self._units.order.restore()
         args = self._runtime, self._units, self.param_groups, self._state
         result = export_all(*args, self._tried.cls, self._tried.make)
         if self._tried.master_dtype is None:
@@ -420,6 +429,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         tried = self._tried
         known = tried.cls, self.defaults.keys(), tried.probe, tried.make
         load_state(*args, state_dict, *known, begin)
+        self._units.order.note(loaded_order(self.param_groups, state_dict))
         self.defaults.setdefault("differentiable", False)  # as torch's __setstate__ does then
         for post in self._optimizer_load_state_dict_post_hooks.values():
             outside(post, self)
@@ -444,6 +454,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._settle(what)
         self._take_in_edits()
+        self._units.order.restore()
         return Contents(
             self._tried.cls,
             self.param_groups,
@@ -473,13 +484,17 @@ class TieredOptimizer(torch.optim.Optimizer):
             self.abandon_step()
         return self.contents("tier.load()")
 
-    def replaced(self, grad_factor: torch.Tensor | None, backwards: int) -> None:
+    def replaced(
+        self, grad_factor: torch.Tensor | None, backwards: int, order: Sequence[torch.Tensor]
+    ) -> None:
         """Ends the replacement of its contents: goes on from the new ones.
 
         Args:
             grad_factor: Of its next step.
             backwards: How many there were since the last step.
+            order: The parameters that have state, in the order in which it shows them.
         """
+        self._units.order.note(order)
         self.grad_factor = grad_factor
         self._timing.backwards = backwards
         self._norms.forget(self._units)

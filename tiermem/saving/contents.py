@@ -151,13 +151,16 @@ class Collector:
                 }
                 for g, group in enumerate(found.groups)
             ],
-            "state": states,
+            "state": {key: states[key] for key in self._in_order(found) if key in states},
             "masters": masters,
             "master_dtype": name_of(found.master_dtype),
             "grad_dtype": name_of(found.grad_dtype),
             "grad_factor": encode(found.grad_factor, f"{what}.grad_factor", self._put),
             "backwards": found.backwards,
         }
+
+    def _in_order(self, found: Contents) -> list[str]:
+        return [self._keys[id(p)] for p in found.state if id(p) in self._keys]
 
     def _take_state(
         self, number: int, unit: StepUnit, state: dict[Any, Any], states: dict[str, Any]

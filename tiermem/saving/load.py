@@ -250,7 +250,8 @@ class _Loader:
         for optimizer, saved, (factor, *_) in each:
             if factor is not None:
                 factor = factor.to(self._manager.parts.device)
-            optimizer.replaced(factor, saved["backwards"])
+            order = [self._params[key] for key in saved["state"]]
+            optimizer.replaced(factor, saved["backwards"], order)
 
     def _settle_groups(self, found: Sequence[Contents], values: dict[str, Any]) -> None:
         """Puts settings in place; tensors among them go where those were.

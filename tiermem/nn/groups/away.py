@@ -194,7 +194,8 @@ class Away(StandIn):
             group.manager.cut_short()
 
     def _in_a_pass(self) -> Any:
-        return get_gradient_edge(self)  # type: ignore[arg-type]
+        with torch.inference_mode(False):  # in which torch finds no edge
+            return get_gradient_edge(self)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:

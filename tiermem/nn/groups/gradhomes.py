@@ -63,6 +63,8 @@ class GradHomes:
             if unit is not None and unit.block.tensors[entry.unit_index].dtype is not dtype:
                 units[id(unit)] = unit
         for unit in units.values():
+            for entry in unit.entries:  # also those of parameters that others step
+                self._sync(entry)
             if any(e.has_grad for e in unit.entries):
                 raise StepError(
                     f"grad_dtype={dtype}: block {unit.block.name!r} has gradients already, in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from threading import enumerate as enumerate_threads
 from threading import get_ident
 from typing import Any
 
@@ -20,6 +21,7 @@ from tiermem.nn.groups.pointing import Plain, Pointing
 from tiermem.nn.groups.replaced import bring_home, given_in_call, reshaped, take_home
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.groups.writes import Writes
+from tiermem.runtime.base.functorch import modes
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot, use_count
 from tiermem.runtime.services.verify import differs_from_home
@@ -155,6 +157,16 @@ class Group(Holder):
             pointing.sort()
             pointing.hide()
 
+    def _lift_veil(self) -> None:
+        """Has tensors shown again while their block is held, if the other threads have ended.
+
+        A dispatch mode of the user's, such as ``make_fx``, takes those of ordinary classes only.
+        """
+        self.users &= {thread.ident for thread in enumerate_threads()}
+        if self.users <= {get_ident()}:
+            self.pointing.veiled = False
+            self.pointing.sort()
+
     def add_names(self, names: HeldDict) -> None:
         """Enters a module's dictionary, all of whose managed names are tensors of this group."""
         self.pointing.add_names(names)
@@ -204,6 +216,8 @@ class Group(Holder):
                 slot = self._acquirer.decide(self.block)
         if pointing.watched:
             self.holders.append(get_ident())
+            if pointing.veiled and modes():
+                self._lift_veil()
         for thing, kind in pointing.shown:  # ordinary ones, since their block is held
             thing.__class__ = kind
         if slot is not pointing.slot:

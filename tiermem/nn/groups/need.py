@@ -600,6 +600,6 @@ def _will_be_added(param: torch.Tensor) -> bool:
     Raises:
         RuntimeError: If it catches the gradient there instead; there are other reasons.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
         node = get_gradient_edge(param).node
     return bool(torch._C._will_engine_execute_node(node))

@@ -19,12 +19,14 @@ class Keeper:
         space: Returns the space below HBM that it has beside these.
         optimizer: The optimizer itself.
         before_forward: Called before each top-level pass, with whether gradients are taken.
+        check_steps: Raises a ``CapacityError`` where HBM has no room for one of its steps.
     """
 
     blocks: Callable[[], list[Block]]
     space: Callable[[], list[tuple[Tier, Extent]]]
     optimizer: object
     before_forward: Callable[[bool], None]
+    check_steps: Callable[[], None]
 
 
 class UnderWay(Protocol):

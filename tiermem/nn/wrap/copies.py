@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -11,7 +12,7 @@ from torch import nn
 
 from tiermem.errors import WrapError
 from tiermem.nn.groups.inspect import is_made_in
-from tiermem.nn.wrap.scope import Interceptor
+from tiermem.nn.wrap.scope import Interceptor, meant, take_ours_out
 
 
 class CopyInterceptor(Interceptor):
@@ -27,6 +28,8 @@ class CopyInterceptor(Interceptor):
 
     def __call__(self, memo: dict[int, Any]) -> Any:
         """Returns the copy, in host memory."""
+        if (other := meant(self, sys._getframe(1))) is not None:
+            return deepcopy(other, memo)
         wrapped, device = self.scope.wrapped, self.runtime.manager.parts.device
         stay, moves = wrapped.staying(), wrapped.modules.group_of
         for tensor in self.module._buffers.values():
@@ -81,11 +84,30 @@ class StateInterceptor(Interceptor):
 
     def __call__(self) -> Any:
         """Returns the module's state as it would be, were it not wrapped."""
+        if (other := meant(self, sys._getframe(1))) is not None:
+            return getattr(other, self.method, partial(vars, other))()
         state = self.inner()
         if not isinstance(state, dict):
             return state
         kept = {name: value for name, value in state.items() if not isinstance(value, Interceptor)}
         return kept | _formers(self.module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies nothing: a copied module has that of its class."""
+
+
+class ReplicaInterceptor(Interceptor):
+    """Keeps interceptors out of the replicas that ``DataParallel`` makes."""
+
+    __slots__ = ()
+
+    method = "_replicate_for_data_parallel"
+
+    def __call__(self) -> Any:
+        """Returns the replica."""
+        replica = self.inner()
+        take_ours_out(replica)
+        return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Copies nothing: a copied module has that of its class."""

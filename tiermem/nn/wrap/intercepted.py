@@ -21,7 +21,12 @@ from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.partition import CONTAINERS, MOST_PLACES, PARAMETERS, names_above, places
 from tiermem.nn.wrap.applied import ApplyInterceptor
-from tiermem.nn.wrap.copies import CopyInterceptor, ScriptInterceptor, StateInterceptor
+from tiermem.nn.wrap.copies import (
+    CopyInterceptor,
+    ReplicaInterceptor,
+    ScriptInterceptor,
+    StateInterceptor,
+)
 from tiermem.nn.wrap.experts import ExpertsInterceptor, is_experts
 from tiermem.nn.wrap.hooked import HookInterceptor, PreHookInterceptor
 from tiermem.nn.wrap.inplace import (
@@ -59,6 +64,7 @@ _OF_ALL: tuple[type[Interceptor], ...] = (
     LoadAllInterceptor,
     CopyInterceptor,
     StateInterceptor,
+    ReplicaInterceptor,
     ScriptInterceptor,
 )
 """What stands in every module of a wrapped model."""

@@ -416,12 +416,40 @@ def _given_ours(frame: types.FrameType | None) -> nn.Module | None:
     call = called.__dict__.get(_CALL)
     if not isinstance(call, Interceptor) or call.module is called:
         return None
-    for name, value in [*vars(called).items()]:
-        if isinstance(value, Interceptor) and value.module is not called:
-            del called.__dict__[name]
-            if value.former is not None:
-                called.__dict__[name] = value.former
+    take_ours_out(called)
     return called
+
+
+def take_ours_out(module: nn.Module) -> None:
+    """Takes the interceptors of another module out of one that was given them."""
+    for name, value in [*vars(module).items()]:
+        if isinstance(value, Interceptor) and value.module is not module:
+            del module.__dict__[name]
+            if value.former is not None:
+                module.__dict__[name] = value.former
+
+
+def meant(interceptor: Interceptor, frame: types.FrameType | None) -> nn.Module | None:
+    """Returns the module whose method is called, if it has been given this interceptor.
+
+    It is what the caller has as ``self`` (methods of modules), as ``module`` (torch's loading of
+    state dicts) or as ``x`` (Python's ``copy``). What stands in it is taken out.
+
+    Args:
+        interceptor: Of another module.
+        frame: What has called it.
+    """
+    while frame is not None and isinstance(frame.f_locals.get("self"), Interceptor):
+        frame = frame.f_back
+    found = {} if frame is None else frame.f_locals
+    for name in ("self", "module", "x"):
+        other = found.get(name)
+        if not isinstance(other, nn.Module) or other is interceptor.module:
+            continue
+        if vars(other).get(interceptor.method) is interceptor:
+            take_ours_out(other)
+            return other
+    return None
 
 
 def _let_go(groups: Sequence[Group], *, seen: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,7 @@ from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.tensors.shells import insides
-from tiermem.nn.wrap.scope import Interceptor
+from tiermem.nn.wrap.scope import Interceptor, meant
 from tiermem.runtime.manager import BlockManager
 
 
@@ -290,6 +291,9 @@ class SaveInterceptor(Interceptor):
     @entrance
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
+        if (other := meant(self, sys._getframe(1))) is not None:
+            other._save_to_state_dict(destination, prefix, keep_vars)
+            return
         # torch's own only enters them: nothing is brought to the device to be detached there
         torchs = getattr(self.inner, "__func__", None) is nn.Module._save_to_state_dict
         dicts = self.scope.wrapped.dicts
@@ -313,6 +317,8 @@ class LoadInterceptor(Interceptor):
     @entrance
     def __call__(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
         """Loads into the blocks."""
+        if (other := meant(self, sys._getframe(1))) is not None:
+            return other._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         with self.scope.wrapped.dicts.holding(self.module):
             return outside(self.inner, state_dict, prefix, *args, **kwargs)
 

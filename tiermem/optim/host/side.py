@@ -319,7 +319,11 @@ class HostSide:
         job.announce()
         job.broken = False  # first: else Ctrl-C in between would have it begun twice
         optimizer = self.unit.plain.optimizer_for(None)
-        job.future = pool.submit(self.update.run, runtime.manager, optimizer, job, self.room)
+        try:
+            job.future = pool.submit(self.update.run, runtime.manager, optimizer, job, self.room)
+        except BaseException:  # Ctrl-C: the thread may have it, and nobody its future
+            pool.submit(int).result()
+            raise
 
     def take_up(
         self, runtime: ModuleRuntime, job: Job, state: State, pool: ThreadPoolExecutor

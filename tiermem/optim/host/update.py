@@ -59,6 +59,8 @@ class HostUpdate:
             job: The step.
             room: Has what is kept to undo it.
         """
+        if job.computed:  # submitted twice, as Ctrl-C came just after the first time
+            return
         if manager.parts.device.type == "cuda":
             torch.cuda.set_device(manager.parts.device)  # for the events
         try:

@@ -7,6 +7,7 @@ from typing import Any, overload
 
 from tiermem.errors import StepError, StorageError
 from tiermem.optim.units.members import Membership
+from tiermem.optim.units.order import StateOrder
 from tiermem.optim.units.unit import State, StepUnit
 
 
@@ -15,6 +16,7 @@ class Units(Sequence[StepUnit]):
 
     Attributes:
         state: The tiered optimizer's, by parameter.
+        order: In which order it shows them.
         members: Which parameters have a unit.
         owed: Ids of the units whose step was asked for and is deferred.
         looked_into: Whether users were given the state, and may have edited it.
@@ -28,6 +30,7 @@ class Units(Sequence[StepUnit]):
             state: The tiered optimizer's, kept up to date by steps.
         """
         self.state = state
+        self.order = StateOrder(state, groups)
         self.members = Membership(groups)
         self.owed: set[int] = set()
         self.looked_into = False

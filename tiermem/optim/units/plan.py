@@ -284,7 +284,9 @@ def _reserve(
         _let_go(runtime, held)
     wanted.hand_out(blocks)
     try:
-        _check_step(runtime, units, runtime.program.worst_chain if overlap else 0)
+        check_steps(runtime, units, overlap=overlap)
+        for keeper in runtime.keepers:  # what is new may leave less to other steps
+            keeper.check_steps()
         check_calls(runtime)
         stepped = {e.group.block.id: e.group.block for unit in units for e in unit.entries}
         runtime.manager.make_writable(list(stepped.values()))
@@ -336,14 +338,18 @@ def _state_of(
     return shapes, places
 
 
-def _check_step(runtime: ModuleRuntime, units: Sequence[StepUnit], held: int) -> None:
-    """Raises for a device budget in which a step could not be made.
+def check_steps(runtime: ModuleRuntime, units: Sequence[StepUnit], *, overlap: bool) -> None:
+    """Checks that each of some units can be stepped.
 
     Args:
         runtime: The modules' runtime.
         units: What is stepped.
-        held: Bytes of blocks that may be held beside it, its own weights among them.
+        overlap: Whether a unit may be stepped while a forward holds other blocks.
+
+    Raises:
+        CapacityError: If the device budget has no room for a step.
     """
+    held = runtime.program.worst_chain if overlap else 0
     table = runtime.manager.parts.table
     fixed = table.fixed_nbytes()
     for unit in units:
