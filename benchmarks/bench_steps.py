@@ -289,6 +289,26 @@ class Layer(nn.Module):
         return _Work.apply(x + y, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class End(Layer):
+    """An embedding or a head: a large matrix that both have.
+
+    Attributes:
+        weight: (width, vocabulary).
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__([])
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Uses the matrix.
+
+        Args:
+            x: (batch, width).
+        """
+        return _Work.apply(x + x @ self.weight @ self.weight.T, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def vit() -> tuple[list[Layer], list[float], int]:
     """Returns 64 layers, their shares of the compute, and by what their weights are smaller."""
     layers = [part for _ in range(32) for part in (Layer([80, 80], 4), Layer([80, 320, 80]))]
@@ -308,7 +328,15 @@ def llama() -> tuple[list[Layer], list[float], int]:
     return [ends[0], *layers, ends[1]], [0.01, *parts, 1 / 15 - 0.01], 500
 
 
-MODELS = {"vit": vit, "layers": small, "llama": llama}
+def tied() -> tuple[list[Layer], list[float], int]:
+    """Returns 18 layers in two parts between an embedding and a head of one matrix, likewise."""
+    matrix = nn.Parameter(torch.rand(96, 2240))
+    layers = [part for _ in range(18) for part in (Layer([96, 96], 4), Layer([96, 384, 96]))]
+    parts = [0.25 / 18, 0.5 / 18] * 18
+    return [End(matrix), *layers, End(matrix)], [0.01, *parts, 0.24], 206
+
+
+MODELS = {"vit": vit, "layers": small, "llama": llama, "tied": tied}
 
 
 @contextmanager
@@ -374,7 +402,7 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
         tier.wrap(model)
         fused = {"fused": True} if on_host else {}  # as foreach, a CPU has no such steps
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4, **fused)
-        x = torch.rand(1, next(layers[0].children()).in_features)
+        x = torch.rand(1, next(layers[1].children()).in_features)
         last = options.steps // 2
         for number in range(options.steps):
             if number == last:
