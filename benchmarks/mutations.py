@@ -3628,6 +3628,20 @@ MUTATIONS = (
         ("tests/unit/test_optim_spread.py",),
     ),
     Mutation(
+        "balance: the link is taken to be as fast down as up",
+        "tiermem/optim/ahead.py",
+        "        if both is not None:\n            return Speed(",
+        "        if False:\n            return Speed(",
+        ("tests/unit/test_optim_ahead.py",),
+    ),
+    Mutation(
+        "parts of a step are a sixteenth of the room, however small that is",
+        "tiermem/core/parts.py",
+        "max(room // _EACH, min(_USUAL, room // _FEWER), 1)",
+        "max(room // _EACH, 1)",
+        ("tests/unit/test_optim_parted.py",),
+    ),
+    Mutation(
         "balance: what is left of copies both ways is as slow as both were",
         "tiermem/optim/balance.py",
         "(max(ends) - min(ends)) * rate / max(self.alone, rate)",

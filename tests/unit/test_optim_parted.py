@@ -91,8 +91,18 @@ def test_parts_are_runs_of_all_elements(elements: int, each: int, hbm: int) -> N
     if len(runs) > 1 and nbytes <= 16 * hbm:
         longest = max(end - begin for begin, end in runs) * each
         assert longest <= max(hbm // 16, min(64 << 20, hbm // 6)) + 64 * each
-        if 64 << 20 <= nbytes <= 256 * (hbm // 16):  # no more parts than that asks for
-            assert 2 * longest >= min(64 << 20, hbm // 6) - 2048 * each
+
+
+@pytest.mark.parametrize(
+    ("room", "part"), [(96, 16), (300, 50), (600, 64), (1024, 64), (1600, 100), (8192, 512)]
+)
+def test_parts_are_few_where_there_is_little_room(room: int, part: int) -> None:
+    """In MiB: a sixteenth of the room, or a sixth where that is less than 64 MiB, up to these."""
+    mib = 1 << 20
+    runs = parts_of(room * mib // 4, room * mib, room * mib)
+    assert len(runs) == -(-room // part)
+    longest = max(end - begin for begin, end in runs) * 4
+    assert part * 0.9 < longest / mib <= part + 1
 
 
 @settings(max_examples=examples(10, 600))
