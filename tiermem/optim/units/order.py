@@ -31,32 +31,29 @@ class StateOrder:
         self._ranks: dict[Any, Rank] = {}
         self._steps = 0
         self._is_open = False  # whether anything came in since the state was put in order
+        self._is_edited = False  # whether users may have taken something out since a step
         self._whole: dict[Any, Any] = {}
 
     def note_edits(self) -> None:
         """Notes the order that users have left, before a step adds anything."""
         self._put_back()
+        self._is_edited = True
         if not self._is_open:
             self.note(self._state)
 
     def note_step(self) -> None:
         """Notes that parameters without a place come in now, behind all others."""
         self._put_back()
-        ranks, state = self._ranks, self._state
-        lists = [group["params"] for group in self._groups]
-        if len(ranks) == len(state) == sum(map(len, lists)):
-            return  # all are there
-        self._steps += 1
-        self._is_open = True
-        for place, param in enumerate(chain.from_iterable(lists)):
-            if param not in ranks or (param not in state and ranks[param][0] != self._steps):
-                ranks[param] = self._steps, place
+        self._rank()
+        if len(self._ranks) < sum(len(group["params"]) for group in self._groups):
+            self._steps += 1
+            self._is_open = True
 
     def note(self, params: Iterable[Any]) -> None:
         """Notes the order of all state, say of a loaded one."""
         self._put_back()
-        self._steps += 1
         self._ranks = {param: (self._steps, place) for place, param in enumerate(params)}
+        self._steps += 1  # what comes in from now on is behind these
         self._is_open = True
 
     def restore(self) -> None:
@@ -64,6 +61,7 @@ class StateOrder:
         self._put_back()
         if not self._is_open:
             return
+        self._rank()
         last = self._steps + 1, 0
         found = sorted(self._state, key=lambda param: self._ranks.get(param, last))
         if not all(map(is_, found, self._state)):
@@ -76,3 +74,19 @@ class StateOrder:
         if self._whole:  # a call was cut short where the state was cleared
             self._state.update(self._whole)
             self._whole = {}
+
+    def _rank(self) -> None:
+        """Gives a place to what has come in since a step was noted; forgets what is there no more.
+
+        Mostly nothing has, and one may be asked to train a few of thousands of parameters.
+        """
+        ranks, state = self._ranks, self._state
+        if len(ranks) == len(state) and not self._is_edited:
+            return
+        lists = [group["params"] for group in self._groups]
+        for place, param in enumerate(chain.from_iterable(lists)):
+            if param not in state:
+                ranks.pop(param, None)
+            elif param not in ranks:
+                ranks[param] = self._steps, place
+        self._is_edited = False
