@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
-from tiermem.loading.expected import complained_of, make_expected
+from tiermem.loading.expected import complained_of, make_expected, saved_buffers
 from tiermem.loading.traced import NotTracedError, Run, StoredView
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
@@ -81,11 +81,7 @@ def sources_of(
 def wanted_by(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters and persistent buffers of a model by name, tied ones by each."""
     wanted: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                wanted[f"{prefix}.{name}" if prefix else name] = buffer
-    return wanted
+    return wanted | saved_buffers(model)
 
 
 def _not_saved(model: nn.Module) -> list[str]:
