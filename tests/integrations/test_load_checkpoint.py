@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiermem
@@ -206,6 +207,39 @@ POSITIONS: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 48,
 }
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("kind", ["experts, stacked", "clip"])
+def test_what_is_saved_has_the_names_that_it_was_read_by(
+    kind: str, original: bool, tmp_path: Path
+) -> None:
+    """Whether these are transformers' own names or those of earlier releases."""
+    cls: Any = transformers.AutoModelForCausalLM
+    if kind == "clip":
+        cls = transformers.CLIPVisionModel
+        small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = transformers.CLIPVisionConfig(
+            **small, num_attention_heads=4, image_size=16, patch_size=8
+        )
+    else:
+        config = CONFIGS[kind]()
+    made = cls.from_config(config) if kind != "clip" else cls(config)
+    first, theirs, ours = tmp_path / "first", tmp_path / "theirs", tmp_path / "ours"
+    if kind == "clip" and original:
+        first.mkdir()
+        config.save_pretrained(first)
+        state = {f"vision_model.{name}": value for name, value in made.state_dict().items()}
+        save_file(state, first / "model.safetensors", metadata={"format": "pt"})
+    else:
+        made.save_pretrained(first, save_original_format=original)
+    cls.from_pretrained(first).save_pretrained(theirs)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(cls, first, tier=tier)
+        model.save_pretrained(ours)
+    read, named, written = (load_file(f / "model.safetensors") for f in (first, theirs, ours))
+    assert written.keys() == named.keys() == read.keys()
+    assert all(torch.equal(written[name], value) for name, value in named.items())
 
 
 @pytest.mark.parametrize("kind", ["MarianMTModel", "PegasusForConditionalGeneration"])
