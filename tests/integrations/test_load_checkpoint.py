@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiermem
@@ -235,6 +236,39 @@ POSITIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("kind", ["experts, stacked", "clip"])
+def test_what_is_saved_has_the_names_that_it_was_read_by(
+    kind: str, original: bool, tmp_path: Path
+) -> None:
+    """Whether these are transformers' own names or those of earlier releases."""
+    cls: Any = transformers.AutoModelForCausalLM
+    if kind == "clip":
+        cls = transformers.CLIPVisionModel
+        small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        config = transformers.CLIPVisionConfig(
+            **small, num_attention_heads=4, image_size=16, patch_size=8
+        )
+    else:
+        config = CONFIGS[kind]()
+    made = cls.from_config(config) if kind != "clip" else cls(config)
+    first, theirs, ours = tmp_path / "first", tmp_path / "theirs", tmp_path / "ours"
+    if kind == "clip" and original:
+        first.mkdir()
+        config.save_pretrained(first)
+        state = {f"vision_model.{name}": value for name, value in made.state_dict().items()}
+        save_file(state, first / "model.safetensors", metadata={"format": "pt"})
+    else:
+        made.save_pretrained(first, save_original_format=original)
+    cls.from_pretrained(first).save_pretrained(theirs)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(cls, first, tier=tier)
+        model.save_pretrained(ours)
+    read, named, written = (load_file(f / "model.safetensors") for f in (first, theirs, ours))
+    assert written.keys() == named.keys() == read.keys()
+    assert all(torch.equal(written[name], value) for name, value in named.items())
+
+
 @pytest.mark.parametrize("kind", ["MarianMTModel", "PegasusForConditionalGeneration"])
 def test_tables_of_positions_that_the_class_computes(kind: str, tmp_path: Path) -> None:
     """Marian's are in no checkpoint; those that are there are trained by ``from_pretrained``."""
@@ -267,6 +301,40 @@ def test_what_a_class_keeps_in_float32(tmp_path: Path) -> None:
     check_equal(model, plain)
 
 
+def test_buffers_that_a_class_keeps_in_float32(tmp_path: Path) -> None:
+    """Their values say which experts are chosen."""
+    config = transformers.DeepseekV3Config(
+        **EXPERTS, moe_intermediate_size=24, n_routed_experts=8, n_group=2, topk_group=2,
+        first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    for buffer in (b for name, b in made.named_buffers() if "correction" in name):
+        buffer.normal_()
+    made.save_pretrained(tmp_path)
+    cls: Any = transformers.AutoModelForCausalLM
+    plain = cls.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.float32 in {buffer.dtype for buffer in plain.state_dict().values()}
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(cls, tmp_path, tier=tier, dtype=torch.bfloat16)
+        check_equal(model, plain)
+    check_equal(model, plain)
+
+
+DIFFUSERS: dict[str, dict[str, Any]] = {
+    "SD3Transformer2DModel": {
+        "sample_size": 8,
+        "patch_size": 1,
+        "in_channels": 4,
+        "out_channels": 4,
+        "joint_attention_dim": 8,
+        "caption_projection_dim": 8,
+        "pooled_projection_dim": 8,
+    },
+    "PriorTransformer": {"embedding_dim": 8, "num_embeddings": 7, "additional_embeddings": 4},
+}
 UNET: dict[str, Any] = {
     "sample_size": 8,
     "in_channels": 3,
@@ -295,6 +363,22 @@ def test_a_class_of_diffusers(dtype: torch.dtype | None, tmp_path: Path) -> None
         check_equal(model, plain)
         for _ in range(2):
             assert torch.equal(model(sample, 3).sample, plain(sample, 3).sample)
+
+
+@pytest.mark.parametrize("kind", ["SD3Transformer2DModel", "PriorTransformer"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_buffers_of_a_class_of_diffusers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Those that its files have, and others that it makes, are of the dtype that is asked for."""
+    cls: Any = getattr(pytest.importorskip("diffusers"), kind)
+    made = cls(num_attention_heads=2, attention_head_dim=4, num_layers=2, **DIFFUSERS[kind])
+    made.save_pretrained(tmp_path)
+    plain = cls.from_pretrained(tmp_path, torch_dtype=dtype)
+    assert {buffer.dtype for buffer in plain.buffers()} == {dtype}
+    with tiermem.TierManager("cpu", hbm="4MiB", dram="16MiB") as tier:
+        model = tiermem.load_checkpoint(cls, tmp_path, tier=tier, dtype=dtype)
+        assert torch.get_default_dtype() is torch.float32
+        check_equal(model, plain)
+    check_equal(model, plain)
 
 
 def test_a_class_that_nobody_knows_is_refused(tmp_path: Path) -> None:

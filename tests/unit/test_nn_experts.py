@@ -269,6 +269,49 @@ def test_any_budget_and_choice(
         assert stats.peak["hbm"] <= stats.budget["hbm"]
 
 
+class Hollow(Experts):
+    """Has tensors without elements beside its weights, one of them with rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.empty(EXPERTS, 4, 0))
+        self.offset = nn.Parameter(torch.empty(EXPERTS, 0))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = x
+        for expert in torch.unique(index).tolist():
+            y = functional.linear(functional.linear(y, self.up[expert]), self.down[expert])
+            y = y + self.bias[expert] + self.extra[expert].sum() + self.offset[expert].sum()
+        return y
+
+
+def test_a_stack_with_a_tensor_without_elements_is_a_block_as_ever() -> None:
+    with twins(Hollow) as (model, plain, _), torch.no_grad():
+        for tokens in (1, 5, 1):
+            x, chosen = states(tokens), choose(tokens, seed=tokens)
+            assert same_bits(model(x, chosen), plain(x, chosen))
+
+
+def test_a_hook_of_all_modules_sees_parameters() -> None:
+    seen: list[bool] = []
+
+    def look(module: nn.Module, _args: Any, _result: Any) -> None:
+        if isinstance(module, Experts):
+            seen.append(isinstance(module.up, nn.Parameter))
+
+    with twins() as (model, plain, tier), torch.no_grad():
+        x, chosen = states(3), choose(3, seed=0)
+        expected = plain(x, chosen)
+        assert same_bits(model(x, chosen), expected)
+        assert tier.stats().experts_chosen
+        handle = nn.modules.module.register_module_forward_hook(look)
+        try:
+            assert same_bits(model(x, chosen), expected)
+        finally:
+            handle.remove()
+    assert seen == [True] * LAYERS
+
+
 @pytest.mark.parametrize("kind", [Experts, Listed])
 def test_a_layer_that_is_called_by_itself(kind: type[nn.Module]) -> None:
     with twins(kind) as (model, plain, _):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
-from tiermem.loading.expected import HAS_VALUES
+from tiermem.loading.expected import HAS_VALUES, saved_buffers
 from tiermem.loading.untouched import parameters_on_meta
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
@@ -101,15 +101,31 @@ def _diffusers_model(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Mo
     from diffusers.models import modeling_utils
 
     # draws from the generator as often as from_pretrained, so that adapters get the same numbers
-    with getattr(modeling_utils, "no_init_weights", nullcontext)(), parameters_on_meta():
+    with (
+        getattr(modeling_utils, "no_init_weights", nullcontext)(),
+        parameters_on_meta(),
+        _by_default(dtype),
+    ):
         model: Any = cls.from_config(config)
     model.register_to_config(_name_or_path=str(folder))
     kept = set(cls._keep_in_fp32_modules or ())
-    for name, param in model.named_parameters():
-        if dtype is not None and param.is_floating_point():
+    for name, tensor in (*model.named_parameters(), *saved_buffers(model).items()):
+        if dtype is not None and tensor.is_floating_point():
             own = torch.float32 if kept.intersection(name.split(".")) else dtype
-            param.data = param.data.to(own)
+            tensor.data = tensor.data.to(own)
     return model.eval()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _by_default(dtype: torch.dtype | None) -> Iterator[None]:
+    """Floating tensors are made in a dtype, if it may be a default: buffers of no file as well."""
+    before = torch.get_default_dtype()
+    if dtype is not None and dtype.itemsize > 1:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _quantized(folder: Path) -> CheckpointError:
@@ -194,7 +210,7 @@ def _first_dtype(files: CheckpointFiles) -> torch.dtype:
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Gives the parameters that transformers keeps in float32 that dtype."""
+    """Gives what transformers keeps in float32 that dtype: parameters, and buffers of its files."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)
@@ -205,3 +221,7 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
         match = pattern.search(name)
         if match is not None and param.is_meta:
             param.data = param.data.to(plan[group_of[str(match.lastgroup)]])
+    for name, buffer in saved_buffers(model).items():
+        match = pattern.search(name)
+        if match is not None:
+            buffer.data = buffer.data.to(plan[group_of[str(match.lastgroup)]])

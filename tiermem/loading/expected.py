@@ -16,6 +16,16 @@ HAS_VALUES = "_is_hf_initialized"
 """The attribute by which ``transformers.initialization`` (release 5) knows what has values."""
 
 
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers of a model that its checkpoints have, tied ones by each name."""
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 def complained_of(
     model: Any, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
 ) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
-from tiermem.loading.expected import complained_of, make_expected
+from tiermem.loading.expected import complained_of, make_expected, saved_buffers
 from tiermem.loading.traced import NotTracedError, Run, StoredView
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
@@ -60,7 +60,7 @@ def sources_of(
     if names is not None:
         found, used = _by_names(wanted, files, names)
     elif of_transformers:
-        found, used = _by_transformers(model, wanted, files)
+        found, used = _by_transformers(model, wanted, files, noted=initialize)
     else:
         found = {name: view_of(files, name) for name in wanted if name in files.tensors}
         used = set(found)
@@ -81,11 +81,7 @@ def sources_of(
 def wanted_by(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the parameters and persistent buffers of a model by name, tied ones by each."""
     wanted: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                wanted[f"{prefix}.{name}" if prefix else name] = buffer
-    return wanted
+    return wanted | saved_buffers(model)
 
 
 def _not_saved(model: nn.Module) -> list[str]:
@@ -126,12 +122,19 @@ def _by_names(
 
 
 def _by_transformers(
-    model: Any, wanted: Mapping[str, torch.Tensor], files: CheckpointFiles
+    model: Any, wanted: Mapping[str, torch.Tensor], files: CheckpointFiles, *, noted: bool
 ) -> tuple[dict[str, Source], set[str]]:
     """Follows transformers' own rules of renaming and conversion (release 5).
 
     As ``convert_and_load_state_dict_in_model`` of ``transformers.core_model_loading`` does, with
     tensors that have not been read.
+
+    Args:
+        model: The model.
+        wanted: Its tensors by name.
+        files: The checkpoint.
+        noted: Whether the model notes the rules that were followed, as one of ``from_pretrained``
+            does: ``save_pretrained`` follows them back.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -169,7 +172,14 @@ def _by_transformers(
             sources.setdefault(pattern, []).append(name)
     for target, (rule, sources) in gathered.items():
         found.update(_conversion(model, target, rule, sources, files))
+    if noted:
+        model._weight_conversions = [rule for rule in rules if _was_used(rule)]
     return found, used
+
+
+def _was_used(rule: Any) -> bool:
+    """Whether a rule was followed; one of the first releases of transformers 5 does not say so."""
+    return bool(rule.was_used()) if hasattr(rule, "was_used") else True
 
 
 def _conversion(

@@ -35,7 +35,7 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 """Those that may look at the weight as they like; the others see what comes out."""
-_GLOBAL_HOOKS = (
+GLOBAL_HOOKS = (
     modules._global_forward_hooks,
     modules._global_forward_pre_hooks,
     modules._global_backward_hooks,
@@ -116,7 +116,7 @@ class LookupInterceptor(CallInterceptor):
             and _item(names["_parameters"], "weight") is entry.param
             and not (entry.materialized or group.may_be_written())
             and not any(names[hooks] for hooks in _HOOKS)
-            and not any(_GLOBAL_HOOKS)
+            and not any(GLOBAL_HOOKS)
             and not has_modes()
             and not torch._C._len_torch_dispatch_stack()
             and torch._C._functorch.peek_interpreter_stack() is None

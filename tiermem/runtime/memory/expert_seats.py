@@ -122,6 +122,8 @@ class Stack:
 def stack_of(number: int, block: Block, experts: int) -> Stack | None:
     """Returns a block as a stack; None where its tensors are not laid out row by row."""
     specs = block.tensors
+    if not all(spec.nbytes for spec in specs):
+        return None  # a tensor of no bytes has no seat
     if any(s.shape[0] != experts or s.stride != contiguous_stride(s.shape) for s in specs):
         return None
     rows = tuple(index for index, spec in enumerate(specs) if len(spec.shape) >= 3)
