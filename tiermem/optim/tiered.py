@@ -556,7 +556,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
 
     def __repr__(self) -> str:
-        return f"Tiered{self._tried.cls.__name__}({len(self._units)} units)"
+        shown = super().__repr__()  # what scripts log: as the class shows itself
+        return shown.replace(type(self).__name__, self._tried.cls.__name__, 1)
 
     # -- setting up ------------------------------------------------------
 
