@@ -466,6 +466,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._timing.backwards,
         )
 
+    def is_left(self) -> bool:
+        """Whether all of its parameters were in models that were unwrapped: it steps no more."""
+        units = list(self._units)
+        stepped = sum(len(unit.members) for unit in units)
+        given = sum(len(group["params"]) for group in self.param_groups)
+        freed = all(unit.group is not None and unit.group.freed for unit in units)
+        return bool(units) and freed and stepped == given
+
     def contents_to_replace(self, numbered: dict[str, Any]) -> Contents:
         """Returns its contents, to be replaced; a step that was cut short is given up.
 
