@@ -185,7 +185,7 @@ def test_deepspeeds_names_are_stepped_by_torchs_classes(cls: Any) -> None:
     model = build()
     client = cls(model.parameters(), lr=1e-2, weight_decay=0.1)
     with started(settings, model, optimizer=client) as engine:
-        assert repr(engine.optimizer).startswith("TieredAdamW")
+        assert repr(engine.optimizer).startswith("AdamW (")
         assert train(engine, 4) == plain(4)
     model = build()
     client = cls(model.parameters(), 1e-2, False)

@@ -168,6 +168,19 @@ def test_a_group_that_is_refused_changes_nothing() -> None:
         both.check()
 
 
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Rprop])
+def test_it_is_printed_as_torchs_optimizer_is(cls: Any) -> None:
+    """Scripts log it, and a log is to be that of the resident run."""
+    with Both(params=lambda model: model[:2].parameters(), cls=cls) as both:
+        assert repr(both.optimizer) == repr(both.plain_optimizer)
+        both.do(lambda model, own: own.add_param_group({"params": model[2].parameters()}))
+        both.train(0, clip=False)
+        both.do(lambda model, own: own.param_groups[1].update(lr=0.25))
+        assert repr(both.optimizer) == repr(both.plain_optimizer)
+        both.optimizer.close()
+        assert repr(both.optimizer) == repr(both.plain_optimizer)
+
+
 def test_a_parameter_given_twice_is_stepped_twice_after_torchs_warning() -> None:
     def twice(model: nn.Module) -> list[nn.Parameter]:
         return [*model.parameters(), next(model.parameters())]

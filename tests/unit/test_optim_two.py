@@ -434,3 +434,30 @@ def test_wider_gradients_beside_those_of_another_that_were_cleared() -> None:
         for layer in model:
             assert layer.up.weight.grad.dtype is torch.bfloat16
             assert layer.down.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["its own optimizer", "a shared one"])
+def test_an_optimizer_beside_one_whose_model_was_unwrapped(shared: bool) -> None:
+    """Nobody closed the other one, as after a script's first phase; its steps need no room now."""
+    plain = halves()
+    own = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="16MiB") as tier:
+        former, other = tier.wrap(halves()), tier.wrap(halves())
+        params = [*former.parameters(), *(other.parameters() if shared else ())]
+        first = tier.optimizer(params, torch.optim.AdamW, lr=0.1)
+        loss_of(former, 0).backward()
+        first.step()
+        tier.unwrap(former)
+        model = tier.wrap(halves())
+        if shared:
+            first.add_param_group({"params": model[0].parameters()})
+            second = tier.optimizer(model[1:].parameters(), torch.optim.AdamW, lr=0.1)
+            own = torch.optim.AdamW(plain[1:].parameters(), lr=0.1)
+        else:
+            second = tier.optimizer(model, torch.optim.AdamW, lr=0.1)
+        for number in range(2):
+            for one, steps in ((plain, own), (model, second)):
+                loss_of(one, number).backward()
+                steps.step()
+                one.zero_grad()
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")

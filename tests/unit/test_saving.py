@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -464,6 +465,30 @@ def test_optimizers_must_be_made_first(tmp_path) -> None:
         tier.wrap(Net())
         with pytest.raises(tiermem.CheckpointError, match="has 1 optimizers, and 0 are open"):
             tier.load(tmp_path / "run")
+
+
+def test_an_optimizer_whose_model_was_unwrapped_is_not_in_it(tmp_path) -> None:
+    """It was not closed, and could not be made again when the checkpoint is loaded."""
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        first = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        optimizers = []
+        for model in (first, first, nn.Linear(8, 8)):
+            tier.wrap(model)
+            optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.1)
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+            optimizers.append(optimizer)
+            if len(optimizers) == 1:
+                tier.unwrap(model)
+        tier.save(tmp_path / "run")
+        before = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers[1:]])
+        tier.load(tmp_path / "run")
+        assert_same([o.state_dict() for o in optimizers[1:]], before, "after a load")
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)]
+        made = [tier.optimizer(tier.wrap(m), torch.optim.AdamW, lr=0.1) for m in models]
+        tier.load(tmp_path / "run")
+        assert_same([o.state_dict() for o in made], before, "in another manager")
 
 
 # -- while training goes on --------------------------------------------------

@@ -466,6 +466,14 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._timing.backwards,
         )
 
+    def is_left(self) -> bool:
+        """Whether all of its parameters were in models that were unwrapped: it steps no more."""
+        units = list(self._units)
+        stepped = sum(len(unit.members) for unit in units)
+        given = sum(len(group["params"]) for group in self.param_groups)
+        freed = all(unit.group is not None and unit.group.freed for unit in units)
+        return bool(units) and freed and stepped == given
+
     def contents_to_replace(self, numbered: dict[str, Any]) -> Contents:
         """Returns its contents, to be replaced; a step that was cut short is given up.
 
@@ -556,7 +564,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
 
     def __repr__(self) -> str:
-        return f"Tiered{self._tried.cls.__name__}({len(self._units)} units)"
+        shown = super().__repr__()  # what scripts log: as the class shows itself
+        return shown.replace(type(self).__name__, self._tried.cls.__name__, 1)
 
     # -- setting up ------------------------------------------------------
 

@@ -281,7 +281,8 @@ class _Loader:
             raise self._error(
                 f"has {len(saved)} optimizers, and {len(self._optimizers)} are open in this "
                 "TierManager: make them with tier.optimizer() before the load, as they were when "
-                "it was saved (tiermem.load_checkpoint takes the weights alone)"
+                "it was saved, and close those that are not used any more, dropped or not "
+                "(tiermem.load_checkpoint takes the weights alone)"
             )
         keys = keys_of(self._models, [])
         for number, (optimizer, mine) in enumerate(zip(self._optimizers, saved, strict=True)):

@@ -130,9 +130,13 @@ def models_of(runtime: ModuleRuntime) -> list[ModelNames]:
 
 
 def optimizers_of(runtime: ModuleRuntime) -> list[TieredOptimizer]:
-    """Returns the optimizers that are open, in the order in which they were made."""
+    """Returns the optimizers that are open, in the order in which they were made.
+
+    One whose models were all unwrapped is left out: it has nothing to go on with.
+    """
     found = [keeper.optimizer for keeper in runtime.keepers]
-    return [optimizer for optimizer in found if isinstance(optimizer, TieredOptimizer)]
+    ours = [optimizer for optimizer in found if isinstance(optimizer, TieredOptimizer)]
+    return [optimizer for optimizer in ours if not optimizer.is_left()]
 
 
 def keys_of(models: Sequence[ModelNames], optimizers: Sequence[Contents]) -> dict[int, str]:

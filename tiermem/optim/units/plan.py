@@ -353,6 +353,8 @@ def check_steps(runtime: ModuleRuntime, units: Sequence[StepUnit], *, overlap: b
     table = runtime.manager.parts.table
     fixed = table.fixed_nbytes()
     for unit in units:
+        if unit.group is not None and unit.group.freed:
+            continue  # its model was unwrapped: it has no blocks, and is not stepped any more
         need = fixed + loose_nbytes(runtime, unit.at_once())
         if held and unit.group is not None:
             need += max(0, held - loose_nbytes(runtime, [unit.group.block]))
