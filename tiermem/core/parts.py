@@ -12,7 +12,7 @@ _EACH = 16
 """A large one takes one in so many of that room: three parts fit beside what else streams."""
 _FEWER, _USUAL = 6, 64 << 20
 """Where that is less than so many bytes, one in as many instead, up to these: a part takes a slow
-host 1.2 ms, and a link 0.7 ms for 29 MB of state."""
+host 1.2 ms, and a link 0.5 ms for 29 MB of state."""
 _PARTS = 256
 """Into so many a parameter is cut at most, unless there is room for smaller ones only."""
 _FINEST = 4096
