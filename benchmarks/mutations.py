@@ -3630,8 +3630,8 @@ MUTATIONS = (
     Mutation(
         "balance: the link is taken to be as fast down as up",
         "tiermem/optim/ahead.py",
-        "        if both is not None:\n            return Speed(",
-        "        if False:\n            return Speed(",
+        "if rates is not None and rates.both_ways is not None:",
+        "if False:",
         ("tests/unit/test_optim_ahead.py",),
     ),
     Mutation(

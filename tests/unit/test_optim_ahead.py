@@ -19,6 +19,7 @@ from torch import nn
 import tiermem
 from tiermem.optim.ahead import Habit
 from tiermem.optim.balance import Choice, Load, Passes, Speed, best_choice, host_helps
+from tiermem.optim.host.spread import Rates
 
 
 @pytest.mark.parametrize("master", [torch.float32, None])
@@ -386,7 +387,7 @@ def test_the_link_is_as_fast_as_it_was_measured_both_ways(monkeypatch: pytest.Mo
     monkeypatch.setattr(pace, "best_rate", lambda link: 6.0 if link == "dram->hbm" else None)
     found = timing.ahead._left._speed()
     assert (found.up, found.down, found.alone) == (5.0, 5.0, 0.0)
-    monkeypatch.setattr(timing.ahead._others, "both_ways", (4.0, 3.0))
+    monkeypatch.setattr(timing.ahead._others, "rates", Rates(1.0, 1.0, both_ways=(4.0, 3.0)))
     found = timing.ahead._left._speed()
     assert (found.up, found.down, found.alone) == (4.0, 3.0, 6.0)
 

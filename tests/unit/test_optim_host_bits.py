@@ -33,6 +33,7 @@ from tiermem.optim.host import exact, loop, proof
 from tiermem.optim.host.devicebits import ShareTrial
 from tiermem.optim.host.exact import ExactCalls, kind_of_step
 from tiermem.optim.host.factor import Factor
+from tiermem.optim.host.spread import Rates
 from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.probe import settings_of
@@ -406,7 +407,7 @@ def test_a_share_is_expected_to_help_where_copies_are_the_longest(
         assert trial.on_host
         busy = Speed(forward=1e-9, backward=1e-9, up=1e6, down=1e6)
         groups = twins.optimizer.param_groups
-        twins.optimizer._host.movable.seconds = 0.0
+        twins.optimizer._host.movable.rates = Rates(0.0, 1.0)
         for speed, on_host in (
             (replace(busy, forward=1.0, backward=1.0), False),
             (busy, True),
@@ -423,7 +424,8 @@ def test_a_share_is_expected_to_help_where_copies_are_the_longest(
             assert trial.decided is not waits  # it is tried there, by itself
         assert {waits for _, waits in trial._by_load} == {False, True}
         monkeypatch.undo()
-        twins.optimizer._host.movable.seconds = 1.0  # an element: its own time is the longest
+        # its own time, a second for an element, is the longest
+        twins.optimizer._host.movable.rates = Rates(1.0, 1.0)
         ahead._left._choose(busy, groups)
         assert not trial.on_host
         twins.backward(3)

@@ -217,11 +217,8 @@ def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
     if not plan:
         return
     pattern, group_of, _ = build_glob_alternation(list(plan))
-    for name, param in list(model.named_parameters()):
-        match = pattern.search(name)
-        if match is not None and param.is_meta:
-            param.data = param.data.to(plan[group_of[str(match.lastgroup)]])
-    for name, buffer in saved_buffers(model).items():
+    params = [(name, param) for name, param in model.named_parameters() if param.is_meta]
+    for name, tensor in (*params, *saved_buffers(model).items()):
         match = pattern.search(name)
         if match is not None:
-            buffer.data = buffer.data.to(plan[group_of[str(match.lastgroup)]])
+            tensor.data = tensor.data.to(plan[group_of[str(match.lastgroup)]])

@@ -25,6 +25,7 @@ from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.auto import AutoOverlap
 from tiermem.optim.balance import Load, Speed, best_choice, host_helps
+from tiermem.optim.host.spread import Rates
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.leaving import IgnoresWeights, LateStates
 from tiermem.optim.provisional import Made, Provisional
@@ -97,13 +98,8 @@ class Others(Protocol):
     """The units of an optimizer that are stepped on the host."""
 
     @property
-    def seconds(self) -> float:
-        """Per element, as measured."""
-        ...
-
-    @property
-    def both_ways(self) -> tuple[float, float] | None:
-        """Bytes per second up and down while copies go both ways; None where not measured."""
+    def rates(self) -> Rates | None:
+        """As measured; None before."""
         ...
 
     def has(self, unit: StepUnit) -> bool:
@@ -202,9 +198,9 @@ class LeftToForward:
         forward, backward = map(pace.computes, self._runtime.names.last)
         if forward is None or backward is None:
             return None
-        both = self._others.both_ways
-        if both is not None:
-            return Speed(forward, backward, *both, alone=pace.fastest("dram->hbm"))
+        rates = self._others.rates
+        if rates is not None and rates.both_ways is not None:
+            return Speed(forward, backward, *rates.both_ways, alone=pace.fastest("dram->hbm"))
         up = pace.rate("dram->hbm")
         return Speed(forward, backward, up, pace.best_rate("hbm->dram") or up)
 
@@ -253,10 +249,11 @@ class LeftToForward:
     def _hosted_load(self, group: Group, load: Load) -> Load:
         """Returns the load of a block where the host has its share: its time, if it is in that."""
         units = self._units[id(group)]
+        rates = self._others.rates
         if not any(map(self._others.may_have, units)):
             return load
         elements = sum(param.numel() for unit in units for param, _ in unit.members)
-        return replace(load, host=self._others.seconds * elements)
+        return replace(load, host=0.0 if rates is None else rates.host * elements)
 
     def _on_host(self) -> frozenset[int]:
         """Returns the ids of the groups that are stepped on the host, as a rule."""

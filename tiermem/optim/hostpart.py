@@ -114,13 +114,12 @@ class HostPart:
         args = self._runtime, planned, self._tried.make, dtype, groups, self._bits
         earlier = [unit for unit in self._units if unit.host is not None]
         if self.movable is not None:
-            why, speeds = choose_exact_sides(
+            why, rates = choose_exact_sides(
                 *args, in_backward=inside or ahead, keeps=ahead, earlier=earlier
             )
             some, self._why_device = not why, why
-            if speeds is not None:
-                self.speeds = speeds
-                self.movable.seconds, self.movable.both_ways = speeds.host, speeds.both_ways
+            if rates is not None:
+                self.speeds = self.movable.rates = rates
             if some:
                 self.movable.take_on(planned, tried=not inside)
         else:

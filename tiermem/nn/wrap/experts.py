@@ -25,7 +25,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.stacks import choices_in, experts_of, reads_rows
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.rows import Choice, Rows
-from tiermem.nn.wrap.lookup import GLOBAL_HOOKS, has_modes
+from tiermem.nn.wrap.lookup import is_watched
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import QUIET, WHOLE, Piece, Stack, Use
@@ -124,16 +124,12 @@ class ExpertsInterceptor(CallInterceptor):
             and self.compiled is None
             and not (names["_forward_pre_hooks"] or names["_forward_hooks"])
             and not (names["_backward_hooks"] or names["_backward_pre_hooks"])
-            and not any(GLOBAL_HOOKS)
             and not group.writes.suspect
             and not group.writes.merging
             and not group.may_be_written()
             and not any(entry.materialized for entry in group.entries)
             and self._has_all()
-            and not has_modes()
-            and not torch._C._len_torch_dispatch_stack()
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and torch._C._get_tracing_state() is None
+            and not is_watched()
             and not torch.is_autocast_enabled(self._manager.parts.device.type)
         )
 

@@ -35,7 +35,7 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 """Those that may look at the weight as they like; the others see what comes out."""
-GLOBAL_HOOKS = (
+_GLOBAL_HOOKS = (
     modules._global_forward_hooks,
     modules._global_forward_pre_hooks,
     modules._global_backward_hooks,
@@ -116,11 +116,7 @@ class LookupInterceptor(CallInterceptor):
             and _item(names["_parameters"], "weight") is entry.param
             and not (entry.materialized or group.may_be_written())
             and not any(names[hooks] for hooks in _HOOKS)
-            and not any(GLOBAL_HOOKS)
-            and not has_modes()
-            and not torch._C._len_torch_dispatch_stack()
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and torch._C._get_tracing_state() is None
+            and not is_watched()
         )
 
     def _look(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -159,6 +155,17 @@ def few_tokens(module: nn.Module, scope: Scope) -> int:
         return 0
     rows, *_ = scope.groups[0].block.tensors[0].shape
     return rows // _SHARE
+
+
+def is_watched() -> bool:
+    """Whether anything may see every call: hooks of all modules, modes, transforms, a trace."""
+    return (
+        any(_GLOBAL_HOOKS)
+        or has_modes()
+        or bool(torch._C._len_torch_dispatch_stack())
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def has_modes() -> bool:

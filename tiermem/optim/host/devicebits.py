@@ -20,6 +20,7 @@ from tiermem.optim.host.factor import Factor
 from tiermem.optim.host.proof import prove
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.side import HostSide, side_of
+from tiermem.optim.host.spread import Rates
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
 from tiermem.optim.units.unit import StepUnit
@@ -311,8 +312,7 @@ class Movable:
 
     Attributes:
         trial: Finds out whether it is faster; None where that is taken for granted.
-        seconds: Of the host for an element, as measured; 0 before.
-        both_ways: Bytes per second of copies up and down, while both go on; None before.
+        rates: As measured; None before.
     """
 
     def __init__(self, runtime: ModuleRuntime, bits: DeviceBits, make: Make) -> None:
@@ -329,8 +329,7 @@ class Movable:
         self._make = make
         self._sides: dict[int, tuple[HostSide, Make]] = {}
         self._waits = False
-        self.seconds = 0.0
-        self.both_ways: tuple[float, float] | None = None
+        self.rates: Rates | None = None
 
     def take_on(self, units: Sequence[StepUnit], *, tried: bool) -> None:
         """Takes over those units that the host steps.
