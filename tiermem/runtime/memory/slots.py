@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +27,8 @@ _KEPT_PER_TENSOR = 4  # views of each of a block's tensors, at most, that are ma
 View = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
 """What a tensor shows of a storage: dtype, offset and sizes, all in elements, and strides."""
 
+
+_WithoutAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """Returns how many tensors and storage objects refer to a storage, by its handle."""
@@ -58,6 +60,27 @@ def typed_view(
         return empty.set_(storage, offset, shape, stride)
     finally:
         torch._C._set_grad_enabled(recorded)
+
+
+def _views_of(block: Block, storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    """Returns one tensor per spec of a block, in order, over the storage it is in.
+
+    By ``as_strided``, which takes half of what an empty tensor and ``set_`` do: a training step
+    makes several for each parameter, as its blocks come to other places each time. Autograd is
+    kept out, or they would be views of one tensor to it, and their versions one.
+    """
+    views: list[torch.Tensor] = []
+    flat: dict[torch.dtype, torch.Tensor] = {}
+    with _WithoutAutograd():
+        for spec in block.tensors:
+            dtype = spec.dtype
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{spec.name}: {dtype!r} is not a torch dtype")
+            over = flat.get(dtype)
+            if over is None:
+                over = flat[dtype] = typed_view(storage, dtype, 0, (0,), (1,))
+            views.append(over.as_strided(spec.shape, spec.stride, spec.offset // dtype.itemsize))
+    return views
 
 
 @dataclass(eq=False)
@@ -352,14 +375,8 @@ class SlotCache:
                 return self._look(block, extent)
         with torch.inference_mode(False), torch.no_grad():
             whole = self._bytes_of(extent)
-            storage, device, views = whole.untyped_storage(), whole.device, []
-            for spec in block.tensors:
-                dtype = spec.dtype
-                if not isinstance(dtype, torch.dtype):
-                    raise TypeError(f"{spec.name}: {dtype!r} is not a torch dtype")
-                empty = torch.empty(0, dtype=dtype, device=device)
-                offset = spec.offset // dtype.itemsize
-                views.append(empty.set_(storage, offset, spec.shape, spec.stride))  # typed_view
+            storage = whole.untyped_storage()
+            views = _views_of(block, storage)
             reading = self._bytes_of(extent).untyped_storage()
         handles = storage._cdata, reading._cdata
         own, own_reading = map(use_count, handles)
