@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tiermem.core.block import Block
 from tiermem.errors import CapacityError, StorageError
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.quiet import quiet, uncompiled
@@ -34,7 +35,6 @@ from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.stepping import SteppedBackward
 from tiermem.optim.units.finality import accumulates, is_nested
 from tiermem.optim.units.late import Ahead
-from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 
 _FIRST_PAUSE, _MOST_PAUSE = 8, 64  # rounds: one more in vain moves half as much again
@@ -453,9 +453,7 @@ class StepsAhead:
         """Yields the blocks whose steps can be made ahead as far as is known, with their units."""
         for units in self._backward.units.values():
             group = units[0].group
-            if group is None or not _may_be_ahead(group):
-                continue
-            if not any(isinstance(unit, PartedUnit) for unit in units):
+            if group is not None and _may_be_ahead(group) and not any(map(_is_in_runs, units)):
                 yield group, units
 
     def _is_last(self, number: int) -> bool:
@@ -501,11 +499,10 @@ class StepsAhead:
         """Whether the step of a unit can be made ahead, and be taken back."""
         return (
             unit.made is not None
-            and not isinstance(unit, PartedUnit)
-            and not (unit.handed.spoils or unit.plain.private or unit.attempt is not None)
             and id(unit) not in self._owed
             and len(unit.entries) == len(unit.members)
-            and (unit.masters is None or (unit.masters.made and not unit.masters.loose()))
+            and not _is_in_runs(unit)
+            and unit.can_be_taken_back()
             and self._auto.is_steady(unit, self._backward.settings)
             and unit.can_wait(self._runtime)
             and (unit.late is None or not _awaits(unit))
@@ -518,7 +515,7 @@ class StepsAhead:
         settings = self._backward.settings
         where = self._others.place_ahead(units, settings)
         for unit in units if where else ():
-            unit.plain.optimizer_for(settings)
+            unit.prepare_ahead(settings)
         if where == "host" and self._host is not None:
             self._begin_there(self._host, group, units)
         elif where == "device":
@@ -537,7 +534,8 @@ class StepsAhead:
         began = time.perf_counter_ns()
         try:
             leave = partial(self.late.leave, self._backward.settings)
-            made = self.provisional.make(group, units, self._state, self._make_one, leave)
+            step = partial(self._make_one, group)
+            made = self.provisional.make(group, units, self._state, step, leave)
         except (StorageError, CapacityError):
             return
         except torch.OutOfMemoryError:
@@ -558,20 +556,28 @@ class StepsAhead:
             blocks += unit.kept_blocks()
         self._backward.write(group, blocks, ahead=True)
 
-    def _make_one(self, unit: StepUnit, made: Made, at_hand: Callable[[], None]) -> None:
+    def _make_one(
+        self, group: Group, unit: StepUnit, made: Made, keep: Callable[[Sequence[Block]], None]
+    ) -> None:
+        now = self._backward
         unit.step(
             self._runtime,
-            self._backward.settings,
+            now.settings,
             self._state,
             ticket=self.provisional.ticket,
-            meanwhile=at_hand,
-            ahead=Ahead(made.late, leaves=made.leaves is not None),
+            write=None if id(group) in now.held_back else now.pipeline.write,
+            ahead=Ahead(keep, made.late, leaves=made.leaves is not None),
         )
 
 
 def _may_be_ahead(group: Group) -> bool:
     """Whether steps of a block can be made ahead, whatever its units are."""
     return not (group.writes.uncounted or group.writes.merging or group.resident)
+
+
+def _is_in_runs(unit: StepUnit) -> bool:
+    """Whether a unit has gradients in runs: they go home as they arrive."""
+    return any(found.runs for found in unit.grad_units())
 
 
 def _is_untouched(unit: StepUnit) -> bool:

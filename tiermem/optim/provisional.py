@@ -19,7 +19,6 @@ from tiermem.core.residency import State as Residency
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.rules.torchsteps import states_of
 from tiermem.optim.units.late import LateState
 from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import State, StepUnit
@@ -92,8 +91,8 @@ class Made:
             self.late.free()
 
 
-Step = Callable[[StepUnit, Made, Callable[[], None]], None]
-"""Makes the step of a unit; calls what it is given once the unit's blocks are at hand."""
+Step = Callable[[StepUnit, Made, Callable[[Sequence[Block]], None]], None]
+"""Makes the step of a unit; calls what it is given with blocks at hand before it writes them."""
 
 
 class Provisional:
@@ -197,14 +196,14 @@ class Provisional:
         try:
             for unit in units:
                 blocks += unit.kept_blocks()
-                numbers, late = _numbers_of(unit, state), unit.late
+                numbers, late = unit.keep_numbers(state), unit.late
                 leaves = leave(unit, numbers)
                 made = self._made[id(unit)] = Made(unit, unit.made, numbers, late, leaves)
                 unit.counted.later(ticket)
                 if late is not None:
                     unit.late = None
                     late.strike()
-                step(unit, made, partial(self._turn, group, made))
+                step(unit, made, partial(self._keep, group, made))
                 made.forget_state()
         finally:
             self._making = False
@@ -239,7 +238,7 @@ class Provisional:
         done = False
         try:
             for unit in units:
-                self._made[id(unit)] = Made(unit, unit.made, _numbers_of(unit, state))
+                self._made[id(unit)] = Made(unit, unit.made, unit.keep_numbers(state))
                 unit.counted.later(ticket)
             begin(self._elsewhere.append, self._shadows.turn_lent)
             for unit in units:
@@ -313,11 +312,10 @@ class Provisional:
 
     # -- inside ----------------------------------------------------------
 
-    def _turn(self, group: Group, made: Made) -> None:
-        """Has the blocks that a step is about to write keep what they are."""
-        kept = made.unit.kept_blocks()
+    def _keep(self, group: Group, made: Made, blocks: Sequence[Block]) -> None:
+        """Has the weights, and blocks beside them, keep what they are before a step writes them."""
         left = made.unit.block if made.leaves is not None else None
-        self._shadows.turn([group.block, *[block for block in kept if block is not left]])
+        self._shadows.turn([group.block, *[block for block in blocks if block is not left]])
         if left is not None:
             # its home stays: a copy there that was submitted and not made yet must not take what
             # is written from now on
@@ -357,13 +355,3 @@ class Provisional:
             return False
         self.drop()
         return self._shadows.release()
-
-
-def _numbers_of(unit: StepUnit, state: State) -> Undo:
-    """Keeps what the state of a unit has outside the tiers, and which parameters have any."""
-    numbers, plain = Undo(), unit.plain
-    kept, owns = plain.optimizer_for(None).state, plain.owns()
-    numbers.keep_entries(kept, owns)
-    stateless = zip(unit.members, states_of(kept, owns), strict=True)
-    numbers.keep_shown(state, [param for (param, _), own in stateless if own is None])
-    return numbers

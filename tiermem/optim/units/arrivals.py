@@ -38,7 +38,10 @@ class Arrivals:
         """Follows the gradients of units from now on, if they are managed."""
         for unit in units:
             if unit.group is not None:
-                self.units.setdefault(id(unit.group), []).append(unit)
+                mine = self.units.setdefault(id(unit.group), [])
+                mine.append(unit)
+                # while parts pass through HBM, gradients of other units would leave it
+                mine.sort(key=lambda unit: unit.is_parted)
                 self.entries.update((id(entry.param), entry) for entry in unit.entries)
                 self.known.update(unit.entries)
 

@@ -12,7 +12,7 @@ Until then the state is *late*: whoever looks at it brings it up to date first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -272,14 +272,17 @@ def _stand_ins(gradients: Sequence[torch.Tensor]) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a step that can be taken back is to do with the state.
+    """How a step is made that the caller can take back, and what it does with the state.
 
     Attributes:
+        keep: Called with blocks of state and masters that are at hand and about to be written, the
+            weights too: has them keep what they are.
         late: The update that it has missed, to be made first in the same try; the caller has taken
             it from the unit, and can put it back.
         leaves: Whether it stays as it is at home; the caller gives up the copy in HBM.
     """
 
+    keep: Callable[[Sequence[Block]], None]
     late: LateState | None = None
     leaves: bool = False
 

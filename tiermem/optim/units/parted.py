@@ -35,6 +35,7 @@ from tiermem.optim.units.held import Held
 from tiermem.optim.units.late import Ahead
 from tiermem.optim.units.part import Part
 from tiermem.optim.units.partsstate import PartsState, numbers_of
+from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
@@ -65,6 +66,8 @@ class PartedUnit(StepUnit):
         parts: In order.
         shown: The state of all parts, as the parameter's.
     """
+
+    is_parted = True
 
     def __init__(self, whole: StepUnit, runs: Sequence[tuple[int, int]]) -> None:
         """Takes the place of a unit that has neither state nor masters in the tiers yet."""
@@ -164,7 +167,7 @@ class PartedUnit(StepUnit):
         if self.made is not ticket:
             if self.group is not None and self.group.freed:
                 self.refuse_freed()
-            if not owed:
+            if not owed and ahead is None:
                 runtime.grads.sync(entry)
             self.flush()
             self._whole = Held(self, runtime, kept=False)
@@ -178,8 +181,9 @@ class PartedUnit(StepUnit):
                     if self._ticket is None:
                         self._numbers_then = numbers_of(state.get(self._param, {}))
                         self._ticket = ticket
-                    self._step_parts(runtime, groups, scaling, meanwhile, write)
-                    self._show_gradient(runtime, entry)
+                    self._step_parts(runtime, groups, scaling, meanwhile, write, ahead)
+                    if ahead is None:
+                        self._show_gradient(runtime, entry)
                     self.shown.publish(runtime, state)
                 else:
                     self._refuse_other_gradient()
@@ -189,6 +193,8 @@ class PartedUnit(StepUnit):
             except BaseException:
                 self.foreign.forget()
                 self._let_go()
+                if ahead is not None:
+                    self._begin_anew()  # the caller takes all of it back
                 raise
         if owed:
             self.clear_forgotten(runtime)
@@ -295,6 +301,7 @@ class PartedUnit(StepUnit):
         scaling: Scaling | None,
         meanwhile: Callable[[], None] | None,
         write: Callable[[Sequence[Block]], None] | None,
+        ahead: Ahead | None,
     ) -> None:
         """Steps the parts that the step which is begun has not stepped yet."""
         numbers, ticket = self._numbers_then or {}, self._ticket
@@ -306,7 +313,9 @@ class PartedUnit(StepUnit):
                 fetch = partial(BlockSweep(runtime.manager).fetch, coming)
             part.take_numbers(numbers)
             part.point_at(self._param, self._gradient)
-            part.unit.step(runtime, groups, part.state, scaling, ticket=ticket, meanwhile=fetch)
+            part.unit.step(
+                runtime, groups, part.state, scaling, ticket=ticket, meanwhile=fetch, ahead=ahead
+            )
             part.point_away()
             self.handed.scaled |= part.unit.handed.scaled
             if write is not None:
@@ -317,6 +326,26 @@ class PartedUnit(StepUnit):
         for part in self.parts:
             part.unit.recover()
         self._let_go()
+
+    def prepare_ahead(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Makes the plain optimizers of the parts, if they are not there."""
+        for part in self.parts:
+            part.unit.prepare_ahead(groups)
+
+    def can_be_taken_back(self) -> bool:
+        """Whether a step of all parts can be undone from outside; see :class:`StepUnit`."""
+        begun = self._ticket is not None or self._whole is not None
+        return not begun and all(part.unit.can_be_taken_back() for part in self.parts)
+
+    def keep_numbers(self, state: State) -> Undo:
+        """Keeps what users see of the state, and what the parts have, outside the tiers."""
+        numbers = Undo()
+        numbers.keep_entries(state, [self._param])
+        for part in self.parts:
+            plain = part.unit.plain
+            numbers.keep_entries(plain.optimizer_for(None).state, plain.owns())
+        numbers.steps.append(self._begin_anew)
+        return numbers
 
     @contextmanager
     def _open(self, runtime: ModuleRuntime) -> Iterator[None]:

@@ -20,6 +20,7 @@ from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make
+from tiermem.optim.rules.torchsteps import states_of
 from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.counted import CountedSteps
 from tiermem.optim.units.foreign import ForeignWrites
@@ -31,6 +32,7 @@ from tiermem.optim.units.master import Masters
 from tiermem.optim.units.onecall import writes_in_one_call
 from tiermem.optim.units.plainopt import PlainOptimizer
 from tiermem.optim.units.stepper import Stepper
+from tiermem.optim.units.undo import Undo
 from tiermem.runtime.memory.slots import Slot
 
 State = dict[Any, Any]
@@ -59,7 +61,10 @@ class StepUnit(UnitGradients):
         made: The ticket of the last step that was made.
         attempt: The step under way, or one that could not be taken back yet.
         late: The update that its state has missed, where a step has left it as it was.
+        is_parted: Whether state and masters pass through HBM one part at a time.
     """
+
+    is_parted = False
 
     def __init__(
         self,
@@ -218,6 +223,8 @@ class StepUnit(UnitGradients):
             slots = attempt.holding.open()
             if meanwhile is not None:
                 meanwhile()
+            if ahead is not None:
+                ahead.keep(self.kept_blocks())
             unscales = scaling is not None and undoes_scale(optimizer, scaling)
             one_call = not unscales and writes_in_one_call(optimizer)
             complete = partial(self._complete, runtime, stored, slots, state)
@@ -323,6 +330,34 @@ class StepUnit(UnitGradients):
             if stand_in is not None and stand_in._kept is not None:
                 shown.append((stand_in, slots[id(unit.block)].views[entry.unit_index]))
         return shown
+
+    def prepare_ahead(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Makes what a step ahead works with, if it is not there.
+
+        Args:
+            groups: Settings of the parameter groups.
+        """
+        self.plain.optimizer_for(groups)
+
+    def can_be_taken_back(self) -> bool:
+        """Whether a step can be undone by who gives its blocks their former bytes, and numbers."""
+        masters = self.masters
+        return (
+            not (self.handed.spoils or self.plain.private or self.attempt is not None)
+            and (masters is None or (masters.made and not masters.loose()))
+        )
+
+    def keep_numbers(self, state: State) -> Undo:
+        """Keeps what its state has outside the tiers, and which parameters have any.
+
+        Args:
+            state: The tiered optimizer's.
+        """
+        numbers, kept, owns = Undo(), self.plain.optimizer_for(None).state, self.plain.owns()
+        numbers.keep_entries(kept, owns)
+        stateless = zip(self.members, states_of(kept, owns), strict=True)
+        numbers.keep_shown(state, [param for (param, _), own in stateless if own is None])
+        return numbers
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
         """Whether no program could see that the step is made later than asked for.
