@@ -102,6 +102,33 @@ def test_the_fused_kernel_is_the_default_and_rounds_close_by() -> None:
             torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=1e-3)
 
 
+class Waves(torch.nn.Module):
+    """Complex weights, and others that the fused kernels can step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.real = torch.nn.Linear(16, 16)
+        self.waves = torch.nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.real(x).to(self.waves.dtype) @ self.waves).abs()
+
+
+@pytest.mark.parametrize("where", ["host", "both"])
+def test_complex_weights_which_the_fused_kernel_does_not_take(where: Any) -> None:
+    plain, model = Waves(), Waves()
+    by_hand = torch.optim.Adam([plain.waves], lr=0.01)
+    with tiermem.TierManager(device="cpu", hbm="64KiB", dram="8MiB") as tier:
+        on_host = tier.optimizer(tier.wrap(model), torch.optim.Adam, where=where, lr=0.01)
+        x = torch.randn(3, 16)
+        plain(x).sum().backward()
+        model(x).sum().backward()
+        by_hand.step()
+        on_host.step()
+    assert_same(plain.waves.detach(), model.waves.detach(), where)
+
+
 def test_closing_the_tiers_ends_the_thread() -> None:
     before = set(threading.enumerate())  # others may have the same name, and outlive this test
     with Twins(Net, DRAM, where="host", overlap=True) as twins:

@@ -15,12 +15,13 @@ from tiermem.optim.rules.separable import Make, ready
 def with_fused(make: Make) -> Make:
     """Returns a maker of the same optimizer with torch's fused CPU kernel, where there is one.
 
-    A user's own choice of ``foreach`` or ``fused`` stands.
+    A user's own choice of ``foreach`` or ``fused`` stands. These kernels take no complex tensors.
     """
 
     def fused(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:
-            if group.get("fused") is None and not group.get("foreach"):
+            chosen = group.get("fused") is not None or group.get("foreach")
+            if not chosen and all(p.is_floating_point() for p in group["params"]):
                 group["fused"] = True
         return make(groups)
 
