@@ -517,3 +517,27 @@ def test_complex_gradients_arrive_where_those_of_another_optimizer_are_scaled() 
             pair.check_gradients("added to")
             pair.both(lambda _, optimizer: optimizer.step())
         pair.finish()
+
+
+@pytest.mark.parametrize("refused", ["clamped", "times i", "by several"])
+def test_what_torch_refuses_is_refused_at_once_and_changes_nothing_later(refused: str) -> None:
+    def use(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        complex_backward(model)
+        gains, weight = model.gains.grad, model.last.weight.grad  # type: ignore[union-attr]
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            if refused == "clamped":
+                nn.utils.clip_grad_value_([model.gains], 0.01)  # type: ignore[list-item]
+            elif refused == "times i":
+                torch._foreach_mul_([gains, weight], 1j)  # type: ignore[list-item]
+            else:
+                torch._foreach_mul_([gains, weight], torch.ones(2))  # type: ignore[list-item]
+        if refused != "clamped":
+            torch._foreach_mul_([gains], torch.tensor(0.5))  # type: ignore[list-item]
+
+    with Pair(WithComplex, DRAM) as pair:
+        for _ in range(2):
+            pair.both(use)
+            pair.check_gradients("after")
+            pair.both(lambda _, optimizer: optimizer.step())
+        pair.finish()
