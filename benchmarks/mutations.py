@@ -3799,7 +3799,7 @@ MUTATIONS = (
             (
                 "a function is put in the place of a parameter outside of calls",
                 "names.py",
-                "value is None and self.lender.here.inside and _puts",
+                "value is None and self._is_in_call() and _puts",
                 "value is None and _puts",
                 "tests/unit/test_nn_parameters.py",
             ),

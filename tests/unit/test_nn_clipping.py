@@ -477,3 +477,67 @@ def test_a_number_given_by_name_is_that_of_the_call() -> None:
         both.both(use)
         both.check_gradients("after")
         both.finish()
+
+
+class WithComplex(nn.Module):
+    """Layers around a complex parameter, which no scaler takes and which nothing clamps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.gains = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = torch.fft.ifft(torch.fft.fft(self.first(x)) * self.gains).real
+        out: torch.Tensor = self.last(mixed)
+        return out
+
+
+def complex_backward(model: nn.Module, *_: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.linspace(-1, 1, 16).view(2, 8)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_complex_gradients_arrive_where_those_of_another_optimizer_are_scaled() -> None:
+    with Pair(WithComplex, DRAM) as pair:
+
+        def train(model: nn.Module, optimizer: Any) -> torch.Tensor:
+            optimizer.zero_grad()
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            model.gains.requires_grad_(False)  # type: ignore[union-attr]
+            complex_backward(model)
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizer)
+            model.gains.requires_grad_(True)  # type: ignore[union-attr]
+            return complex_backward(model)
+
+        for _ in range(2):
+            pair.both(train, what="loss")
+            pair.check_gradients("added to")
+            pair.both(lambda _, optimizer: optimizer.step())
+        pair.finish()
+
+
+@pytest.mark.parametrize("refused", ["clamped", "times i", "by several"])
+def test_what_torch_refuses_is_refused_at_once_and_changes_nothing_later(refused: str) -> None:
+    def use(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        complex_backward(model)
+        gains, weight = model.gains.grad, model.last.weight.grad  # type: ignore[union-attr]
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            if refused == "clamped":
+                nn.utils.clip_grad_value_([model.gains], 0.01)  # type: ignore[list-item]
+            elif refused == "times i":
+                torch._foreach_mul_([gains, weight], 1j)  # type: ignore[list-item]
+            else:
+                torch._foreach_mul_([gains, weight], torch.ones(2))  # type: ignore[list-item]
+        if refused != "clamped":
+            torch._foreach_mul_([gains], torch.tensor(0.5))  # type: ignore[list-item]
+
+    with Pair(WithComplex, DRAM) as pair:
+        for _ in range(2):
+            pair.both(use)
+            pair.check_gradients("after")
+            pair.both(lambda _, optimizer: optimizer.step())
+        pair.finish()

@@ -21,6 +21,7 @@ from torch.nn.utils import (
     vector_to_parameters,
 )
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.nn.groups import away
@@ -498,6 +499,47 @@ def test_a_function_in_the_place_of_a_parameter_for_a_call(hbm: str) -> None:
         check_table(tier)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert same_bits(ours, theirs)
+
+
+def test_a_function_is_refused_outside_of_calls_by_torchs_own_name_too(
+    tier: tiermem.TierManager, model: nn.Sequential
+) -> None:
+    """That name may have been imported before torch's function was replaced."""
+    torchs: Any = parametrize.register_parametrization
+    with pytest.raises(tiermem.ParameterError, match=r"before tier\.wrap"):
+        torchs.__wrapped__(model[2], "weight", Halved())
+
+
+class Recomputed(nn.Module):
+    """Parts that put a function in the place of a weight, computed again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(InCalls() for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            part.calls = 10  # none of them raises
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("hbm", ["64KiB", "4MiB"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_function_in_the_place_of_a_parameter_in_what_is_computed_again(
+    hbm: str, reentrant: bool
+) -> None:
+    plain, model = Recomputed(reentrant), Recomputed(reentrant)
+    model.load_state_dict(plain.state_dict())
+    with tiermem.TierManager("cpu", hbm=hbm, dram="4MiB") as tier:
+        tier.wrap(model)
+        for _ in range(3):
+            for each in (plain, model):
+                each(data().requires_grad_()).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert same_bits(ours.grad.clone(), theirs.grad)
+        check_table(tier)
 
 
 def test_a_parameter_that_is_set_to_itself_is_not_written(

@@ -240,6 +240,35 @@ def test_a_step_that_fails_on_the_host_is_reported_where_its_blocks_are_used() -
         twins.check()
 
 
+def test_weights_that_were_looked_at_are_stepped_and_those_with_views_are_refused() -> None:
+    """After two forwards, whose graphs might have saved the weights as they are."""
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
+    with tiermem.TierManager("cpu", hbm="8MiB", dram="8MiB") as tier:
+        tier.wrap(model)
+        optimizer: Any = tier.optimizer(
+            model, torch.optim.AdamW, lr=0.01, foreach=False, where="host"
+        )
+        for _ in range(2):
+            for each, own in ((plain, adam), (model, optimizer)):
+                own.zero_grad()
+                loss_of(each, 0).backward()
+                loss_of(each, 1).backward()
+                assert all(param.data.isfinite().all() for param in each.parameters())
+                own.step()
+        loss_of(model, 0).backward()
+        view = next(model.parameters()).data
+        with pytest.raises(tiermem.StepError, match="let views of it go"):
+            optimizer.step()
+        del view
+        optimizer.step()
+        loss_of(plain, 0).backward()
+        adam.step()
+        assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+        check_table(tier)
+
+
 def test_closing_while_the_host_works() -> None:
     twins = Twins(Net, DRAM, where="host", overlap=True)
     twins.backward(0)

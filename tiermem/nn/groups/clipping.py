@@ -100,13 +100,12 @@ def _separate(norms: list[torch.Tensor], known: Sequence[int]) -> None:
 def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """Implements for stand-ins a function that changes each tensor of a list by one number."""
     numbers = [*args, *kwargs.values()]
-    if not isinstance(tensors, list | tuple) or any(
-        isinstance(n, list | tuple | LazyTensor) for n in numbers
-    ):
+    if not isinstance(tensors, list | tuple) or not all(map(_is_real, numbers)):
         return NotImplemented
     if func is torch._foreach_mul_ and any(map(_is_used, tensors)) and _is_one(numbers):
         tensors = [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
-    places, others = _places(tensors)
+    clamps = func is not torch._foreach_mul_
+    places, others = _places(tensors, real=clamps)  # torch refuses to clamp complex ones, at once
     for tensor in others:
         dispatch(func, ([tensor], *args), kwargs)
     given = [_kept(number) for number in args]
@@ -116,21 +115,34 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
     return None
 
 
+def _is_real(number: Any) -> bool:
+    """Whether it is one real number, with which a change that is put off cannot fail."""
+    if isinstance(number, torch.Tensor) and not isinstance(number, LazyTensor):
+        return number.dim() == 0 and not number.is_complex()
+    return isinstance(number, int | float)
+
+
 def _kept(number: Any) -> Any:
     return number.detach().clone() if isinstance(number, torch.Tensor) else number
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], list[torch.Tensor]]:
+def _places(
+    tensors: Sequence[torch.Tensor], *, real: bool = False
+) -> tuple[list[Place], list[torch.Tensor]]:
     """Returns which gradients are kept where, by unit, and the tensors that are none of those.
 
     A gradient that is given twice, as that of a tied weight whose modules are clipped together, is
     in two places: it is changed twice.
+
+    Args:
+        tensors: Gradients in the tiers, and any others.
+        real: Whether complex gradients are among the others.
     """
     units: dict[tuple[int, int], Place] = {}
     others: list[torch.Tensor] = []
     times: Counter[int] = Counter()
     for tensor in tensors:
-        place = _place_of(tensor)
+        place = None if real and tensor.dtype.is_complex else _place_of(tensor)
         if place is None:
             others.append(tensor)
             continue

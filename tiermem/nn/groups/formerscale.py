@@ -82,9 +82,9 @@ class FormerScale:
             gradients: In HBM; they are not written.
 
         Returns:
-            The copies; none where there is no scale, or no memory for them.
+            The copies; none where there is no scale, no memory for them, or one of them is complex.
         """
-        if self.inverse is None:
+        if self.inverse is None or any(map(torch.is_complex, gradients)):  # no kernel scales those
             return []
         self._first = self._first or entries[0]
         self._tried += self._first in entries

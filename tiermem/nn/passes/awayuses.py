@@ -227,6 +227,12 @@ class AwayUses:
             group.rest()
         self.soft.clear()
 
+    def end_between(self, group: Group) -> None:
+        """Ends that a group was left pointed, between passes; the caller has the manager's lock."""
+        inside = self.here.inside or torch._C._current_graph_task_id() != -1
+        if not inside and not self.manager.threads.several and id(group) in self.soft:
+            self.soft.pop(id(group)).rest()
+
     @inside
     def rest(self, before: int, result: object) -> None:
         """Ends what was left pointed in a module's call that ends, in a pass without gradients.

@@ -134,6 +134,8 @@ class HostSide:
         for entry in self.unit.entries:
             if entry.materialized:
                 return entry.name
+        if self.unit.group is not None:  # weights looked at since the last pass: none is saved now
+            runtime.away.end_between(self.unit.group)
         return runtime.manager.host_loans.can_lend(self._blocks())
 
     def is_exact(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]]) -> bool:
