@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -208,6 +209,37 @@ def test_a_gradient_asked_for_by_itself_leaves_the_reducer_alone() -> None:
                 (around(x).sum() + out).backward()
             models.append((weight, model.weight.grad.clone(), model.bias.grad.clone()))
         assert all(same_bits(a, b) for a, b in zip(*models, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_collectives_write_what_is_in_the_tiers_and_read_what_is_not(
+    tier: tiermem.TierManager,
+) -> None:
+    """Some ask the class of what is sent alone, some of what is received alone."""
+    model = tier.wrap(replicas.Net())
+    model(torch.ones(2, replicas.WIDTH)).sum().backward()
+    weights = [layer[0].weight for layer in model.layers]
+    gradient, given = weights[0].grad, torch.rand(5, replicas.WIDTH, replicas.WIDTH)
+    with torch.no_grad():
+        dist.all_gather([weights[0]], given[0])
+        dist.scatter(weights[1], [weights[0]])
+        dist.gather(given[1], [weights[2]])
+        dist.reduce_scatter(weights[3], [given[2]])
+        work = dist.all_gather([gradient], given[3], async_op=True)
+        work.wait()
+        dist.reduce_scatter(given[4], [gradient])
+    found = [*(weight.detach().clone() for weight in weights[:4]), gradient.clone(), given[4]]
+    wanted = [given[0], given[0], given[1], given[2], given[3], given[3]]
+    assert_same(found, wanted, "exchanged")
+    received = [None]
+    dist.scatter_object_list(received, [gradient])
+    assert same_bits(received[0], given[3])
+    early = dist.all_gather.__wrapped__  # as programs have it that imported it before tiermem
+    if "has_torch_function" in inspect.unwrap(early).__code__.co_names:
+        with torch.no_grad():
+            early([weights[2]], weights[0])
+        model(torch.ones(2, replicas.WIDTH))
+        assert same_bits(weights[2].detach().clone(), given[0])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
