@@ -242,6 +242,41 @@ def test_collectives_write_what_is_in_the_tiers_and_read_what_is_not(
         assert same_bits(weights[2].detach().clone(), given[0])
 
 
+class Sharing(torch.optim.SGD):
+    """Steps, and sends what its process has stepped to the others, as ZeroRedundancyOptimizer."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            dist.broadcast(param.data, 0)
+
+
+class Summing(torch.optim.SGD):
+    """Adds up the gradients of all processes, and steps."""
+
+    def step(self, closure: None = None) -> None:
+        dist.barrier()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+        super().step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_shares_parameters_out_among_processes_is_refused(
+    tier: tiermem.TierManager,
+) -> None:
+    """Each process would find something else as it tries the class, and wait for the others."""
+    model = tier.wrap(replicas.Net())
+    with pytest.raises(tiermem.StepError, match=r"Sharing.*shares parameters out.*broadcast_"):
+        tier.optimizer(model, Sharing, lr=0.1)
+    optimizer = tier.optimizer(model, Summing, lr=0.1)
+    before = model.extra.bias.detach().clone()
+    model(torch.ones(2, replicas.WIDTH)).sum().backward()
+    optimizer.step()
+    assert same_bits(model.extra.bias.detach().clone(), before - 0.1 * 2)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_one_graph_of_several_blocks_is_refused_in_one_sentence() -> None:
     with tiermem.TierManager("cpu", hbm=replicas.LEAST, dram="4MiB") as tier:
