@@ -152,6 +152,23 @@ def test_what_cannot_be_followed_is_refused_before_backward(tier: tiermem.TierMa
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_model_that_was_replicated_before_is_refused(tier: tiermem.TierManager) -> None:
+    """Its buffers would be broadcast while they are away, and no block could leave."""
+    model = replicas.Net()
+    before = DistributedDataParallel(model.extra)
+    with pytest.raises(tiermem.WrapError, match=r"made before tier\.wrap.*make that anew"):
+        tier.wrap(model)
+    assert type(model.extra.weight) is nn.Parameter
+    before.itself = [before]  # only the collector finds out that nobody has it
+    del before
+    around = DistributedDataParallel(tier.wrap(model), init_sync=False)
+    around(torch.ones(2, replicas.WIDTH)).sum().backward()
+    tier.unwrap(model)
+    with pytest.raises(tiermem.WrapError, match=r"DistributedDataParallel\(tier\.wrap\(model\)\)"):
+        tier.wrap(model)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_model_that_is_only_called_inside_is_no_part_of_it(tier: tiermem.TierManager) -> None:
     class Student(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ asked for.
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from collections.abc import Callable
@@ -27,11 +28,36 @@ from tiermem.nn.wrap.statedict import LoadAllInterceptor
 _COMPILED = "OptimizedModule"
 _FRAMES = 5
 _everybody: WeakSet[ReducedGradients] = WeakSet()
+_replicas: WeakSet[DistributedDataParallel] = WeakSet()
 
 
 def follow(reduced: ReducedGradients) -> None:
     """Notifies ``reduced`` of every ``DistributedDataParallel`` from now on."""
     _everybody.add(reduced)
+
+
+def refuse_replica(model: nn.Module) -> None:
+    """Refuses a model that a ``DistributedDataParallel`` has from before it is wrapped.
+
+    That refers to its parameters for as long as it lives, so that no block could leave HBM, and
+    broadcasts buffers wherever they are.
+
+    Raises:
+        WrapError: Saying what to do instead.
+    """
+    if _is_replica(model):
+        gc.collect()  # of one that is no longer used
+        if _is_replica(model):
+            raise WrapError(
+                f"module {type(model).__name__!r} is in a DistributedDataParallel that was made "
+                "before tier.wrap, beside which its weights cannot come and go; wrap first, and "
+                "make that anew: DistributedDataParallel(tier.wrap(model))"
+            )
+
+
+def _is_replica(model: nn.Module) -> bool:
+    own = {id(param) for param in model.parameters()}
+    return any(id(param) in own for replica in list(_replicas) for param in replica.parameters())
 
 
 def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -47,6 +73,7 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if isinstance(own, LoadAllInterceptor):
         own.scope.wrapped.modules.joined(parent, child)
     if isinstance(parent, DistributedDataParallel):
+        _replicas.add(parent)
         for reduced in list(_everybody):
             reduced.hold_buffers(child)
     elif isinstance(parent, DataParallel) and is_wrapped(child):
