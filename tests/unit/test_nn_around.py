@@ -6,7 +6,7 @@ import inspect
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -292,6 +292,18 @@ def test_an_optimizer_that_shares_parameters_out_among_processes_is_refused(
     model(torch.ones(2, replicas.WIDTH)).sum().backward()
     optimizer.step()
     assert same_bits(model.extra.bias.detach().clone(), before - 0.1 * 2)
+
+
+def test_weights_in_buckets_of_an_optimizer_are_refused(tier: tiermem.TierManager) -> None:
+    """It would send the buckets to other processes, and the weights would stay what they are."""
+    code = "def _build_param_buckets(param, bucket): param.data = bucket.view_as(param)"
+    names: dict[str, Callable[..., None]] = {}
+    exec(compile(code, "zero_redundancy_optimizer.py", "exec"), names)
+    model = tier.wrap(replicas.Net())
+    weight, before = model.extra.weight, model.extra.weight.detach().clone()
+    with pytest.raises(tiermem.ParameterError, match="parameters_as_bucket_view=True"):
+        names["_build_param_buckets"](weight, torch.ones(before.numel()))
+    assert same_bits(weight.detach().clone(), before)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
