@@ -169,6 +169,25 @@ def test_a_model_that_was_replicated_before_is_refused(tier: tiermem.TierManager
 
 
 @pytest.mark.usefixtures("alone")
+def test_parameters_replicated_without_their_modules_are_refused(
+    tier: tiermem.TierManager,
+) -> None:
+    """torch's ``replicate`` makes a list of them as the model is called first."""
+    model = tier.wrap(replicas.Net())
+
+    def replicate(module: nn.Module, args: object) -> None:
+        DistributedDataParallel(nn.ParameterList(module.parameters()), init_sync=False)
+
+    hook = model.register_forward_pre_hook(replicate)
+    x = torch.ones(2, replicas.WIDTH)
+    with pytest.raises(tiermem.WrapError, match=r"replicate\(\).*\(tier\.wrap\(model\)\)"):
+        model(x)
+    hook.remove()
+    DistributedDataParallel(nn.ParameterList([nn.Parameter(x)]))
+    DistributedDataParallel(model, init_sync=False)(x).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_model_that_is_only_called_inside_is_no_part_of_it(tier: tiermem.TierManager) -> None:
     class Student(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

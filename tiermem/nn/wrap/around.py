@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tiermem.errors import WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
+from tiermem.nn.groups.away import group_of
 from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.wrap.statedict import LoadAllInterceptor
 
@@ -65,7 +66,8 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
 
     Raises:
         CapacityError: If what a ``DistributedDataParallel`` broadcasts has no room in HBM.
-        WrapError: If one graph is asked for of a wrapped model, or copies of it on several devices.
+        WrapError: If one graph is asked for of a wrapped model, copies of it on several devices, or
+            the reduction of its parameters without its modules.
     """
     if child is None:
         return
@@ -73,6 +75,12 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if isinstance(own, LoadAllInterceptor):
         own.scope.wrapped.modules.joined(parent, child)
     if isinstance(parent, DistributedDataParallel):
+        if isinstance(child, nn.ParameterList) and any(id(p) in group_of for p in child):
+            raise WrapError(
+                "a DistributedDataParallel around parameters of a wrapped model, without its "
+                "modules, is not seen in its forwards (torch's replicate() makes one); put it "
+                "around the model: DistributedDataParallel(tier.wrap(model))"
+            )
         _replicas.add(parent)
         for reduced in list(_everybody):
             reduced.hold_buffers(child)
