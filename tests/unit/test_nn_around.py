@@ -95,7 +95,10 @@ def test_a_broadcast_of_all_weights_without_room_says_what_to_do(
     model = tier.wrap(replicas.Net())
     with pytest.raises(tiermem.CapacityError, match=r"init_sync=False.*prepare_model"):
         DistributedDataParallel(model)
-    DistributedDataParallel(model, init_sync=False)(torch.ones(2, replicas.WIDTH)).sum().backward()
+    around = DistributedDataParallel(model, init_sync=False)
+    with pytest.raises(tiermem.CapacityError, match=r"as many batches instead of join\(\)"):
+        with around.join():
+            around(torch.ones(2, replicas.WIDTH)).sum().backward()
 
 
 @pytest.mark.usefixtures("alone")

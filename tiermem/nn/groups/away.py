@@ -169,9 +169,10 @@ class Away(StandIn):
                 return True, _ordinary(self, torch.Tensor, copy=False).detach()
             except CapacityError as error:
                 raise CapacityError(
-                    "DistributedDataParallel broadcasts all weights at once as it is made, and "
-                    "HBM has no room for them: start every process from the same weights and "
-                    "pass init_sync=False to it (torch 2.6 has no such option; accelerate does not "
+                    "DistributedDataParallel broadcasts all weights at once as it is made, and as "
+                    "join() ends, and HBM has no room for them: start every process from the same "
+                    "weights, give all as many batches instead of join(), and pass init_sync=False "
+                    "to it (torch 2.6 has no such option; accelerate does not "
                     "pass it: give DistributedDataParallel(model, init_sync=False) to "
                     f"accelerator.prepare_model(..., evaluation_mode=True)); {error}"
                 ) from error
