@@ -339,3 +339,18 @@ def test_collectives_that_ask_no_class_are_told_of_stand_ins() -> None:
         assert torch.equal(other, weight)
         module.all_gather([moment, model.weight], other + 1)
         assert torch.equal(moment, weight + 1) and torch.equal(model.weight, weight + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_collectives_that_are_told_of_stand_ins_are_compiled_into_one_graph() -> None:
+    """The compiler has to get to torch's own where it was imported before tiermem."""
+
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + 1
+
+    module = SimpleNamespace(__all__=["send"], send=send)
+    tell(module, module, lambda value: isinstance(value, StandIn), _exchange)
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="4MiB") as tier:
+        tier.wrap(nn.Linear(8, 8))  # tiermem's own code is hidden from the compiler from now on
+        compiled = torch.compile(lambda x: module.send(x) * 2, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))

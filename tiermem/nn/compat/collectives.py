@@ -70,17 +70,16 @@ def _is_tensors(name: str) -> bool:
 def _telling(
     function: Callable[..., Any], concerned: Callable[[Any], bool], exchange: Exchange
 ) -> Callable[..., Any]:
+    # nested, for the compiler not to be kept from following it to what it stands before
+    def has_any(values: Iterable[Any]) -> bool:
+        return any(
+            has_any(value) if type(value) in (list, tuple) else concerned(value) for value in values
+        )
+
     @wraps(function)
     def telling(*args: Any, **kwargs: Any) -> Any:
-        if _has_any((*args, *kwargs.values()), concerned):
+        if has_any((*args, *kwargs.values())):
             return exchange(function, args, kwargs)
         return function(*args, **kwargs)
 
     return telling
-
-
-def _has_any(values: Iterable[Any], concerned: Callable[[Any], bool]) -> bool:
-    return any(
-        _has_any(value, concerned) if type(value) in (list, tuple) else concerned(value)
-        for value in values
-    )
