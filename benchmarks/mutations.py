@@ -1538,7 +1538,7 @@ _ELSEWHERE = (
     Mutation(
         "nn: collectives that ask no class are given stand-ins",
         "tiermem/nn/compat/collectives.py",
-        "        if _has_any((*args, *kwargs.values()), concerned):\n",
+        "        if has_any((*args, *kwargs.values())):\n",
         "        if False:\n",
         ("tests/unit/test_nn_torch_versions.py",),
     ),

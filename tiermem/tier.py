@@ -33,6 +33,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.inspect import check_module
 from tiermem.nn.groups.resident import Resident
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.nn.wrap import around
 from tiermem.nn.wrap.anew import to_wrap_anew
 from tiermem.nn.wrap.giveback import Leaving, finish, give_back, prepare, say_beside
 from tiermem.nn.wrap.materialize import Target, materialize
@@ -210,6 +211,8 @@ class TierManager:
         """
         self._manager.gate.guard()
         check_module(model, id(self._manager))
+        if number is None:  # what is wrapped anew was wrapped before it was replicated
+            around.refuse_replica(model)
         self._runtime.activations.check()
         on_device = any(p.is_cuda for p in model.parameters())
         number = self._wraps if number is None else number

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,10 @@ def test_a_broadcast_of_all_weights_without_room_says_what_to_do(
     model = tier.wrap(replicas.Net())
     with pytest.raises(tiermem.CapacityError, match=r"init_sync=False.*prepare_model"):
         DistributedDataParallel(model)
-    DistributedDataParallel(model, init_sync=False)(torch.ones(2, replicas.WIDTH)).sum().backward()
+    around = DistributedDataParallel(model, init_sync=False)
+    with pytest.raises(tiermem.CapacityError, match=r"as many batches instead of join\(\)"):
+        with around.join():
+            around(torch.ones(2, replicas.WIDTH)).sum().backward()
 
 
 @pytest.mark.usefixtures("alone")
@@ -148,6 +152,42 @@ def test_what_cannot_be_followed_is_refused_before_backward(tier: tiermem.TierMa
     optimizer.close()
     with pytest.raises(tiermem.WrapError, match=r"DistributedDataParallel\(tier\.wrap\(model\)\)"):
         tier.wrap(around)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_was_replicated_before_is_refused(tier: tiermem.TierManager) -> None:
+    """Its buffers would be broadcast while they are away, and no block could leave."""
+    model = replicas.Net()
+    before = DistributedDataParallel(model.extra)
+    with pytest.raises(tiermem.WrapError, match=r"made before tier\.wrap.*make that anew"):
+        tier.wrap(model)
+    assert type(model.extra.weight) is nn.Parameter
+    before.itself = [before]  # only the collector finds out that nobody has it
+    del before
+    around = DistributedDataParallel(tier.wrap(model), init_sync=False)
+    around(torch.ones(2, replicas.WIDTH)).sum().backward()
+    tier.unwrap(model)
+    with pytest.raises(tiermem.WrapError, match=r"DistributedDataParallel\(tier\.wrap\(model\)\)"):
+        tier.wrap(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_replicated_without_their_modules_are_refused(
+    tier: tiermem.TierManager,
+) -> None:
+    """torch's ``replicate`` makes a list of them as the model is called first."""
+    model = tier.wrap(replicas.Net())
+
+    def replicate(module: nn.Module, args: object) -> None:
+        DistributedDataParallel(nn.ParameterList(module.parameters()), init_sync=False)
+
+    hook = model.register_forward_pre_hook(replicate)
+    x = torch.ones(2, replicas.WIDTH)
+    with pytest.raises(tiermem.WrapError, match=r"replicate\(\).*\(tier\.wrap\(model\)\)"):
+        model(x)
+    hook.remove()
+    DistributedDataParallel(nn.ParameterList([nn.Parameter(x)]))
+    DistributedDataParallel(model, init_sync=False)(x).sum().backward()
 
 
 @pytest.mark.usefixtures("alone")
@@ -208,6 +248,84 @@ def test_a_gradient_asked_for_by_itself_leaves_the_reducer_alone() -> None:
                 (around(x).sum() + out).backward()
             models.append((weight, model.weight.grad.clone(), model.bias.grad.clone()))
         assert all(same_bits(a, b) for a, b in zip(*models, strict=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_collectives_write_what_is_in_the_tiers_and_read_what_is_not(
+    tier: tiermem.TierManager,
+) -> None:
+    """Some ask the class of what is sent alone, some of what is received alone."""
+    model = tier.wrap(replicas.Net())
+    model(torch.ones(2, replicas.WIDTH)).sum().backward()
+    weights = [layer[0].weight for layer in model.layers]
+    gradient, given = weights[0].grad, torch.rand(5, replicas.WIDTH, replicas.WIDTH)
+    with torch.no_grad():
+        dist.all_gather([weights[0]], given[0])
+        dist.scatter(weights[1], [weights[0]])
+        dist.gather(given[1], [weights[2]])
+        dist.reduce_scatter(weights[3], [given[2]])
+        work = dist.all_gather([gradient], given[3], async_op=True)
+        work.wait()
+        dist.reduce_scatter(given[4], [gradient])
+    found = [*(weight.detach().clone() for weight in weights[:4]), gradient.clone(), given[4]]
+    wanted = [given[0], given[0], given[1], given[2], given[3], given[3]]
+    assert_same(found, wanted, "exchanged")
+    received = [None]
+    dist.scatter_object_list(received, [gradient])
+    assert same_bits(received[0], given[3])
+    early = dist.all_gather.__wrapped__  # as programs have it that imported it before tiermem
+    if "has_torch_function" in inspect.unwrap(early).__code__.co_names:
+        with torch.no_grad():
+            early([weights[2]], weights[0])
+        model(torch.ones(2, replicas.WIDTH))
+        assert same_bits(weights[2].detach().clone(), given[0])
+
+
+class Sharing(torch.optim.SGD):
+    """Steps, and sends what its process has stepped to the others, as ZeroRedundancyOptimizer."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            dist.broadcast(param.data, 0)
+
+
+class Summing(torch.optim.SGD):
+    """Adds up the gradients of all processes, and steps."""
+
+    def step(self, closure: None = None) -> None:
+        dist.barrier()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+        super().step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_shares_parameters_out_among_processes_is_refused(
+    tier: tiermem.TierManager,
+) -> None:
+    """Each process would find something else as it tries the class, and wait for the others."""
+    model = tier.wrap(replicas.Net())
+    with pytest.raises(tiermem.StepError, match=r"Sharing.*shares parameters out.*broadcast_"):
+        tier.optimizer(model, Sharing, lr=0.1)
+    optimizer = tier.optimizer(model, Summing, lr=0.1)
+    before = model.extra.bias.detach().clone()
+    model(torch.ones(2, replicas.WIDTH)).sum().backward()
+    optimizer.step()
+    assert same_bits(model.extra.bias.detach().clone(), before - 0.1 * 2)
+
+
+def test_weights_in_buckets_of_an_optimizer_are_refused(tier: tiermem.TierManager) -> None:
+    """It would send the buckets to other processes, and the weights would stay what they are."""
+    code = "def _build_param_buckets(param, bucket): param.data = bucket.view_as(param)"
+    names: dict[str, Callable[..., None]] = {}
+    exec(compile(code, "zero_redundancy_optimizer.py", "exec"), names)
+    model = tier.wrap(replicas.Net())
+    weight, before = model.extra.weight, model.extra.weight.detach().clone()
+    with pytest.raises(tiermem.ParameterError, match="parameters_as_bucket_view=True"):
+        names["_build_param_buckets"](weight, torch.ones(before.numel()))
+    assert same_bits(weight.detach().clone(), before)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -310,6 +310,20 @@ def test_a_plain_optimizer_that_wants_everything_at_once(tiers: Any) -> None:
     assert "tier.optimizer(model, torch.optim.AdamW" in str(error)
 
 
+def test_an_optimizer_that_sends_weights_to_other_processes_is_not_advised(tiers: Any) -> None:
+    """``tier.optimizer`` refuses it as well."""
+
+    class Averaging(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            torch.cat([param.data.reshape(-1) for param in self.param_groups[0]["params"]])
+
+    Averaging.__module__ = "torch.distributed.optim"  # as PostLocalSGDOptimizer is
+    model = tiers(hbm="48KiB").wrap(build())
+    optimizer = Averaging(model.parameters(), lr=0.1)
+    error = refused(optimizer.step)
+    assert "tier.optimizer(model, ...) of the class that is inside it" in str(error)
+
+
 def test_the_command_line_names_its_own_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

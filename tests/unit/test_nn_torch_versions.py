@@ -302,11 +302,21 @@ def test_collectives_that_ask_no_class_are_told_of_stand_ins() -> None:
     def all_reduce(tensor: torch.Tensor) -> object:
         return has_torch_function((tensor,))
 
-    functions = {f.__name__: f for f in (broadcast, gather, isend, barrier, all_reduce)}
+    def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Asks one of its arguments, as those of torch from 2.13 on do."""
+        assert not has_torch_function((tensor, *tensor_list))
+        for other in tensor_list:
+            other.detach().copy_(tensor)
+
+    def scatter_object_list(output_list: list[object], input_list: list[object]) -> None:
+        output_list[:] = input_list
+
+    every = broadcast, gather, isend, barrier, all_reduce, all_gather, scatter_object_list
+    functions: dict[str, Any] = {f.__name__: f for f in every}
     module = SimpleNamespace(__all__=[*functions, "gone"], **functions)
     package = SimpleNamespace(broadcast=broadcast, gather=None)
     told = tell(module, package, lambda value: isinstance(value, StandIn), _exchange)
-    assert told == ["broadcast", "gather"] and package.gather is None
+    assert told == ["broadcast", "gather", "all_gather"] and package.gather is None
     assert package.broadcast is module.broadcast is not broadcast
     assert all(getattr(module, name) is functions[name] for name in functions if name not in told)
 
@@ -327,3 +337,20 @@ def test_collectives_that_ask_no_class_are_told_of_stand_ins() -> None:
         assert not moment.any()
         module.gather(tensor=model.weight, gather_list=[other])
         assert torch.equal(other, weight)
+        module.all_gather([moment, model.weight], other + 1)
+        assert torch.equal(moment, weight + 1) and torch.equal(model.weight, weight + 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_collectives_that_are_told_of_stand_ins_are_compiled_into_one_graph() -> None:
+    """The compiler has to get to torch's own where it was imported before tiermem."""
+
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + 1
+
+    module = SimpleNamespace(__all__=["send"], send=send)
+    tell(module, module, lambda value: isinstance(value, StandIn), _exchange)
+    with tiermem.TierManager("cpu", hbm="64KiB", dram="4MiB") as tier:
+        tier.wrap(nn.Linear(8, 8))  # tiermem's own code is hidden from the compiler from now on
+        compiled = torch.compile(lambda x: module.send(x) * 2, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))

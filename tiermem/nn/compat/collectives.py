@@ -1,9 +1,11 @@
 """Which functions exchange tensors between processes, and how they come to know of stand-ins.
 
 Up to torch 2.12 most of them hand their arguments to C++ as they are, without asking the class of a
-tensor (``__torch_function__``): there a stand-in has no bytes. These are wrapped from the import of
-tiermem on. ``isend`` and ``irecv`` are not: ``P2POp`` knows them by identity, and programs may have
-imported them before.
+tensor (``__torch_function__``): there a stand-in has no bytes. Later versions ask one argument of
+those that take several (of ``all_gather`` what is sent, not where it goes to). All of these are
+wrapped from the import of tiermem on. ``isend`` and ``irecv`` are not: ``P2POp`` knows them by
+identity, and programs may have imported them before. Those for objects pickle stand-ins by
+themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 Exchange = Callable[[Callable[..., Any], Any, Any], Any]
 _BY_IDENTITY = ("isend", "irecv")
-_TAKES = ("tensor", "input", "output")
+_TAKES = ("tensor", "input", "output", "gather_list", "scatter_list")
 
 
 def collectives(module: Any) -> set[Callable[..., Any]]:
@@ -42,7 +44,9 @@ def tell(
     told = []
     for name in getattr(module, "__all__", ()):
         function = getattr(module, name, None)
-        if type(function) is not FunctionType or name in _BY_IDENTITY or not _is_mute(function):
+        if type(function) is not FunctionType or name in _BY_IDENTITY or "object" in name:
+            continue
+        if not _is_mute(function):
             continue
         telling = _telling(function, concerned, exchange)
         for place in (module, package):
@@ -53,26 +57,29 @@ def tell(
 
 
 def _is_mute(function: Callable[..., Any]) -> bool:
-    """Whether a function takes tensors and does not ask their classes."""
+    """Whether a function takes tensors some of whose classes it does not ask."""
     names = inspect.unwrap(function).__code__.co_names
-    takes = any(kind in name for name in inspect.signature(function).parameters for kind in _TAKES)
-    return takes and "has_torch_function" not in names
+    takes = [name for name in inspect.signature(function).parameters if _is_tensors(name)]
+    return len(takes) > ("has_torch_function" in names)
+
+
+def _is_tensors(name: str) -> bool:
+    return any(kind in name for kind in _TAKES)
 
 
 def _telling(
     function: Callable[..., Any], concerned: Callable[[Any], bool], exchange: Exchange
 ) -> Callable[..., Any]:
+    # nested, for the compiler not to be kept from following it to what it stands before
+    def has_any(values: Iterable[Any]) -> bool:
+        return any(
+            has_any(value) if type(value) in (list, tuple) else concerned(value) for value in values
+        )
+
     @wraps(function)
     def telling(*args: Any, **kwargs: Any) -> Any:
-        if _has_any((*args, *kwargs.values()), concerned):
+        if has_any((*args, *kwargs.values())):
             return exchange(function, args, kwargs)
         return function(*args, **kwargs)
 
     return telling
-
-
-def _has_any(values: Iterable[Any], concerned: Callable[[Any], bool]) -> bool:
-    return any(
-        _has_any(value, concerned) if type(value) in (list, tuple) else concerned(value)
-        for value in values
-    )

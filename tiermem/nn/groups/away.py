@@ -45,6 +45,8 @@ _BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code_
 _FLATTENS = "_detach_if_needed"
 """The function in which FSDP takes the weights that it puts into one; not imported, as it takes
 long."""
+_BUCKETS = "_param_buckets"
+"""How functions end in which torch's ZeroRedundancyOptimizer lays weights into others."""
 _classes: dict[type, type] = {}
 group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
 """Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is
@@ -113,6 +115,7 @@ class Away(StandIn):
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
         if func == SET_DATA:
+            self._refuse_buckets(sys._getframe(3).f_code)
             _take_data(self, args[1])
             return True, None
         if func == _GET_DATA and id(self) in group_of:
@@ -146,6 +149,15 @@ class Away(StandIn):
         finally:
             use.close(torch.Tensor.data_ptr)
 
+    def _refuse_buckets(self, caller: types.CodeType) -> None:
+        """Refuses what counts on sharing memory with the parameter from then on."""
+        if caller.co_name.endswith(_BUCKETS) and "zero_redundancy" in caller.co_filename:
+            raise ParameterError(
+                "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) keeps weights in buckets "
+                "of its own, where they cannot come and go; leave that option out, or use "
+                "tier.optimizer(model, optimizer_class, ...), whose state is in the tiers"
+            )
+
     def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
         if caller is NEW_PARAMETER:
             # it wants a tensor of the same class, and gives it the class nn.Parameter then
@@ -157,9 +169,10 @@ class Away(StandIn):
                 return True, _ordinary(self, torch.Tensor, copy=False).detach()
             except CapacityError as error:
                 raise CapacityError(
-                    "DistributedDataParallel broadcasts all weights at once as it is made, and "
-                    "HBM has no room for them: start every process from the same weights and "
-                    "pass init_sync=False to it (torch 2.6 has no such option; accelerate does not "
+                    "DistributedDataParallel broadcasts all weights at once as it is made, and as "
+                    "join() ends, and HBM has no room for them: start every process from the same "
+                    "weights, give all as many batches instead of join(), and pass init_sync=False "
+                    "to it (torch 2.6 has no such option; accelerate does not "
                     "pass it: give DistributedDataParallel(model, init_sync=False) to "
                     f"accelerator.prepare_model(..., evaluation_mode=True)); {error}"
                 ) from error

@@ -567,9 +567,15 @@ def beside_optimizer(error: CapacityError) -> CapacityError:
     cls = type(found[0])  # not what an integration has put around it
     module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
     name = f"{module}.{cls.__name__}"
+    what = f"{error.what}, while a plain {name} asks for many parameters at once"
+    if module.startswith("torch.distributed"):  # it sends them to other processes
+        return CapacityError(
+            what,
+            "step with tier.optimizer(model, ...) of the class that is inside it, and exchange "
+            "weights, if at all, inside `with tier.materialize(model):`",
+        )
     return CapacityError(
-        f"{error.what}, while a plain {name} asks for many parameters at once",
-        f"make it with tier.optimizer(model, {name}, ...), which steps block by block",
+        what, f"make it with tier.optimizer(model, {name}, ...), which steps block by block"
     )
 
 

@@ -291,3 +291,4 @@ def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 tell(_C10D, torch.distributed, lambda value: isinstance(value, StandIn), _exchange)
+_COLLECTIVES |= collectives(_C10D)  # torch's own name what stands in their place

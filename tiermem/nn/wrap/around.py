@@ -9,6 +9,7 @@ asked for.
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 from collections.abc import Callable
@@ -21,12 +22,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from tiermem.errors import WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
+from tiermem.nn.groups.away import group_of
 from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.wrap.statedict import LoadAllInterceptor
 
 _COMPILED = "OptimizedModule"
 _FRAMES = 5
 _everybody: WeakSet[ReducedGradients] = WeakSet()
+_replicas: WeakSet[DistributedDataParallel] = WeakSet()
 
 
 def follow(reduced: ReducedGradients) -> None:
@@ -34,12 +37,37 @@ def follow(reduced: ReducedGradients) -> None:
     _everybody.add(reduced)
 
 
+def refuse_replica(model: nn.Module) -> None:
+    """Refuses a model that a ``DistributedDataParallel`` has from before it is wrapped.
+
+    That refers to its parameters for as long as it lives, so that no block could leave HBM, and
+    broadcasts buffers wherever they are.
+
+    Raises:
+        WrapError: Saying what to do instead.
+    """
+    if _is_replica(model):
+        gc.collect()  # of one that is no longer used
+        if _is_replica(model):
+            raise WrapError(
+                f"module {type(model).__name__!r} is in a DistributedDataParallel that was made "
+                "before tier.wrap, beside which its weights cannot come and go; wrap first, and "
+                "make that anew: DistributedDataParallel(tier.wrap(model))"
+            )
+
+
+def _is_replica(model: nn.Module) -> bool:
+    own = {id(param) for param in model.parameters()}
+    return any(id(param) in own for replica in list(_replicas) for param in replica.parameters())
+
+
 def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Checks a module that gets a child, and notifies what follows ``DistributedDataParallel``.
 
     Raises:
         CapacityError: If what a ``DistributedDataParallel`` broadcasts has no room in HBM.
-        WrapError: If one graph is asked for of a wrapped model, or copies of it on several devices.
+        WrapError: If one graph is asked for of a wrapped model, copies of it on several devices, or
+            the reduction of its parameters without its modules.
     """
     if child is None:
         return
@@ -47,6 +75,13 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if isinstance(own, LoadAllInterceptor):
         own.scope.wrapped.modules.joined(parent, child)
     if isinstance(parent, DistributedDataParallel):
+        if isinstance(child, nn.ParameterList) and any(id(p) in group_of for p in child):
+            raise WrapError(
+                "a DistributedDataParallel around parameters of a wrapped model, without its "
+                "modules, is not seen in its forwards (torch's replicate() makes one); put it "
+                "around the model: DistributedDataParallel(tier.wrap(model))"
+            )
+        _replicas.add(parent)
         for reduced in list(_everybody):
             reduced.hold_buffers(child)
     elif isinstance(parent, DataParallel) and is_wrapped(child):

@@ -19,7 +19,7 @@ from tiermem.errors import StepError
 from tiermem.nn.tensors.shells import insides, is_opaque
 from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
-from tiermem.optim.rules.trial import Draws, trial
+from tiermem.optim.rules.trial import Draws, ExchangeError, trial
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of the class and settings in question from parameter groups."""
@@ -28,6 +28,11 @@ _STEPS = 8
 _REMEDY = (
     "Use an optimizer that updates each parameter from its own gradient and state, or keep these "
     "parameters out of tier.wrap"
+)
+_WHOLE = (
+    "Use an optimizer that steps all parameters in each process (tiers have room for its state), "
+    "and exchange gradients before: DistributedDataParallel(tier.wrap(model)), or "
+    "dist.all_reduce(param.grad)"
 )
 _SMALL = (1.0, 2.0**-24, 2.0**-12)  # below the epsilons of dtypes: of float32, and of short ones
 
@@ -246,6 +251,11 @@ def _tried(
                     odd = reason
             except StepError:
                 raise
+            except ExchangeError as error:
+                raise StepError(
+                    f"{name} cannot be streamed block by block: it shares parameters out among "
+                    f"processes ({error}). {_WHOLE}"
+                ) from None
             except Exception as error:  # whatever a foreign class raises on what it cannot do
                 problem = problem or error
             if odd:

@@ -2,7 +2,8 @@
 
 Random numbers come from generators of the trial's own, other threads' numbers stay theirs. What
 the class has had compiled runs as it is written: a step on tiny tensors is not worth minutes of
-compiling. All of it holds for the calling thread alone.
+compiling. Exchanges in which processes have different parts are refused: each would find something
+else, and wait for the others. All of it holds for the calling thread alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _AS_DEFAULTS = torch.Tag.nondeterministic_seeded
+_EXCHANGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of operations between processes."""
+
+_ALIKE = ("allreduce", "all_reduce", "barrier", "monitored_barrier", "wait", "_wrap")
+"""Those in which each process gives and gets the same as any other."""
+
+
+class ExchangeError(Exception):
+    """What is tried is shared out among processes."""
 
 
 class Draws(TorchDispatchMode):
@@ -43,7 +53,13 @@ class Draws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation; one that draws from torch's generators draws from its own."""
+        """Runs an operation; one that draws from torch's generators draws from its own.
+
+        Raises:
+            ExchangeError: If it is one between processes that have different parts in it.
+        """
+        if func.namespace in _EXCHANGES and not func.overloadpacket.__name__.startswith(_ALIKE):
+            raise ExchangeError(func.name())
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a subclass unwraps itself, and calls again with plain tensors
         kwargs = dict(kwargs or {})
