@@ -19,6 +19,8 @@ from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
 from torch import nn
 
 import tiermem
+from tiermem.core import parts
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.loop import library
 
 WIDTH = 8
@@ -165,16 +167,17 @@ class Disturbed:
             return False
         return bool(self.has_room(group, units))
 
-    def __call__(self, unit: Any, made: Any, at_hand: Callable[[], None]) -> None:
+    def __call__(self, unit: Any, made: Any, keep: Callable[[Any], None]) -> None:
         what = self.what.pop(0) if self.what else ""
         if what == "no room in HBM":
             raise tiermem.CapacityError(what)
+        spoilt = unit.parts[-1].unit if unit.is_parted else unit
         if what == "no memory":
-            unit._run = partial(self.spoil, unit)
+            spoilt._run = partial(self.spoil, spoilt)
         try:
-            self.make(unit, made, partial(self.at_hand, at_hand, what))
+            self.make(unit, made, partial(self.keep, keep, what))
         finally:
-            unit.__dict__.pop("_run", None)
+            spoilt.__dict__.pop("_run", None)
         if what == "dropped":
             self.ahead.provisional.drop()
 
@@ -200,8 +203,8 @@ class Disturbed:
         del update.update
         raise torch.OutOfMemoryError
 
-    def at_hand(self, at_hand: Callable[[], None], what: str) -> None:
-        at_hand()
+    def keep(self, keep: Callable[[Any], None], what: str, blocks: Any) -> None:
+        keep(blocks)
         if what == "dropped midway":
             self.ahead.provisional.drop()
         if what == "a home needs room":
@@ -535,6 +538,39 @@ class TestLooking(Looking.TestCase):  # type: ignore[name-defined,misc]
         assert Looking.waited
         assert Looking.confirmed
         assert Looking.dropped
+
+
+class LookingAtParts(Looking):
+    """The same where every weight is stepped in parts."""
+
+    ahead = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "kept") and any(unit.is_parted for unit in self.optimizer._units):
+            LookingAtParts.ahead += self.optimizer.stepped_in_backward
+        super().teardown()
+
+
+LookingAtParts.TestCase.settings = settings(
+    max_examples=examples(12, 400), stateful_step_count=examples(12, 25)
+)
+
+
+class TestLookingAtParts(LookingAtParts.TestCase):  # type: ignore[name-defined,misc]
+    """The machine; and steps in parts were made ahead in it."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.stack = ExitStack()
+        patch = cls.stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in (("_ALIGNED", 16), ("_LEAST", 0), ("_MOST", 0), ("_FEWER", 1 << 40)):
+            patch.setattr(parts, name, value)
+        patch.setattr(ModuleRuntime, "unit_limit", lambda *_: 1)
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.stack.close()
+        assert LookingAtParts.ahead
 
 
 class LookingOnBothSides(Looking):

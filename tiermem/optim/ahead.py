@@ -534,8 +534,7 @@ class StepsAhead:
         began = time.perf_counter_ns()
         try:
             leave = partial(self.late.leave, self._backward.settings)
-            step = partial(self._make_one, group)
-            made = self.provisional.make(group, units, self._state, step, leave)
+            made = self.provisional.make(group, units, self._state, self._make_one, leave)
         except (StorageError, CapacityError):
             return
         except torch.OutOfMemoryError:
@@ -557,7 +556,7 @@ class StepsAhead:
         self._backward.write(group, blocks, ahead=True)
 
     def _make_one(
-        self, group: Group, unit: StepUnit, made: Made, keep: Callable[[Sequence[Block]], None]
+        self, unit: StepUnit, made: Made, keep: Callable[[Sequence[Block]], None]
     ) -> None:
         now = self._backward
         unit.step(
@@ -565,7 +564,7 @@ class StepsAhead:
             now.settings,
             self._state,
             ticket=self.provisional.ticket,
-            write=None if id(group) in now.held_back else now.pipeline.write,
+            write=None if id(unit.group) in now.held_back else now.pipeline.write,
             ahead=Ahead(keep, made.late, leaves=made.leaves is not None),
         )
 
