@@ -3634,6 +3634,41 @@ MUTATIONS = (
         "if False:",
         ("tests/unit/test_optim_ahead.py",),
     ),
+    *(
+        Mutation(f"parts ahead: {name}", file, old, new, ("tests/unit/test_optim_parted.py",))
+        for name, file, old, new in (
+            (
+                "numbers stay as a dropped step has left them",
+                _PARTS,
+                "        numbers.keep_entries(state, [self._param])\n",
+                "",
+            ),
+            (
+                "they are none",
+                "tiermem/optim/ahead.py",
+                "            and not _is_in_runs(unit)\n",
+                "            and not unit.is_parted\n",
+            ),
+            (
+                "a part does not keep what it was",
+                "tiermem/optim/units/unit.py",
+                "                ahead.keep(self.kept_blocks())\n",
+                "                ahead.keep([] if self.group is None else self.kept_blocks())\n",
+            ),
+            (
+                "a step cut short is gone on with",
+                _PARTS,
+                "                if ahead is not None:\n                    self._begin_anew()",
+                "                if False:\n                    self._begin_anew()",
+            ),
+            (
+                "they are stepped before other units of the block",
+                "tiermem/optim/units/arrivals.py",
+                "                mine.sort(key=lambda unit: unit.is_parted)\n",
+                "",
+            ),
+        )
+    ),
     Mutation(
         "parts of a step are a sixteenth of the room, however small that is",
         "tiermem/core/parts.py",

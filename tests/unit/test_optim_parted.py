@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_ahead import DROPS, ROOMY, ahead, drops, units, warm
 from support_examples import examples
 from support_nn import Tiers, assert_same
 from support_optim import Layer, Twins, one_group, two_groups
@@ -19,6 +20,7 @@ from torch import nn
 import tiermem
 from tiermem.core import parts
 from tiermem.core.parts import parts_of
+from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.units.part import Part
 from tiermem.optim.units.parted import ELEMENTWISE, PartedUnit
 
@@ -50,6 +52,15 @@ class Wide(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return torch.nn.functional.linear(x, self.embed.weight)[..., :20]
+
+
+class Deep(Wide):
+    """With layers enough for forward to write home what backward left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers += [Layer(24, 16) for _ in range(3)]
+        self.to(torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -354,3 +365,98 @@ def test_gradients_that_the_step_unscales_are_kept_like_that() -> None:
             twins.by_hand.zero_grad()
             twins.optimizer.zero_grad()
         twins.check()
+
+
+def parts_in_hbm(twins: Twins) -> int:
+    """How many parts of a step are leased at this moment."""
+    table = twins.tier._manager.parts.table
+    kept = [part.unit.kept_blocks() for unit in in_parts(twins) for part in unit.parts]
+    return sum(any(table[block.id].leases for block in blocks) for blocks in kept)
+
+
+@pytest.mark.parametrize("masters", [torch.float32, None])
+@pytest.mark.parametrize("case", [CASES[0], (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})])
+def test_parts_are_stepped_ahead_and_confirmed(case: Any, masters: torch.dtype | None) -> None:
+    with warm(Deep, ROOMY, *case, master_dtype=masters) as pair:
+        assert in_parts(pair)
+        for number in range(3):
+            pair.backward(number)
+            assert ahead(pair) == units(pair)
+            pair.step()
+            assert not ahead(pair)
+        assert not drops(pair)
+        pair.check()
+
+
+@pytest.mark.parametrize("what", sorted(set(DROPS) - {"a rate", "another backward"}))
+def test_parts_stepped_ahead_are_dropped_by_who_looks(what: str) -> None:
+    """Weights, state and numbers are those from before, and the step is made by ``step()``."""
+    master = None if what == "a weight is written" else torch.float32
+    with warm(Deep, ROOMY, master_dtype=master) as pair:
+        pair.backward(0)
+        assert ahead(pair) == units(pair)
+        numbers = pair.optimizer.state if what == "state" else None
+        DROPS[what](pair)
+        assert not ahead(pair)
+        if numbers is not None:
+            assert numbers[pair.model.embed.weight]["step"] == 2
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("part", [0, 1, -1])
+@pytest.mark.parametrize("error", [tiermem.CapacityError("no room"), torch.OutOfMemoryError()])
+def test_a_part_that_cannot_be_stepped_ahead_leaves_all_as_it_was(
+    part: int, error: Exception
+) -> None:
+    with warm(Deep, ROOMY) as pair:
+        (unit,) = in_parts(pair)
+        broken: Any = unit.parts[part].unit
+
+        def fail(*_: Any, **__: Any) -> Any:
+            del broken.held
+            raise error
+
+        broken.held = fail
+        pair.backward(0)
+        assert "held" not in vars(broken)
+        assert unit not in pair.optimizer._timing.ahead.provisional.units
+        assert unit._ticket is None  # nothing of it is gone on with
+        assert not unit._made and not parts_in_hbm(pair)
+        before = {id(p): p.clone() for p in pair.plain.parameters()}
+        for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            assert torch.equal(mine, before[id(theirs)])
+        pair.step()
+        pair.check()
+
+
+def test_a_part_keeps_its_state_only_once_it_is_at_hand() -> None:
+    """Of each part, the bytes from before are kept when its blocks are leased, not sooner."""
+    with warm(Deep, ROOMY) as pair:
+        (unit,) = in_parts(pair)
+        shadows = pair.optimizer._timing.ahead.provisional._shadows
+        turned: list[list[bool]] = []
+        turn = shadows.turn
+
+        def note(blocks: Any) -> None:
+            turn(blocks)
+            kept = [part.unit.kept_blocks()[0] for part in unit.parts]
+            if any(block in kept for block in blocks):
+                turned.append([block in shadows for block in kept])
+
+        shadows.turn = note
+        pair.backward(0)
+        count = len(unit.parts)
+        assert turned == [[index <= at for index in range(count)] for at in range(count)]
+        pair.step()
+        pair.check()
+
+
+def test_other_units_of_a_block_are_stepped_before_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their gradients would leave HBM while the parts pass through, and come up again."""
+
+    monkeypatch.setattr(ModuleRuntime, "unit_limit", lambda *_: 1 << 12)
+    with Twins(Deep, ROOMY, blocks=[]) as pair:
+        (units_of,) = pair.optimizer._timing.ahead._backward.units.values()
+        assert [unit.is_parted for unit in pair.optimizer._units] == [True, False, False, False]
+        assert [unit.is_parted for unit in units_of] == [False, False, False, True]

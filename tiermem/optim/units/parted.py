@@ -344,7 +344,6 @@ class PartedUnit(StepUnit):
         for part in self.parts:
             plain = part.unit.plain
             numbers.keep_entries(plain.optimizer_for(None).state, plain.owns())
-        numbers.steps.append(self._begin_anew)
         return numbers
 
     @contextmanager
