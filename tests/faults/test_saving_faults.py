@@ -16,7 +16,7 @@ from support_process import child, nothing_left_open
 from torch import nn
 
 import tiermem
-from tiermem.saving import folder, save
+from tiermem.saving import folder, load, manifest, save
 from tiermem.saving.files import FileOperations
 from tiermem.saving.folder import CheckpointFolder
 
@@ -273,6 +273,28 @@ def test_a_save_under_way_is_not_taken_for_left_over(prepared, tmp_path) -> None
             assert os.listdir(temporary) == [folder.MANIFEST]
             raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("kind", [FileOperations, lambda: NoExchange(nothing)])
+@pytest.mark.parametrize(
+    ("module", "name", "number"),
+    [(manifest, "manifest_of", 1), (manifest, "_beginning", 1), (load, "TensorReader", 0)],
+)
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
+    prepared, tmp_path, monkeypatch, module, name, number, kind
+) -> None:
+    prepared.put_first(tmp_path / "run")
+    before, own = [lambda: prepared.save(tmp_path / "run", kind())], getattr(module, name)
+
+    def late(*args):
+        if before:
+            before.pop()()
+        return own(*args)
+
+    with Small() as run, nothing_left_open():
+        monkeypatch.setattr(module, name, late)
+        assert prepared.found(run, tmp_path / "run") == number
+        run.step()
 
 
 # -- paths that are something else -------------------------------------------

@@ -82,7 +82,8 @@ def load_run(runtime: ModuleRuntime, path: str | os.PathLike[str]) -> Any:
         folder.recover()
     runtime.refuse_inside("tier.load()")
     runtime.backward.end()
-    return _Loader(runtime, open_checkpoint(folder)).load()
+    with open_checkpoint(folder) as checkpoint:
+        return _Loader(runtime, checkpoint).load()
 
 
 class _Loader:
