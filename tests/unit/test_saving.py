@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import json
 import os
 import random
@@ -615,13 +616,16 @@ def test_steps_wait_for_no_copy_where_there_is_room(tmp_path, monkeypatch) -> No
         assert other.tier.stats().used["dram"] == used  # the copies are given back
 
 
-def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
-    class Failing(FileOperations):
-        def sync(self, fd: int) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                raise OSError(errno.EIO, "broken")
-            super().sync(fd)
+class Failing(FileOperations):
+    """Syncs nothing that a thread writes."""
 
+    def sync(self, fd: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EIO, "broken")
+        super().sync(fd)
+
+
+def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
     with Run(Setup()) as run:
         monkeypatch.setattr(save, "FILES", Failing())
         handle = run.save(tmp_path / "run", wait=False)
@@ -639,6 +643,31 @@ def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
         run.load(tmp_path / "run")
         run.step()
     assert os.listdir(tmp_path) == ["run"]
+
+
+def test_closing_tells_of_a_save_that_failed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(save, "FILES", Failing())
+    run = Run(Setup())
+    with pytest.raises(tiermem.StorageError, match="could not be written"), run.tier:
+        run.save(tmp_path / "run", wait=False)
+    assert run.tier.closed
+    assert type(run.model.embed.weight) is torch.nn.Parameter
+    run.tier.close()  # it is told once
+    run = Run(Setup())
+    with pytest.raises(ZeroDivisionError) as raised, run.tier:
+        run.save(tmp_path / "run", wait=False)
+        raise ZeroDivisionError
+    assert "could not be written" in "".join(raised.value.__notes__)
+
+
+def test_a_save_that_failed_is_told_of_when_its_manager_goes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(save, "FILES", Failing())
+    run = Run(Setup())
+    run.save(tmp_path / "run", wait=False).wait()
+    with pytest.warns(RuntimeWarning, match="was not saved: .*could not be written"):
+        del run
+        gc.collect()
+    assert os.listdir(tmp_path) == []
 
 
 def test_closing_waits_for_a_save(tmp_path) -> None:

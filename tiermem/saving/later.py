@@ -141,6 +141,11 @@ class SaveHandle:
             self._told = True
             self._ended.set()
 
+    def __del__(self) -> None:
+        error = getattr(self, "_error", None)  # there is none where __init__ was cut short
+        if error is not None and not self._told and self._generation == generation():
+            warnings.warn(f"a checkpoint was not saved: {error}", RuntimeWarning, stacklevel=2)
+
     # -- what users ask --------------------------------------------------
 
     def done(self) -> bool:
@@ -502,6 +507,7 @@ class SaveHandle:
             self._fail(ClosedError(f"the TierManager was closed while {self.path} was being saved"))
             self._ended.wait()
             if not self._told:
+                self._told = True
                 warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)
 
     def _let_go(self) -> None:
