@@ -670,6 +670,35 @@ def test_a_save_that_failed_is_told_of_when_its_manager_goes(tmp_path, monkeypat
     assert os.listdir(tmp_path) == []
 
 
+def test_the_end_of_the_interpreter_waits_for_a_save(tmp_path, monkeypatch) -> None:
+    """Soon after, thread pools take no work any more."""
+    waited, save_one, begin = threading.Event(), later.SaveHandle._save, later.SaveHandle.begin
+
+    class Awaited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.set()
+            return super().wait(timeout)
+
+    def slow(self, entry) -> None:
+        waited.wait(1.0)
+        save_one(self, entry)
+
+    def watched(self, plan) -> None:
+        self._ended = Awaited()
+        begin(self, plan)
+
+    def end_without_closing() -> None:
+        handle = Run(Setup()).save(tmp_path / "run", wait=False)
+        threading._shutdown()  # as at the end of a program
+        handle.result()
+
+    monkeypatch.setattr(later.SaveHandle, "_save", slow)
+    monkeypatch.setattr(later.SaveHandle, "begin", watched)
+    assert child(end_without_closing) == 0
+    with Run(Setup(), number=2) as other:
+        other.load(tmp_path / "run")
+
+
 def test_closing_waits_for_a_save(tmp_path) -> None:
     with Run(Setup()) as run:
         handle = run.save(tmp_path / "run", wait=False)
