@@ -34,6 +34,7 @@ from tiermem.core.residency import State as Residency
 from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError, TierError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.base.forks import generation
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.transfers.block_io import view_of
 from tiermem.saving.copies import MemoryCopier
 from tiermem.saving.save import Plan, write_source, writing
@@ -214,7 +215,7 @@ class SaveHandle:
     def _take(self, plan: Plan) -> None:
         """Takes all that is not at home, and enters the rest."""
         manager = self._manager
-        with manager.lock, torch.inference_mode(False), torch.no_grad():
+        with manager.lock, outside_inference(), torch.no_grad():
             for source in plan.sources:
                 plain = _in_block(source)
                 if plain is None or plain.block is None or not plain.picks:  # no state: unwritten
@@ -380,7 +381,7 @@ class SaveHandle:
 
     def _put(self, entry: _Entry, whole: torch.Tensor) -> None:
         """Gives the tensors of a block to the writer."""
-        with self._writing, torch.inference_mode(False), torch.no_grad():
+        with self._writing, outside_inference(), torch.no_grad():
             for index, key, begin in entry.picks:
                 self._writer.put(key, begin, view_of(whole, entry.block.tensors[index]))
 
