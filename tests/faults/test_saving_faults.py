@@ -340,6 +340,17 @@ def test_nothing_else_is_saved_over(tmp_path, make, match) -> None:
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
 
 
+def test_a_path_inside_a_folder_that_is_gone(tmp_path, monkeypatch) -> None:
+    (tmp_path / "gone").mkdir()
+    with Small() as run:
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        for call in (run.tier.save, run.tier.load):
+            with pytest.raises(tiermem.CheckpointError, match="has been removed; give the whole"):
+                call("run")
+        run.tier.save(tmp_path / "run")
+
+
 class NoLinks(FileOperations):
     """A file system where a file has one name."""
 

@@ -95,8 +95,17 @@ class CheckpointFolder:
         Args:
             path: Where the checkpoint is, or is to be.
             files: The file system.
+
+        Raises:
+            CheckpointError: If it is relative to a folder that is gone.
         """
-        self.path = os.path.realpath(path)
+        try:
+            self.path = os.path.realpath(path)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path!r} is relative to the working folder, which has been removed; give the "
+                "whole path, or change to another folder"
+            ) from None
         self._files = files
         self._parent, self._name = os.path.split(self.path)
         self._beside = re.compile(re.escape(f".{self._name}.tiermem-") + "[0-9a-f]{8}")
