@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from support_nn import assert_same, seed
-from support_process import child
+from support_process import child, open_files
 from support_saving import Net, Run, Setup, backward
 from torch import nn
 
@@ -714,6 +714,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path, monkeypatch
     begins, slow = held_back()
 
     def refused() -> None:
+        assert not [target for _, target in open_files() if str(tmp_path) in target]
         with pytest.raises(tiermem.ClosedError, match="parent process's"):
             handle.wait()
         with pytest.raises(tiermem.ClosedError, match="parent process's"):
