@@ -4266,7 +4266,7 @@ MUTATIONS = (
             (
                 "small buffers leave as tensors of inference mode",
                 "nn/wrap/giveback.py",
-                "                with torch.inference_mode(False), torch.no_grad():\n"
+                "                with outside_inference(), torch.no_grad():\n"
                 "                    value",
                 "                with torch.no_grad():\n                    value",
                 "test_nn_transforms",

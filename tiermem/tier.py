@@ -449,7 +449,8 @@ class TierManager:
 
         Returns:
             With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits
-            and raises what went wrong; an error not raised there is raised by the next save.
+            and raises what went wrong; an error not raised there is raised by the next save, load
+            or close.
 
         Raises:
             CheckpointError: If ``extra`` or a tensor cannot be saved, or ``path`` is something
@@ -546,6 +547,8 @@ class TierManager:
             discard: Whether to drop the models' tensors rather than to give them back; such a model
                 can no longer be used.
 
+        An error of a save (``wait=False``) that nobody was told of is raised when all is closed.
+
         Raises:
             CapacityError: If host memory has no room for the models: nothing is changed, and the
                 manager stays open, so that they can be saved.
@@ -570,6 +573,8 @@ class TierManager:
         self._leaving = []
         self._wrapped.clear()
         self._runtime.models.owner = None
+        if self._saving is not None and self._saving.done():  # not the parent's, in a forked child
+            self._saving.settle()
 
     def _forget(self, key: int) -> None:
         """Forgets a model that has left."""

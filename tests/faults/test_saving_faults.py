@@ -16,7 +16,7 @@ from support_process import child, nothing_left_open
 from torch import nn
 
 import tiermem
-from tiermem.saving import folder, save
+from tiermem.saving import folder, load, manifest, save
 from tiermem.saving.files import FileOperations
 from tiermem.saving.folder import CheckpointFolder
 
@@ -275,6 +275,28 @@ def test_a_save_under_way_is_not_taken_for_left_over(prepared, tmp_path) -> None
     assert os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.parametrize("kind", [FileOperations, lambda: NoExchange(nothing)])
+@pytest.mark.parametrize(
+    ("module", "name", "number"),
+    [(manifest, "manifest_of", 1), (manifest, "_beginning", 1), (load, "TensorReader", 0)],
+)
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded(
+    prepared, tmp_path, monkeypatch, module, name, number, kind
+) -> None:
+    prepared.put_first(tmp_path / "run")
+    before, own = [lambda: prepared.save(tmp_path / "run", kind())], getattr(module, name)
+
+    def late(*args):
+        if before:
+            before.pop()()
+        return own(*args)
+
+    with Small() as run, nothing_left_open():
+        monkeypatch.setattr(module, name, late)
+        assert prepared.found(run, tmp_path / "run") == number
+        run.step()
+
+
 # -- paths that are something else -------------------------------------------
 
 
@@ -316,6 +338,17 @@ def test_nothing_else_is_saved_over(tmp_path, make, match) -> None:
         with pytest.raises(tiermem.CheckpointError, match="there is no folder"):
             run.tier.save(tmp_path / "none" / "run")
     assert sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
+
+
+def test_a_path_inside_a_folder_that_is_gone(tmp_path, monkeypatch) -> None:
+    (tmp_path / "gone").mkdir()
+    with Small() as run:
+        monkeypatch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        for call in (run.tier.save, run.tier.load):
+            with pytest.raises(tiermem.CheckpointError, match="has been removed; give the whole"):
+                call("run")
+        run.tier.save(tmp_path / "run")
 
 
 class NoLinks(FileOperations):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from support_nn import assert_same, seed
 from torch import nn
+from torch.autograd import grad_mode
 
 import tiermem
 
@@ -32,6 +37,47 @@ def backward(model: nn.Module, step: int) -> None:
 
 def tiers() -> tiermem.TierManager:
     return tiermem.TierManager("cpu", hbm="96KiB", dram="4MiB")
+
+
+class CutShort:
+    """Raises as one of the calls of torch's contexts returns, into which it may be nested."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self._former = sys.gettrace()
+
+    def __enter__(self) -> None:
+        sys.settrace(self._called)
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._former)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._inside if frame.f_code.co_filename == grad_mode.__file__ else None
+
+    def _inside(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "return":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(self._former)
+                raise KeyboardInterrupt
+        return self._inside
+
+
+def test_what_was_cut_short_switches_nothing_when_it_is_freed() -> None:
+    """A context of torch's for inference mode puts autograd's switch back at any time later."""
+    with tiers() as tier:
+        model = tier.wrap(build())
+        for number in range(1, 100):
+            cut = CutShort(number)
+            with suppress(KeyboardInterrupt), cut:
+                model.state_dict()
+            gc.collect()
+            assert torch.is_grad_enabled(), number
+            if cut.left > 0:
+                break
+        assert 5 < number < 99
+        backward(model, 0)
 
 
 @pytest.mark.parametrize("overlap", ["auto", False, "forward", "backward"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from support_nn import assert_same, seed
-from support_process import child
+from support_process import child, open_files
 from support_saving import Net, Run, Setup, backward
 from torch import nn
 
@@ -615,13 +616,16 @@ def test_steps_wait_for_no_copy_where_there_is_room(tmp_path, monkeypatch) -> No
         assert other.tier.stats().used["dram"] == used  # the copies are given back
 
 
-def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
-    class Failing(FileOperations):
-        def sync(self, fd: int) -> None:
-            if threading.current_thread() is not threading.main_thread():
-                raise OSError(errno.EIO, "broken")
-            super().sync(fd)
+class Failing(FileOperations):
+    """Syncs nothing that a thread writes."""
 
+    def sync(self, fd: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(errno.EIO, "broken")
+        super().sync(fd)
+
+
+def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
     with Run(Setup()) as run:
         monkeypatch.setattr(save, "FILES", Failing())
         handle = run.save(tmp_path / "run", wait=False)
@@ -641,6 +645,60 @@ def test_a_save_that_fails_is_told_of_once(tmp_path, monkeypatch) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
+def test_closing_tells_of_a_save_that_failed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(save, "FILES", Failing())
+    run = Run(Setup())
+    with pytest.raises(tiermem.StorageError, match="could not be written"), run.tier:
+        run.save(tmp_path / "run", wait=False)
+    assert run.tier.closed
+    assert type(run.model.embed.weight) is torch.nn.Parameter
+    run.tier.close()  # it is told once
+    run = Run(Setup())
+    with pytest.raises(ZeroDivisionError) as raised, run.tier:
+        run.save(tmp_path / "run", wait=False)
+        raise ZeroDivisionError
+    assert "could not be written" in "".join(raised.value.__notes__)
+
+
+def test_a_save_that_failed_is_told_of_when_its_manager_goes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(save, "FILES", Failing())
+    run = Run(Setup())
+    run.save(tmp_path / "run", wait=False).wait()
+    with pytest.warns(RuntimeWarning, match="was not saved: .*could not be written"):
+        del run
+        gc.collect()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_end_of_the_interpreter_waits_for_a_save(tmp_path, monkeypatch) -> None:
+    """Soon after, thread pools take no work any more."""
+    waited, save_one, begin = threading.Event(), later.SaveHandle._save, later.SaveHandle.begin
+
+    class Awaited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.set()
+            return super().wait(timeout)
+
+    def slow(self, entry) -> None:
+        waited.wait(1.0)
+        save_one(self, entry)
+
+    def watched(self, plan) -> None:
+        self._ended = Awaited()
+        begin(self, plan)
+
+    def end_without_closing() -> None:
+        handle = Run(Setup()).save(tmp_path / "run", wait=False)
+        threading._shutdown()  # as at the end of a program
+        handle.result()
+
+    monkeypatch.setattr(later.SaveHandle, "_save", slow)
+    monkeypatch.setattr(later.SaveHandle, "begin", watched)
+    assert child(end_without_closing) == 0
+    with Run(Setup(), number=2) as other:
+        other.load(tmp_path / "run")
+
+
 def test_closing_waits_for_a_save(tmp_path) -> None:
     with Run(Setup()) as run:
         handle = run.save(tmp_path / "run", wait=False)
@@ -656,6 +714,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_save(tmp_path, monkeypatch
     begins, slow = held_back()
 
     def refused() -> None:
+        assert not [target for _, target in open_files() if str(tmp_path) in target]
         with pytest.raises(tiermem.ClosedError, match="parent process's"):
             handle.wait()
         with pytest.raises(tiermem.ClosedError, match="parent process's"):

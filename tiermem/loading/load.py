@@ -17,6 +17,7 @@ from tiermem.loading.sources import Names, Source, sources_of, wanted_by
 from tiermem.loading.tied import untie
 from tiermem.loading.untouched import Untouched
 from tiermem.nn.wrap.wrapped import Blocks
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 from tiermem.tier import TierManager
 
@@ -68,7 +69,7 @@ def load_checkpoint(
     """
     if torch.is_inference_mode_enabled():  # a model made in it could not be trained
         options: dict[str, Any] = {"names": names, "dtype": dtype, "lora": lora, "blocks": blocks}
-        with torch.inference_mode(False):
+        with outside_inference():
             return load_checkpoint(model_or_factory, path, tier=tier, **options)
     if not isinstance(tier, TierManager):
         raise ConfigError(f"tier must be a TierManager, not {tier!r}")

@@ -30,6 +30,7 @@ from tiermem.optim.state import MASTER, export_all, load_state, loaded_order, ta
 from tiermem.optim.timing import Overlap, StepTiming, check_overlap
 from tiermem.optim.tried import TriedClass
 from tiermem.optim.units.collection import Units
+from tiermem.runtime.base.functorch import outside_inference
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -136,7 +137,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             What ``closure`` returned.
         """
         if torch.is_inference_mode_enabled():  # a later step, inside backward, writes what is made
-            with torch.inference_mode(False):
+            with outside_inference():
                 return self._step(closure)  # not step(): its hooks are called by now
         return self._step(closure)
 

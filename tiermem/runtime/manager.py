@@ -24,6 +24,7 @@ from tiermem.io.engine import IoEngine
 from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.assembly import OpenTiers
 from tiermem.runtime.base.forks import tell_of_forks
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.base.threads import UserThreads
 from tiermem.runtime.loans.host_loans import HostLoans
@@ -279,7 +280,7 @@ class BlockManager:
             StorageError: If its bytes cannot be read.
         """
         self.gate.guard()
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, outside_inference(), torch.no_grad():
             self.gate.guard()
             self.parts.deferred.pay(block.id)
             return self.block_io.read(block)
@@ -298,27 +299,27 @@ class BlockManager:
 
     def restore(self, block: Block, begin: int, end: int) -> None:
         """Copies home bytes over a leased copy once more; see :meth:`BlockIo.restore`."""
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, outside_inference(), torch.no_grad():
             self.block_io.restore(block, begin, end)
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
         """Writes a block without data straight to its home; see :class:`BlockIo`."""
         self.gate.guard()
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, outside_inference(), torch.no_grad():
             self.gate.guard()
             self.block_io.write_home(block, tensors)
 
     def fill_from_files(self, wanted: Sequence[tuple[Block, StoredBlock]]) -> None:
         """Reads blocks without data from files straight to their homes; see :class:`FileFills`."""
         self.gate.guard()
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, outside_inference(), torch.no_grad():
             self.gate.guard()
             FileFills(self.parts.transfers).fill(wanted)
 
     def read_files(self, ranges: Sequence[SourceRange], nbytes: int) -> torch.Tensor:
         """Returns runs of bytes of files in fresh host memory; see :class:`FileFills`."""
         self.gate.guard()
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, outside_inference(), torch.no_grad():
             self.gate.guard()
             return FileFills(self.parts.transfers).read(ranges, nbytes)
 

@@ -14,6 +14,17 @@ from contextlib import suppress
 _AT_FDCWD = -100
 _EXCHANGE = 2  # RENAME_EXCHANGE, see renameat2(2)
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+_opened: set[int] = set()
+
+
+def _forked() -> None:
+    """Closes what a save of the parent has open: it would stay on the disk, removed and locked."""
+    while _opened:
+        with suppress(OSError):
+            os.close(_opened.pop())
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class FileOperations:
@@ -25,10 +36,14 @@ class FileOperations:
 
     def open(self, path: str, flags: int) -> int:
         """Opens a file; returns its descriptor."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+        _opened.add(fd)
+        return fd
 
     def close(self, fd: int) -> None:
         """Closes a descriptor."""
+        # first: forked in between, a child must not close what has the number next
+        _opened.discard(fd)
         os.close(fd)
 
     def reserve(self, fd: int, nbytes: int) -> None:

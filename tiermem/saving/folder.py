@@ -12,6 +12,7 @@ process takes it for left over.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
@@ -56,14 +57,20 @@ def told_of(path: str, what: str) -> Iterator[None]:
         raise StorageError(what, kind="checkpoint", path=path, errno=error.errno) from error
 
 
-def manifest_of(folder: str) -> dict[str, Any] | None:
+def manifest_of(folder: str, directory: int | None = None) -> dict[str, Any] | None:
     """Returns the manifest of a finished checkpoint, None where a folder has none.
+
+    Args:
+        folder: Its path.
+        directory: The folder, where it is open: the path may lead to another one meanwhile.
 
     Raises:
         OSError: If it cannot be read.
     """
+    path = MANIFEST if directory is not None else os.path.join(folder, MANIFEST)
+    opener = functools.partial(os.open, dir_fd=directory)
     try:
-        with open(os.path.join(folder, MANIFEST), "rb") as file:
+        with open(path, "rb", opener=opener) as file:
             text = file.read(_MOST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -88,8 +95,17 @@ class CheckpointFolder:
         Args:
             path: Where the checkpoint is, or is to be.
             files: The file system.
+
+        Raises:
+            CheckpointError: If it is relative to a folder that is gone.
         """
-        self.path = os.path.realpath(path)
+        try:
+            self.path = os.path.realpath(path)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path!r} is relative to the working folder, which has been removed; give the "
+                "whole path, or change to another folder"
+            ) from None
         self._files = files
         self._parent, self._name = os.path.split(self.path)
         self._beside = re.compile(re.escape(f".{self._name}.tiermem-") + "[0-9a-f]{8}")

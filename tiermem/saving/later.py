@@ -20,6 +20,7 @@ import enum
 import sys
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,6 +34,7 @@ from tiermem.core.residency import State as Residency
 from tiermem.errors import CapacityError, ClosedError, InvariantError, StorageError, TierError
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.runtime.base.forks import generation
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.transfers.block_io import view_of
 from tiermem.saving.copies import MemoryCopier
 from tiermem.saving.save import Plan, write_source, writing
@@ -40,6 +42,19 @@ from tiermem.saving.sources import BlockSource, MasterSource, Source
 from tiermem.saving.writer import TensorWriter
 
 _PATIENCE = 0.05
+_all: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """Waits for saves under way as the interpreter ends; a moment later no pool takes any work."""
+    for handle in list(_all):
+        if not handle._is_parents():
+            handle.wait()
+            handle._warn()
+
+
+# no other hook comes before those of ``concurrent.futures``, which were registered with the import
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class _State(enum.Enum):
@@ -121,6 +136,7 @@ class SaveHandle:
             CapacityError: If the file system has no room.
             StorageError: If it fails, or a block cannot be read or written home.
         """
+        _all.add(self)
         try:
             self._ended.clear()
             self._writer = self._stack.enter_context(writing(plan))
@@ -141,6 +157,11 @@ class SaveHandle:
             self._told = True
             self._ended.set()
 
+    def __del__(self) -> None:
+        # there is no error where __init__ was cut short
+        if getattr(self, "_error", None) is not None and not self._is_parents():
+            self._warn()
+
     # -- what users ask --------------------------------------------------
 
     def done(self) -> bool:
@@ -160,13 +181,25 @@ class SaveHandle:
         if self._error is not None:
             raise self._error
 
+    def _warn(self) -> None:
+        """Warns of an error that nobody was told of."""
+        if self._error is not None and not self._told:
+            self._told = True
+            warnings.warn(
+                f"a checkpoint was not saved: {self._error}", RuntimeWarning, stacklevel=2
+            )
+
+    def _is_parents(self) -> bool:
+        """Whether this is a forked child, and the save its parent's."""
+        return self._generation != generation()
+
     def wait(self) -> None:
         """Waits until it is over, well or not.
 
         Raises:
             ClosedError: In a forked child, where no thread writes.
         """
-        if self._generation != generation() and not self.done():
+        if self._is_parents() and not self.done():
             raise ClosedError(
                 "this save is the parent process's; a forked child cannot wait for it"
             )
@@ -182,7 +215,7 @@ class SaveHandle:
     def _take(self, plan: Plan) -> None:
         """Takes all that is not at home, and enters the rest."""
         manager = self._manager
-        with manager.lock, torch.inference_mode(False), torch.no_grad():
+        with manager.lock, outside_inference(), torch.no_grad():
             for source in plan.sources:
                 plain = _in_block(source)
                 if plain is None or plain.block is None or not plain.picks:  # no state: unwritten
@@ -348,7 +381,7 @@ class SaveHandle:
 
     def _put(self, entry: _Entry, whole: torch.Tensor) -> None:
         """Gives the tensors of a block to the writer."""
-        with self._writing, torch.inference_mode(False), torch.no_grad():
+        with self._writing, outside_inference(), torch.no_grad():
             for index, key, begin in entry.picks:
                 self._writer.put(key, begin, view_of(whole, entry.block.tensors[index]))
 
@@ -496,13 +529,12 @@ class SaveHandle:
 
     def _cancel(self) -> None:
         """Gives the save up: the manager is being closed, and its lock is held."""
-        if self._generation != generation():
+        if self._is_parents():
             return
         if not self.done():
             self._fail(ClosedError(f"the TierManager was closed while {self.path} was being saved"))
             self._ended.wait()
-            if not self._told:
-                warnings.warn(str(self._error), RuntimeWarning, stacklevel=2)
+            self._warn()
 
     def _let_go(self) -> None:
         """Stops watching writes, and frees its DRAM."""

@@ -28,6 +28,7 @@ from tiermem.optim.tiered import TieredOptimizer
 from tiermem.optim.units.part import Part
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import StepUnit
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.saving.fill import (
     ParamState,
     Run,
@@ -82,7 +83,8 @@ def load_run(runtime: ModuleRuntime, path: str | os.PathLike[str]) -> Any:
         folder.recover()
     runtime.refuse_inside("tier.load()")
     runtime.backward.end()
-    return _Loader(runtime, open_checkpoint(folder)).load()
+    with open_checkpoint(folder) as checkpoint:
+        return _Loader(runtime, checkpoint).load()
 
 
 class _Loader:
@@ -117,7 +119,7 @@ class _Loader:
         self._runtime.models.half_loaded = "the load was cut short"
         try:
             self._settle_groups(found, values)
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 self._make(actions)
         except Exception as error:
             self._runtime.models.half_loaded = str(error)

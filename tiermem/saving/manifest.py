@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
-from tiermem.errors import CheckpointError, IntegrityError
+from tiermem.errors import CheckpointError, IntegrityError, TierError
+from tiermem.runtime.base.undisturbed import undisturbed
 from tiermem.saving.folder import MANIFEST, VERSION, CheckpointFolder, manifest_of, told_of
 from tiermem.saving.layout import DTYPES, Spec
 from tiermem.saving.reader import Stored
@@ -34,8 +38,11 @@ class Checkpoint:
     checks: Checks
 
 
-def open_checkpoint(folder: CheckpointFolder) -> Checkpoint:
-    """Reads manifest and headers.
+@contextmanager
+def open_checkpoint(folder: CheckpointFolder) -> Iterator[Checkpoint]:
+    """Reads manifest and headers, and keeps the files of tensors open.
+
+    So all of it is one checkpoint, also if another process saves to the same path meanwhile.
 
     Raises:
         CheckpointError: If there is no checkpoint of this version, or files are missing, or have
@@ -43,26 +50,75 @@ def open_checkpoint(folder: CheckpointFolder) -> Checkpoint:
         IntegrityError: If manifest or a header is not what was written.
         StorageError: If they cannot be read.
     """
-    with told_of(folder.path, "the checkpoint cannot be read:"):
-        manifest = _manifest(folder.path)
-        stored: dict[str, Stored] = {}
-        for name, described in manifest["files"].items():
-            begin = _beginning(os.path.join(folder.path, name), name, described)
-            if name.endswith(".safetensors"):
-                _take_header(folder.path, name, begin, stored)
-        checks = {key: [(n, d) for n, d in runs] for key, runs in manifest["checks"].items()}
+    fds: list[int] = []
+    found: list[Checkpoint] = []
+
+    def read() -> None:
+        while not found:
+            found.extend(_opened(folder.path, fds))
+
+    try:
+        with told_of(folder.path, "the checkpoint cannot be read:"):
+            undisturbed(read)  # Ctrl-C between a file that is opened and its number kept
+        yield found[0]
+    finally:
+        _close(fds)
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
+
+
+def _opened(path: str, fds: list[int]) -> list[Checkpoint]:
+    """Returns the checkpoint that a folder is; none if another one took its place meanwhile.
+
+    Args:
+        path: The folder.
+        fds: Takes what is opened.
+    """
+    try:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"there is no checkpoint {path}: no such folder; correct the path"
+        ) from None
+    fds.append(directory)
+    try:
+        return [_read(path, directory, fds)]
+    except TierError:
+        if _is_still(path, directory):
+            raise
+    _close(fds)  # it has been replaced, and its files are being removed
+    return []
+
+
+def _is_still(path: str, directory: int) -> bool:
+    """Whether a path leads to an open folder, or to nothing."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(directory))
+    except FileNotFoundError:
+        return True
+
+
+def _read(path: str, directory: int, fds: list[int]) -> Checkpoint:
+    manifest = _manifest(path, directory)
+    stored: dict[str, Stored] = {}
+    for name, described in manifest["files"].items():
+        fd, begin = _beginning(path, directory, name, described, fds)
+        if name.endswith(".safetensors"):
+            _take_header(path, name, fd, begin, stored)
+    checks = {key: [(n, d) for n, d in runs] for key, runs in manifest["checks"].items()}
     if stored.keys() != checks.keys():
         raise CheckpointError(
-            f"{folder.path}: tensors without checksums, or the other way round: "
+            f"{path}: tensors without checksums, or the other way round: "
             f"{sorted(stored.keys() ^ checks.keys())[:3]}"
         )
-    return Checkpoint(folder.path, manifest, stored, checks)
+    return Checkpoint(path, manifest, stored, checks)
 
 
-def _manifest(path: str) -> dict[str, Any]:
-    if not os.path.isdir(path):
-        raise CheckpointError(f"there is no checkpoint {path}: no such folder; correct the path")
-    found = manifest_of(path)
+def _manifest(path: str, directory: int) -> dict[str, Any]:
+    found = manifest_of(path, directory)
     if found is None:
         raise CheckpointError(
             f"{path} has no {MANIFEST} that tier.save() finished, so it is no checkpoint of a run; "
@@ -83,15 +139,20 @@ def _manifest(path: str) -> dict[str, Any]:
     return found
 
 
-def _beginning(path: str, name: str, described: dict[str, Any]) -> bytes:
-    """Returns the first bytes of a file, compared with their checksum."""
+def _beginning(
+    folder: str, directory: int, name: str, described: dict[str, Any], fds: list[int]
+) -> tuple[int, bytes]:
+    """Opens a file; returns it with its first bytes, compared with their checksum."""
+    path = os.path.join(folder, name)
     nbytes, digest = described["begin"]
     try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            begin = file.read(nbytes)
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
     except FileNotFoundError:
         raise CheckpointError(f"the checkpoint's file {path} is missing") from None
+    fds.append(fd)
+    found = os.fstat(fd).st_size
+    with open(fd, "rb", closefd=False) as file:
+        begin = file.read(nbytes)
     if found != described["nbytes"]:
         raise CheckpointError(
             f"the checkpoint's file {path} has {found} bytes, not {described['nbytes']}: it was "
@@ -103,11 +164,13 @@ def _beginning(path: str, name: str, described: dict[str, Any]) -> bytes:
             "written: their checksum differs",
             kind="checkpoint", path=path, offset=0, nbytes=nbytes,
         )  # fmt: skip
-    return begin
+    return fd, begin
 
 
-def _take_header(path: str, name: str, begin: bytes, stored: dict[str, Stored]) -> None:
+def _take_header(path: str, name: str, fd: int, begin: bytes, stored: dict[str, Stored]) -> None:
     """Enters the tensors of a file whose header is what was written."""
+    with suppress(OSError):  # tensors are read past the page cache, where the file system can
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     folder = name[: name.rfind("/") + 1]
     for own, described in json.loads(begin[8:]).items():
         if own != "__metadata__":
@@ -119,4 +182,4 @@ def _take_header(path: str, name: str, begin: bytes, stored: dict[str, Stored]) 
                 )
             spec = Spec(own, dtype, tuple(described["shape"]), folder)
             offset = len(begin) + described["data_offsets"][0]
-            stored[spec.key] = Stored(spec, os.path.join(path, name), offset)
+            stored[spec.key] = Stored(spec, os.path.join(path, name), offset, fd)

@@ -31,11 +31,13 @@ class Stored:
         spec: Name, dtype and shape.
         path: The file.
         offset: Its first byte there.
+        fd: The file's descriptor, past the page cache where the file system can.
     """
 
     spec: Spec
     path: str
     offset: int
+    fd: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,6 @@ class TensorReader:
         self._needs = deque(needs)
         self._reads = self._divide(checks, needs)
         self._under_way: deque[tuple[_Read, Future[tuple[mmap.mmap, int]]]] = deque()
-        self._fds: dict[str, int] = {}
         self._free: SimpleQueue[mmap.mmap] = SimpleQueue()
         self._made = 0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiermem-load")
@@ -145,7 +146,7 @@ class TensorReader:
         start = offset // PAGE * PAGE
         memory = self._memory()
         try:
-            self._fill(stored.path, memory, start, offset + read.nbytes)
+            self._fill(stored.fd, memory, start, offset + read.nbytes)
             at = offset - start
             with memoryview(memory) as view, view[at : at + read.nbytes] as part:
                 found = f"{checksum(part, read.nbytes):016x}"
@@ -163,8 +164,7 @@ class TensorReader:
             )  # fmt: skip
         return memory, at
 
-    def _fill(self, path: str, memory: mmap.mmap, start: int, end: int) -> None:
-        fd = self._fd(path)
+    def _fill(self, fd: int, memory: mmap.mmap, start: int, end: int) -> None:
         whole = -(-(end - start) // PAGE) * PAGE
         done = 0
         while start + done < end:
@@ -176,22 +176,6 @@ class TensorReader:
             if start + done < end and done % PAGE:
                 done = done // PAGE * PAGE  # direct reads begin at pages
 
-    def _fd(self, path: str) -> int:
-        found = self._fds.get(path)
-        if found is None:
-            flags = os.O_RDONLY | os.O_CLOEXEC
-            try:
-                found = os.open(path, flags | os.O_DIRECT)
-            except OSError:
-                found = os.open(path, flags)
-                with suppress(OSError):
-                    os.posix_fadvise(found, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            kept = self._fds.setdefault(path, found)
-            if kept is not found:
-                os.close(found)
-                found = kept
-        return found
-
     def _memory(self) -> mmap.mmap:
         if not self._free.empty():
             with suppress(Exception):
@@ -199,7 +183,5 @@ class TensorReader:
         return mmap.mmap(-1, CHUNK + 2 * PAGE)
 
     def close(self) -> None:
-        """Ends the threads and closes the files."""
+        """Ends the threads."""
         self._pool.shutdown(cancel_futures=True)
-        while self._fds:
-            os.close(self._fds.popitem()[1])

@@ -16,6 +16,7 @@ from tiermem.config import parse_path
 from tiermem.errors import CheckpointError
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.passes.runtime import ModuleRuntime
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.saving import layout
 from tiermem.saving.contents import Collector
 from tiermem.saving.files import FileOperations
@@ -135,7 +136,7 @@ def save_now(runtime: ModuleRuntime, plan: Plan) -> None:
 def write_source(runtime: ModuleRuntime, source: Source, writer: TensorWriter) -> None:
     """Writes the tensors that a source has."""
     manager = runtime.manager
-    with manager.lock, torch.inference_mode(False), torch.no_grad():
+    with manager.lock, outside_inference(), torch.no_grad():
         manager.gate.guard()
         for key, begin, tensor in source.runs():
             writer.put(key, begin, tensor)

@@ -245,7 +245,7 @@ def load_kernels(driver: Any, device: torch.device) -> PackingKernels | None:
         driver: The driver's library.
         device: A CUDA device with a context.
     """
-    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
+    with torch.cuda.device(device), torch._C._InferenceMode(False), torch.no_grad():
         try:
             image = compiled(_SOURCE, *torch.cuda.get_device_capability(device))
             kernels = PackingKernels(driver, image, device)

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tiermem.runtime.base.functorch import outside_inference
+
 Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -36,7 +38,7 @@ def is_stand_in(tensor: torch.Tensor) -> bool:
 
 @cache
 def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
+    with outside_inference():
         return torch.empty((), dtype=dtype, device=device)
 
 

@@ -9,7 +9,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from tiermem.runtime.base.functorch import modes, transforming, untransformed, without_modes
+from tiermem.runtime.base.functorch import (
+    modes,
+    outside_inference,
+    transforming,
+    untransformed,
+    without_modes,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +63,7 @@ def _surroundings() -> list[AbstractContextManager[Any]]:
     """Returns contexts that switch off inference mode and transforms, if they are on."""
     others: list[AbstractContextManager[Any]] = []
     if torch.is_inference_mode_enabled():
-        others.append(torch.inference_mode(False))
+        others.append(outside_inference())
     if transforming():
         others.append(untransformed())
     return others

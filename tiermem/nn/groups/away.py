@@ -30,6 +30,7 @@ from tiermem.nn.groups.placeview import place_view
 from tiermem.nn.groups.replaced import named, why_not
 from tiermem.nn.tensors.placeholder import is_placeholder
 from tiermem.nn.tensors.standin import Opened, StandIn, writes
+from tiermem.runtime.base.functorch import outside_inference
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
@@ -207,7 +208,7 @@ class Away(StandIn):
             group.manager.cut_short()
 
     def _in_a_pass(self) -> Any:
-        with torch.inference_mode(False):  # in which torch finds no edge
+        with outside_inference():  # in which torch finds no edge
             return get_gradient_edge(self)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

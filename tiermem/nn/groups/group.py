@@ -21,7 +21,7 @@ from tiermem.nn.groups.pointing import Plain, Pointing
 from tiermem.nn.groups.replaced import bring_home, given_in_call, reshaped, take_home
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.groups.writes import Writes
-from tiermem.runtime.base.functorch import modes
+from tiermem.runtime.base.functorch import modes, outside_inference
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.slots import Holder, Slot, use_count
 from tiermem.runtime.services.verify import differs_from_home
@@ -499,7 +499,7 @@ class Group(Holder):
         slot = self.manager.parts.slots.current.get(self.block.id)
         self.holds, self.soft, pointing.rows = 0, False, {}
         self.holders.clear()
-        with Plain(), torch.inference_mode(False), torch.no_grad():
+        with Plain(), outside_inference(), torch.no_grad():
             if slot is not None and record is not None and record.usable:
                 written = take_home(self, slot) or writes.count() != writes.versions or slot.viewed
                 record.leases += written
@@ -543,7 +543,7 @@ class Group(Holder):
         """
         tensors = self.manager.read(self.block)
         found = []
-        with self.manager.lock, torch.inference_mode(False), torch.no_grad():
+        with self.manager.lock, outside_inference(), torch.no_grad():
             for member in (*self.entries, *self.buffers):
                 if member.materialized:
                     value: torch.Tensor | None = member.tensor.detach()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tiermem.nn.compat.hookpair import stand_in
+from tiermem.runtime.base.functorch import outside_inference
 
 _FEW = 32
 """Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
@@ -149,7 +150,7 @@ def ends_of(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def _counted(few: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns 1, 2, 3 and so on: where the groups of one token end."""
-    with torch.inference_mode(False):
+    with outside_inference():
         return torch.tensor(range(1, few + 1), dtype=dtype, device=device)
 
 

@@ -28,7 +28,7 @@ from tiermem.nn.groups.pointing import Plain
 from tiermem.nn.groups.writes import refuse_replaced
 from tiermem.nn.tensors.placeholder import shared_placeholder
 from tiermem.nn.tensors.standin import Opened, StandIn
-from tiermem.runtime.base.functorch import transforming
+from tiermem.runtime.base.functorch import outside_inference, transforming
 from tiermem.runtime.memory.slots import Slot, View, typed_view
 
 if TYPE_CHECKING:
@@ -358,7 +358,7 @@ def _put_away(view: torch.Tensor, where: _Where) -> None:
 def _set_data(view: torch.Tensor, data: torch.Tensor) -> None:
     """Sets what a tensor shows, of whatever class it is."""
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
+        with outside_inference():
             return _set_data(view, data)
     with Plain():
         view.data = data

@@ -27,6 +27,7 @@ from tiermem.nn.groups.above import Passes
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.resident import is_resident
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.homes import staging_size
 
 if TYPE_CHECKING:
@@ -606,6 +607,6 @@ def _will_be_added(param: torch.Tensor) -> bool:
     Raises:
         RuntimeError: If it catches the gradient there instead; there are other reasons.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+    with torch._C.DisableTorchFunctionSubclass(), outside_inference():
         node = get_gradient_edge(param).node
     return bool(torch._C._will_engine_execute_node(node))

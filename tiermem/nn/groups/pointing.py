@@ -12,6 +12,7 @@ from tiermem.core.block import Block
 from tiermem.nn.groups.entry import Member
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.shellparam import ShellParam
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.slots import Slot
 
 ORDINARY = (nn.Parameter, torch.Tensor)
@@ -126,7 +127,7 @@ class Pointing:
             plain: Whether they are of torch's own classes just now, which intercept nothing.
         """
         if is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with outside_inference():
                 return self.point(slot, plain=plain)
         views = slot.views
         if self._indices is not None:
@@ -167,7 +168,7 @@ class Pointing:
     def away(self) -> None:
         """Points the tensors at their placeholders."""
         if is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with outside_inference():
                 return self.away()
         with Plain():
             for tensor, away in self._apart:

@@ -15,6 +15,7 @@ import torch
 from tiermem.errors import ParameterError
 from tiermem.nn.groups.olddata import REPLACED
 from tiermem.nn.tensors.placeholder import is_placeholder
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.slots import Slot
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
     """
     refused: ParameterError | None = None
     moved: list[tuple[Member, torch.Tensor]] = []
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference(), torch.no_grad():
         for member in group.pointing.members:
             if member.materialized:
                 continue

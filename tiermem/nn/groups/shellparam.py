@@ -33,6 +33,7 @@ from tiermem.nn.groups.away import (
 from tiermem.nn.groups.replaced import named
 from tiermem.nn.tensors.shells import Shell, parts
 from tiermem.nn.tensors.standin import Opened, writes
+from tiermem.runtime.base.functorch import outside_inference
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.entry import Member
@@ -190,7 +191,7 @@ class ShellParam:
 
     def around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns such a tensor around others, one for each that is inside by now."""
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             return self._shell().around(tensors)
 
     def _shell(self) -> Shell:

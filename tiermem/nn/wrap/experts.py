@@ -27,6 +27,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.rows import Choice, Rows
 from tiermem.nn.wrap.lookup import is_watched
 from tiermem.nn.wrap.scope import CallInterceptor, Scope
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import QUIET, WHOLE, Piece, Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
@@ -259,7 +260,7 @@ class ExpertsInterceptor(CallInterceptor):
         weight = self._params[name]
         shape = weight.shape if piece.expert == WHOLE else weight.shape[1:]
         row = value.view(weight.dtype)[: shape.numel()].view(shape)
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             if piece.expert == WHOLE:
                 weight.copy_(row)
             else:

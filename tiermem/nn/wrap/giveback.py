@@ -23,6 +23,7 @@ from tiermem.nn.groups.entry import Entry, Member
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.nn.tensors.lazy import is_gone, ordinary
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.hostmemory import available_memory
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Leaving:
         if origins is not None and self._stays_in_files(group):
             found = {member.index: member.tensor for member in group.pointing.members}
             return [origins.mapped(found[index]) for index in sorted(found)]
-        with self._manager.lock, torch.inference_mode(False), torch.no_grad():
+        with self._manager.lock, outside_inference(), torch.no_grad():
             return self._manager.block_io.clone(group.block, self._target)
 
     def finish(self) -> None:
@@ -210,7 +211,7 @@ class Leaving:
             self._free_pages(group)
         for member in small.buffers if small is not None else ():
             if id(member) not in self._not_ours:
-                with torch.inference_mode(False), torch.no_grad():
+                with outside_inference(), torch.no_grad():
                     value = member.tensor.detach().clone().to(self._target)
                 self._free(member, value)
                 self._not_ours.add(id(member))

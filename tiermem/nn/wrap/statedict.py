@@ -19,6 +19,7 @@ from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.tensors.shells import insides
 from tiermem.nn.wrap.scope import Interceptor, meant
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.manager import BlockManager
 
 
@@ -92,7 +93,7 @@ def _give_anew(group: Group, given: Mapping[int, torch.Tensor]) -> bool:
     manager.discard(block)
     slot = manager.acquire(block)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             for member in members:
                 view = slot.views[member.index]
                 view.copy_(given[id(member.tensor)].reshape(view.shape))

@@ -46,6 +46,7 @@ from tiermem.nn.wrap.originals import Originals, undo_wrap
 from tiermem.nn.wrap.origins import Origins, read_in
 from tiermem.nn.wrap.scope import Scope
 from tiermem.nn.wrap.statedict import StateDicts
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.homes import StoredBlock
 from tiermem.runtime.memory.slots import has_saved
 
@@ -383,7 +384,7 @@ class WrappedModel:
         """Moves the buffers that forwards have made since, in whose place others were, from HBM."""
         here, managed = self.runtime.manager.parts.device, self.managed()
         moved: dict[int, torch.Tensor] = {}
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             for module in self.model.modules():
                 for name, tensor in module._buffers.items():
                     if (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tiermem.runtime.base.functorch import outside_inference
+
 
 class Factor:
     """What gradients are multiplied by; the device may still have to compute it.
@@ -25,7 +27,7 @@ class Factor:
         """
         self.dtype = by.dtype
         self._event: torch.cuda.Event | None = None
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             on_cuda = by.device.type == "cuda"
             self._here = torch.empty(1, dtype=by.dtype, pin_memory=on_cuda, device="cpu")
             self._here.copy_(by.reshape(1), non_blocking=on_cuda)

@@ -21,6 +21,7 @@ from tiermem.optim.host.loop import library
 from tiermem.optim.rules.bits import SPECIAL, bits
 from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.separable import Make
+from tiermem.runtime.base.functorch import outside_inference
 
 _STEPS = (0, 1, 2, 9, 99, 999, 9999, 123455)
 _SIZES = (16384, 16381)  # whole vectors of the kernels, and not
@@ -61,7 +62,7 @@ def prove(
     name = _name(device)
     if (kind, name) not in _kinds and _captures(device):
         return "a CUDA graph is being captured"
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference(), torch.no_grad():
         proven = Proven(kind.flavour, _nan16(device, name))
         if kind.flavour == "fused" and "betas" in settings:
             offsets = _offsets_of(tuple(settings["betas"]), device, name)

@@ -17,6 +17,7 @@ from tiermem.optim.host.side import HostSide, side_of
 from tiermem.optim.host.team import team
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.units.unit import State, StepUnit
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.transfers.deferred import Deferred
 
 Explain = Callable[[BaseException, Sequence[str]], None]
@@ -269,7 +270,7 @@ class HostSteps:
         if self._jobs.get(id(host.unit), (None, None))[1] is not job:
             return  # it is taken up already
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 host.take_up(self.runtime, job, self._state, self._pool)
         except Exception as error:
             for _, other in self._jobs.values():

@@ -29,6 +29,7 @@ from tiermem.optim.rules.torchsteps import (
     is_torchs,
     states_of,
 )
+from tiermem.runtime.base.functorch import outside_inference
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 _LEAST = 1 << 20
@@ -150,7 +151,7 @@ def step_at_once(
 @cache
 def _one() -> torch.Tensor:
     """Returns 1 as a tensor, as torch does: of a number it would make one for each counter."""
-    with torch.inference_mode(False):
+    with outside_inference():
         return torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
 
@@ -311,7 +312,7 @@ def _count(rows: Rows, counts: Writes) -> None:
 def _writes_of(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | None:
     """Returns how torch counts the writes of such a step; None where the bits are others."""
     if kind not in _tried:
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             try:
                 _tried[kind] = _try(kernel, kind, group)
             except torch.OutOfMemoryError:

@@ -18,6 +18,8 @@ from torch import nn
 from torch._guards import TracingContext, tracing
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tiermem.runtime.base.functorch import outside_inference
+
 _PLAIN = (torch.Tensor, nn.Parameter)
 _AS_DEFAULTS = torch.Tag.nondeterministic_seeded
 _EXCHANGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -124,7 +126,7 @@ def trial() -> Iterator[Draws]:
     """Returns a context for trying a class; gradients are recorded there as by default."""
     draws = Draws()
     with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(outside_inference())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(tracing(_uncompiled()))
         stack.enter_context(draws)

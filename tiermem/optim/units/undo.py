@@ -22,6 +22,7 @@ from tiermem.core.block import align_up
 from tiermem.nn.tensors.lazy import LazyTensor
 from tiermem.nn.tensors.shells import insides
 from tiermem.optim.rules.torchsteps import states_of
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.transfer.copy import host_copy
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -248,7 +249,7 @@ def _run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the bytes from the first tensor of a block to the last."""
     storage = tensors[0].untyped_storage()
     begin, end = span_of(tensors)
-    with torch.inference_mode(False):
+    with outside_inference():
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return whole.set_(storage, begin, (end - begin,), (1,))
 

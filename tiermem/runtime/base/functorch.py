@@ -1,9 +1,10 @@
-"""Creates tiermem's own tensors outside a user's ``torch.func`` transform or dispatch mode."""
+"""Creates tiermem's own tensors outside a user's inference mode, transform or dispatch mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,15 @@ def untransformed() -> AbstractContextManager[Any]:
     found: AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
     return found
 
+
+outside_inference: Callable[[], AbstractContextManager[None]] = partial(
+    torch._C._InferenceMode, False
+)
+"""Returns a context outside of inference mode, as ``torch.inference_mode(False)`` does.
+
+That is Python, which Ctrl-C may cut short as it begins or ends. Then it puts autograd's switch back
+only when the last reference goes, maybe long after the program has set it otherwise.
+"""
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included

@@ -9,6 +9,7 @@ import torch
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State
 from tiermem.errors import InvariantError
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.transfers.block_io import view_of
 from tiermem.transfer.copy import Event
@@ -148,6 +149,6 @@ class HostLoans:
         record = self._parts.table[block.id]
         if record.home is not Tier.DRAM or record.home_extent is None:
             return []
-        with torch.inference_mode(False):
+        with outside_inference():
             whole = self._parts.homes.arena.bytes_of(record.home_extent)
             return [view_of(whole, spec) for spec in block.tensors]

@@ -14,6 +14,7 @@ import torch
 
 from tiermem.core.block import Block, Extent, Tier
 from tiermem.core.residency import Record, State
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.base.gate import CallGate
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.transfers.block_io import view_of
@@ -138,7 +139,7 @@ class ZeroCopy:
         block, extent = record.block, record.home_extent
         home, found = self._seen.get(block.id, (None, ()))
         if extent is not None and home != extent:
-            with torch.inference_mode(False):
+            with outside_inference():
                 whole = self._parts.copy.seen(self._parts.homes.arena.bytes_of(extent))
                 found = () if whole is None else [view_of(whole, spec) for spec in block.tensors]
             self._seen[block.id] = extent, found

@@ -12,6 +12,7 @@ import torch
 from tiermem.core.block import Block, Extent, TensorSpec, align_up
 from tiermem.core.experts import Popularity, Seats
 from tiermem.core.layout import contiguous_stride
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.slots import typed_view, use_count
 from tiermem.transfer.copy import Event
 from tiermem.transfer.file.mover import FileTransfer
@@ -224,7 +225,7 @@ class Seat:
         """Returns the piece as a tensor that is kept here and is no alias."""
         found = self.kept.get((dtype, shape))
         if found is None:
-            with torch.inference_mode(False):
+            with outside_inference():
                 found = typed_view(self._storage, dtype, 0, shape, contiguous_stride(shape))
             self.kept[dtype, shape] = found
             self._baseline += 1

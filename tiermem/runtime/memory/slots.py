@@ -18,7 +18,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from tiermem.core.block import ANNEX, Block, Extent
-from tiermem.runtime.base.functorch import modes, transforming, untransformed, without_modes
+from tiermem.runtime.base.functorch import (
+    modes,
+    outside_inference,
+    transforming,
+    untransformed,
+    without_modes,
+)
 from tiermem.storage.arena import Arena
 
 _KEPT_PER_BLOCK = 8
@@ -145,7 +151,7 @@ def has_saved(param: torch.Tensor) -> bool:
 
     The parameter's Python object counts as one reference, the node that accumulates as another.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+    with torch._C.DisableTorchFunctionSubclass(), outside_inference():
         count = _references(param)
         if count <= 1 or not param.requires_grad:
             return count > 1
@@ -373,7 +379,7 @@ class SlotCache:
         if modes():
             with without_modes():
                 return self._look(block, extent)
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             whole = self._bytes_of(extent)
             storage = whole.untyped_storage()
             views = _views_of(block, storage)

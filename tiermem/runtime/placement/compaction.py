@@ -14,6 +14,7 @@ import torch
 
 from tiermem.core.block import Extent, align_up
 from tiermem.core.residency import Record, ResidencyTable
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.slots import Slot, SlotCache
 from tiermem.runtime.metrics.counters import Counters
 from tiermem.runtime.placement.leaving import LeaveRules, Why
@@ -194,7 +195,7 @@ class Compactor:
         """
         source, target = slide.source.bytes, slide.target.bytes
         begin, piece = slide.begin, slide.piece
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), outside_inference():
             while begin < target.numel():
                 if piece is None:
                     piece = source[begin : begin + _BOUNCE].clone()

@@ -25,6 +25,7 @@ import torch
 from tiermem.config import Home
 from tiermem.core.block import ALIGNMENT, Extent, Tier
 from tiermem.errors import StorageError
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.extent_pool import ExtentPool, Place
 from tiermem.runtime.memory.slots import typed_view, use_count
@@ -135,7 +136,7 @@ class ActivationStore:
         manager = self.manager
         if copy.source is None:
             raise RuntimeError("nothing to write")
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             bytes_ = typed_view(copy.source, torch.uint8, copy.low, (copy.nbytes,), (1,))
             if place.tier is Tier.DRAM:
                 started = time.perf_counter_ns()
@@ -247,7 +248,7 @@ class ActivationStore:
         manager, place = self.manager, copy.place
         if place is None:
             raise RuntimeError(f"{copy.name!r} is nowhere")
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             target = torch.empty(copy.nbytes, dtype=torch.uint8, device=manager.parts.device)
             if place.tier is Tier.DRAM:
                 started = time.perf_counter_ns()

@@ -15,6 +15,7 @@ from tiermem.core.experts import Seats, share_out
 from tiermem.core.layout import TensorShape
 from tiermem.core.residency import ResidencyTable
 from tiermem.errors import CapacityError
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, sizes_of, small_pieces
 
@@ -172,7 +173,7 @@ class ExpertRoom:
     ) -> None:
         """Divides the room into banks of seats, the first of which are given to pieces."""
         offset, before = whole.offset, self._parts.copy.guards(whole)
-        with torch.inference_mode(False):
+        with outside_inference():
             for size, count in counts.items():
                 seats = []
                 for _ in range(count):

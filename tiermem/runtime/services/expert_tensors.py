@@ -18,6 +18,7 @@ from tiermem.core.block import Extent, Tier, align_up
 from tiermem.core.experts import moved_whole, whole_tensors
 from tiermem.core.residency import State
 from tiermem.errors import InvariantError
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.expert_seats import Bank, Seat, Stack, small_pieces
 from tiermem.runtime.parts import Parts
 from tiermem.runtime.services.piece_copies import copy_up, packed_part
@@ -196,7 +197,7 @@ class WholeTensors:
             run.read += 1
         if tensor.seat is None:
             extent = tensor.extent
-            with torch.inference_mode(False):
+            with outside_inference():
                 tensor.seat = Seat(self._parts.slots.arena.bytes_of(extent), extent)
         spec = stack.block.tensors[index]
         return tensor, tensor.seat.view(spec, spec.shape)

@@ -18,6 +18,7 @@ import torch
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Block, Extent, Tier, align_up
 from tiermem.errors import CapacityError, InvariantError
+from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.homes import HomeRequest
 from tiermem.runtime.transfers.block_io import view_of
 from tiermem.transfer.file.mover import FileMover, FileTransfer
@@ -399,7 +400,7 @@ class HostStage:
                     each.pool.free(each.place)
                 return False
             memory = pool.bytes_of(place, block.nbytes)
-            with torch.inference_mode(False):
+            with outside_inference():
                 views = [view_of(memory, spec) for spec in block.tensors]
             home = order.homes[block.id][0]
             taken.append(Cargo(block, home, place, pool, memory, views))

@@ -6,7 +6,7 @@ import torch
 
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State
-from tiermem.runtime.base.functorch import without_modes
+from tiermem.runtime.base.functorch import outside_inference, without_modes
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.transfers.comparing import same_bytes
 
@@ -19,7 +19,7 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
     Raises:
         StorageError: If its home is a file that cannot be read.
     """
-    with without_modes(), manager.lock, torch.inference_mode(False), torch.no_grad():
+    with without_modes(), manager.lock, outside_inference(), torch.no_grad():
         record = manager.record(block)
         extent = record.home_extent
         if record.in_hbm is not State.VALID or record.at_home is not State.VALID or extent is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from tiermem.core.block import Block
+from tiermem.runtime.base.functorch import outside_inference
 
 _CHUNK = 4 << 20
 
@@ -21,7 +22,7 @@ def same_bytes(block: Block, here: torch.Tensor, home: torch.Tensor) -> bool:
         here: The one copy, 1-D uint8; whoever writes it has been waited for.
         home: The other one, which is brought to where ``here`` is.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with outside_inference(), torch.no_grad():
         same = torch.ones((), dtype=torch.bool, device=here.device)
         for begin, end in _runs(block):
             same &= (here[begin:end] == home[begin:end].to(here.device)).all()
