@@ -342,9 +342,8 @@ class StepUnit(UnitGradients):
     def can_be_taken_back(self) -> bool:
         """Whether a step can be undone by who gives its blocks their former bytes, and numbers."""
         masters = self.masters
-        return (
-            not (self.handed.spoils or self.plain.private or self.attempt is not None)
-            and (masters is None or (masters.made and not masters.loose()))
+        return not (self.handed.spoils or self.plain.private or self.attempt is not None) and (
+            masters is None or (masters.made and not masters.loose())
         )
 
     def keep_numbers(self, state: State) -> Undo:
