@@ -79,6 +79,14 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+FOREACH: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
+    (torch.optim.Rprop, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),  # which torch does not count
+]
+
+
 @contextmanager
 def tiered(
     cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
@@ -135,6 +143,26 @@ def test_a_graph_made_while_a_step_is_put_off_has_its_weights(step: str) -> None
         assert model[1].weight._version == version
         with torch.no_grad():
             assert same_bits(x.grad, model[1].weight.sum() * x.detach())
+
+
+@pytest.mark.parametrize(("cls", "settings"), FOREACH)
+def test_kernels_over_several_tensors_are_counted_as_torch_does(cls: Any, settings: Any) -> None:
+    """A trial of the class runs in a dispatch mode, in which torch does not count these."""
+    plain = net()
+    before = [param._version for param in plain.parameters()]
+    train(plain, cls(plain.parameters(), lr=0.1, **settings), steps=3)
+    counts = before != [param._version for param in plain.parameters()]
+    assert counts is not settings.get("fused", False)
+    for overlap in ("auto", "forward"):
+        with tiered(cls, overlap=overlap, **settings) as (model, optimizer):
+            train(model, optimizer, steps=3)
+            loss = OLD_GRAPHS["a function that saves the weight"](model, batch(model))
+            train(model, optimizer)
+            if counts:
+                with pytest.raises(RuntimeError, match="inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
 
 
 @pytest.mark.usefixtures("_small_parts")
