@@ -320,6 +320,40 @@ def test_a_step_goes_on_after_the_part_where_it_failed(overlap: Any, forgets: bo
         assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_cleared_once_after_a_step_that_was_cut_short(
+    waits: bool, to_none: bool
+) -> None:
+    """Whether it was cut short in ``step()``, and is asked for again, or in a look at weights."""
+    with Twins(Wide, Tiers("dram", extra_hbm=4096), settings={"lr": 0.01}) as twins:
+        for number in range(2):
+            twins.backward(number)
+            twins.step()
+        twins.backward(2)
+        twins.optimizer._timing.ahead.provisional.drop()
+        (unit,) = in_parts(twins)
+        broken = unreadable(unit.parts[2])
+        if waits:
+            twins.optimizer.step()
+            assert id(unit) in twins.optimizer._units.owed
+        else:
+            twins.optimizer._timing.auto._pause = 1  # this one is made at once
+        with pytest.raises(tiermem.StorageError, match=r"2 of .* parts stepped"):
+            twins.model.embed.weight.sum() if waits else twins.optimizer.step()
+        del broken.held
+        if not waits:
+            twins.optimizer.step()
+        twins.optimizer.zero_grad(set_to_none=to_none)
+        twins.by_hand.step()
+        twins.by_hand.zero_grad()
+        twins.check()
+        for number in (3, 4):
+            twins.backward(number)
+            twins.step()
+        twins.check()
+
+
 def test_parts_are_not_left_apart_where_the_gradient_is_gone() -> None:
     with Twins(Wide, Tiers("dram"), overlap=False) as twins:
         for step in range(2):

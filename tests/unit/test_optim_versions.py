@@ -16,6 +16,7 @@ from tiermem.core import parts
 from tiermem.optim.host import update as host
 from tiermem.optim.units import master
 from tiermem.optim.units.parted import PartedUnit
+from tiermem.optim.units.unit import StepUnit
 
 WIDTH = 24
 
@@ -78,12 +79,23 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+FOREACH: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.SGD, {"foreach": True, "momentum": 0.9}),
+    (torch.optim.Rprop, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),  # which torch does not count
+]
+
+
 @contextmanager
 def tiered(
-    cls: type[torch.optim.Optimizer] = torch.optim.AdamW, hbm: str = "32KiB", **options: Any
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    hbm: str = "32KiB",
+    dram: str = "4MiB",
+    **options: Any,
 ) -> Iterator[tuple[nn.Module, Any]]:
     dtype = torch.bfloat16 if "master_dtype" in options else torch.float32
-    with tiermem.TierManager(device="cpu", hbm=hbm, dram="4MiB") as tier:
+    with tiermem.TierManager(device="cpu", hbm=hbm, dram=dram) as tier:
         model = tier.wrap(net(dtype))
         yield model, tier.optimizer(model, cls, lr=0.1, **options)
 
@@ -131,6 +143,58 @@ def test_a_graph_made_while_a_step_is_put_off_has_its_weights(step: str) -> None
         assert model[1].weight._version == version
         with torch.no_grad():
             assert same_bits(x.grad, model[1].weight.sum() * x.detach())
+
+
+@pytest.mark.parametrize(("cls", "settings"), FOREACH)
+def test_kernels_over_several_tensors_are_counted_as_torch_does(cls: Any, settings: Any) -> None:
+    """A trial of the class runs in a dispatch mode, in which torch does not count these."""
+    plain = net()
+    before = [param._version for param in plain.parameters()]
+    train(plain, cls(plain.parameters(), lr=0.1, **settings), steps=3)
+    counts = before != [param._version for param in plain.parameters()]
+    assert counts is not settings.get("fused", False)
+    for overlap in ("auto", "forward"):
+        with tiered(cls, overlap=overlap, **settings) as (model, optimizer):
+            train(model, optimizer, steps=3)
+            loss = OLD_GRAPHS["a function that saves the weight"](model, batch(model))
+            train(model, optimizer)
+            if counts:
+                with pytest.raises(RuntimeError, match="inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
+@pytest.mark.usefixtures("_small_parts")
+@pytest.mark.parametrize("step", ["on the device", "masters", "in parts"])
+def test_a_step_that_could_not_be_made_ahead_is_counted_where_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with tiered(dram="16MiB", **STEPS[step]) as (model, optimizer):
+        train(model, optimizer, steps=3)
+        failing = optimizer._units[1]
+        provisional = optimizer._timing.ahead.provisional
+        loss = OLD_GRAPHS["a function that saves the weight"](model, batch(model))
+        before = [param._version for param in model.parameters()]
+        held, failed = StepUnit.held, []
+
+        def unreadable(unit: StepUnit, *args: Any, ahead: Any = None, **options: Any) -> Any:
+            if ahead is not None and unit.name.startswith(failing.name):
+                failed.append(unit.name)
+                raise tiermem.StorageError("cannot read", block="state", path="swap")
+            return held(unit, *args, ahead=ahead, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StepUnit, "held", unreadable)
+            optimizer.zero_grad()
+            model(batch(model)).square().sum().backward()
+        assert failed
+        assert 0 < len(provisional.units) < len(optimizer._units)
+        assert failing not in provisional
+        optimizer.step()
+        assert all(p._version > v for p, v in zip(model.parameters(), before, strict=True))
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            loss.backward()
 
 
 def test_a_class_that_torch_does_not_count_is_not_counted_here_either() -> None:

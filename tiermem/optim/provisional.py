@@ -215,9 +215,11 @@ class Provisional:
                 self._owe(group.block, blocks)
             elif self.ticket is ticket and not any(block in self._shadows for block in blocks):
                 for unit in units:  # nothing was written
-                    begun = self._made.pop(id(unit), None)
+                    begun = self._made.get(id(unit))
                     if begun is not None:
+                        unit.counted.not_made(ticket)  # step() has the same ticket
                         begun.put_late_back()
+                        del self._made[id(unit)]
             else:
                 self.drop()
         return done

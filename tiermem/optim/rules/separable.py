@@ -19,7 +19,11 @@ from tiermem.errors import StepError
 from tiermem.nn.tensors.shells import insides, is_opaque
 from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
+<<<<<<< HEAD
 from tiermem.optim.rules.trial import Draws, ExchangeError, trial
+=======
+from tiermem.optim.rules.trial import Draws, trial, undispatched
+>>>>>>> h5
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of the class and settings in question from parameter groups."""
@@ -246,7 +250,10 @@ def _tried(
                         )
                         reason = found.run(private=private, late=late)
                     if not reason:
-                        kind = sparse, draws.seen, found.counts, found.counted, private
+                        counted = found.counted or (
+                            not draws.seen and _is_counted(make, settings, shapes[0], dtype, device)
+                        )
+                        kind = sparse, draws.seen, found.counts, counted, private
                         return Nature(*kind, where, len(shapes[0]), dtype)
                     odd = reason
             except StepError:
@@ -264,6 +271,25 @@ def _tried(
         f"{name} cannot be streamed through the tiers: a trial step without a closure failed with "
         f"{type(problem).__name__}: {problem}. {_REMEDY}"
     ) from problem
+
+
+def _is_counted(
+    make: Make,
+    settings: dict[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether torch counts the writes of a class on the device itself."""
+    try:
+        with undispatched():
+            (param,) = params = tiny([shape], dtype, device)
+            optimizer = ready(make([{**copied(settings), "params": params}]))
+            give_gradients(params, 1, sparse=False)
+            run_unseen(optimizer)
+            return param._version > 0
+    except Exception:  # what it cannot do there shows in its first step
+        return False
 
 
 def _large(dims: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import TracingContext, tracing
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from tiermem.runtime.base.functorch import outside_inference
 
@@ -131,6 +131,16 @@ def trial() -> Iterator[Draws]:
         stack.enter_context(tracing(_uncompiled()))
         stack.enter_context(draws)
         yield draws
+
+
+@contextmanager
+def undispatched() -> Iterator[None]:
+    """Returns a context for a trial of a class that draws no random numbers.
+
+    Below a dispatch mode torch does not count the writes of kernels that write several tensors.
+    """
+    with trial(), _pop_mode_temporarily():
+        yield
 
 
 def _uncompiled() -> TracingContext:

@@ -61,6 +61,11 @@ class CountedSteps:
         """Leaves a step uncounted that is about to be made, until :meth:`confirm`."""
         self.ticket = self._due = ticket
 
+    def not_made(self, ticket: object) -> None:
+        """Forgets a step that was left uncounted and could not be made: the next try counts."""
+        if self._due is ticket:
+            self._due = self.ticket = None
+
     def confirm(self, unit: StepUnit, ticket: object) -> None:
         """Counts a step that was left uncounted; its gradients are there."""
         if self._due is ticket:

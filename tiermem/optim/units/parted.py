@@ -381,12 +381,12 @@ class PartedUnit(StepUnit):
         self.shown.publish(runtime, state)
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Clears the gradient, or sets it to zero.
+        """Clears the gradient, or sets it to zero; a deferred step keeps it until it is made.
 
         Raises:
             StepError: If some parts were stepped with it, and the others were not.
         """
-        if self._made:
+        if self._made and not any(map(runtime.grads.owed, self.grad_units())):
             raise StepError(
                 f"zero_grad() while the step of {self.name!r} is unfinished: call "
                 "optimizer.step(), it goes on where it stopped"
