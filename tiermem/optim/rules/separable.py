@@ -19,11 +19,7 @@ from tiermem.errors import StepError
 from tiermem.nn.tensors.shells import insides, is_opaque
 from tiermem.optim.rules.bits import bits
 from tiermem.optim.rules.plainstep import run_unseen
-<<<<<<< HEAD
-from tiermem.optim.rules.trial import Draws, ExchangeError, trial
-=======
-from tiermem.optim.rules.trial import Draws, trial, undispatched
->>>>>>> h5
+from tiermem.optim.rules.trial import Draws, ExchangeError, trial, undispatched
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Makes an optimizer of the class and settings in question from parameter groups."""
