@@ -86,8 +86,9 @@ def _refuse_late(runtime: ModuleRuntime, params: Sequence[torch.Tensor]) -> None
             more = f" and {len(late) - 1} more" if late[1:] else ""
             raise StepError(
                 f"none of these {len(params)} parameters is in the tiers: {late[0]!r}{more} came "
-                "into the model after tier.wrap. Add adapters before it: call tier.unwrap(model), "
-                "then tiermem.add_adapters or peft's get_peft_model, then tier.wrap; or give "
+                "into the model after tier.wrap. Change the model before it: call "
+                "tier.unwrap(model), put in the new layer or the adapters "
+                "(tiermem.add_adapters, peft's get_peft_model), then tier.wrap; or give "
                 "tier.optimizer the whole model, which has these stepped outside the budgets"
             )
 
