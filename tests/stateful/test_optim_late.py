@@ -81,17 +81,17 @@ class Late(RuleBasedStateMachine):
         for _ in range(2):
             self.rounds(1, "after", [])
 
-    def _made(self, unit: Any, made: Any, at_hand: Any) -> None:
+    def _made(self, unit: Any, made: Any, keep: Any) -> None:
         """Makes a step ahead, or has it dropped or fail in the middle."""
         what = self.inside.pop(0) if self.inside else ""
         if what == "no room in HBM":
             raise tiermem.CapacityError(what)
-        self.make(unit, made, partial(self._at_hand, at_hand, what))
+        self.make(unit, made, partial(self._keep, keep, what))
         if what == "dropped":
             self.ahead.provisional.drop()
 
-    def _at_hand(self, at_hand: Any, what: str) -> None:
-        at_hand()
+    def _keep(self, keep: Any, what: str, blocks: Any) -> None:
+        keep(blocks)
         if what == "dropped midway":
             self.ahead.provisional.drop()
         if what == "a home needs room":

@@ -444,7 +444,8 @@ def test_state_that_is_left_is_written_in_place_once_its_copy_home_is_made(monke
         assert not copy_home.made
         numbers = Undo()
         leaves = LateState(unit, pair.tier._runtime, [], numbers, unit.block)
-        provisional._turn(unit.group, Made(unit, None, numbers, leaves=leaves))
+        made = Made(unit, None, numbers, leaves=leaves)
+        provisional._keep(unit.group, made, unit.kept_blocks())
         assert copy_home.made
         manager.release(unit.group.block)
         provisional._shadows.put_back()
