@@ -3647,7 +3647,7 @@ MUTATIONS = (
                 "they are none",
                 "tiermem/optim/ahead.py",
                 "            and not _is_in_runs(unit)\n",
-                "            and not unit.is_parted\n",
+                '            and not hasattr(unit, "parts")\n',
             ),
             (
                 "a part does not keep what it was",
@@ -3664,7 +3664,7 @@ MUTATIONS = (
             (
                 "they are stepped before other units of the block",
                 "tiermem/optim/units/arrivals.py",
-                "                mine.sort(key=lambda unit: unit.is_parted)\n",
+                "                mine.sort(key=lambda unit: isinstance(unit, PartedUnit))\n",
                 "",
             ),
         )
@@ -3834,7 +3834,7 @@ MUTATIONS = (
             (
                 "a function is put in the place of a parameter outside of calls",
                 "names.py",
-                "value is None and self._is_in_call() and _puts",
+                "value is None and self.lender.here.is_in_pass() and _puts",
                 "value is None and _puts",
                 "tests/unit/test_nn_parameters.py",
             ),

@@ -22,6 +22,7 @@ import tiermem
 from tiermem.core import parts
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.loop import library
+from tiermem.optim.units.parted import PartedUnit
 
 WIDTH = 8
 LAYERS = 4
@@ -171,7 +172,7 @@ class Disturbed:
         what = self.what.pop(0) if self.what else ""
         if what == "no room in HBM":
             raise tiermem.CapacityError(what)
-        spoilt = unit.parts[-1].unit if unit.is_parted else unit
+        spoilt = unit.parts[-1].unit if isinstance(unit, PartedUnit) else unit
         if what == "no memory":
             spoilt._run = partial(self.spoil, spoilt)
         try:
@@ -546,7 +547,8 @@ class LookingAtParts(Looking):
     ahead = 0
 
     def teardown(self) -> None:
-        if hasattr(self, "kept") and any(unit.is_parted for unit in self.optimizer._units):
+        units = self.optimizer._units if hasattr(self, "kept") else ()
+        if any(isinstance(unit, PartedUnit) for unit in units):
             LookingAtParts.ahead += self.optimizer.stepped_in_backward
         super().teardown()
 

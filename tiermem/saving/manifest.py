@@ -169,8 +169,11 @@ def _beginning(
 
 def _take_header(path: str, name: str, fd: int, begin: bytes, stored: dict[str, Stored]) -> None:
     """Enters the tensors of a file whose header is what was written."""
-    with suppress(OSError):  # tensors are read past the page cache, where the file system can
+    try:  # tensors are read past the page cache, where the file system can
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError:
+        with suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     folder = name[: name.rfind("/") + 1]
     for own, described in json.loads(begin[8:]).items():
         if own != "__metadata__":

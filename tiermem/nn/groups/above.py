@@ -71,6 +71,10 @@ class Here(Protocol):
 
     inside: bool
 
+    def is_in_pass(self) -> bool:
+        """Whether that is in a call of a wrapped module, or in a backward."""
+        ...
+
 
 class Lender(Protocol):
     """Brings blocks up for uses of tensors that are away."""

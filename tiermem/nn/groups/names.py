@@ -8,8 +8,6 @@ from copy import deepcopy
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tiermem.core.block import Role
 from tiermem.errors import ParameterError, WrapError
 from tiermem.nn.compat.fastpaths import only_asks
@@ -93,12 +91,8 @@ class HeldDict(dict[str, Any]):
         Raises:
             ParameterError: If it lives in the tiers.
         """
-        if name in self.groups and not self._is_in_call():
+        if name in self.groups and not self.lender.here.is_in_pass():
             raise self._replaced(name)
-
-    def _is_in_call(self) -> bool:
-        """Whether a call is under way, or computed again in backward."""
-        return self.lender.here.inside or torch._C._current_graph_task_id() != -1
 
     def _takes(self, name: str, value: Any) -> bool:
         """Whether a parameter around other tensors has taken a new one's values over.
@@ -123,7 +117,7 @@ class HeldDict(dict[str, Any]):
             del self.groups[name]
         elif value is not None and self.behind.get(name) is value:
             del self.behind[name]  # the function in its place is gone
-        elif value is None and self._is_in_call() and _puts_function(sys._getframe(3)):
+        elif value is None and self.lender.here.is_in_pass() and _puts_function(sys._getframe(3)):
             self.behind[name] = _item(self, name)
         elif not _is_swap(sys._getframe(2)):
             second = f"{name}_orig"  # pruning gives it this name as well, and then takes it out

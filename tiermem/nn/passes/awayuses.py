@@ -60,7 +60,7 @@ class AwayUses:
         if group.in_place:
             return  # an operation on it says that there is no room; its shape can be asked for
         self._close(group)
-        inside = self.here.inside or torch._C._current_graph_task_id() != -1
+        inside = self.here.is_in_pass()
         while True:
             try:
                 group.point_softly(dirty=not inside)
@@ -229,8 +229,11 @@ class AwayUses:
 
     def end_between(self, group: Group) -> None:
         """Ends that a group was left pointed, between passes; the caller has the manager's lock."""
-        inside = self.here.inside or torch._C._current_graph_task_id() != -1
-        if not inside and not self.manager.threads.several and id(group) in self.soft:
+        if (
+            not self.here.is_in_pass()
+            and not self.manager.threads.several
+            and id(group) in self.soft
+        ):
             self.soft.pop(id(group)).rest()
 
     @inside

@@ -65,6 +65,10 @@ class Here(threading.local):
         """Is outside of every call."""
         self.unseen: list[torch.Tensor] = []
 
+    def is_in_pass(self) -> bool:
+        """Whether that is in a call of a wrapped module, or in a backward."""
+        return self.inside or torch._C._current_graph_task_id() != -1
+
 
 class ModuleRuntime:
     """State shared by every wrapped module of one manager.
@@ -329,7 +333,7 @@ class ModuleRuntime:
         Raises:
             CheckpointError: If it is.
         """
-        if self.here.inside or torch._C._current_graph_task_id() != -1:
+        if self.here.is_in_pass():
             raise CheckpointError(
                 f"{what} inside a forward or backward, where buffers and gradients are half made; "
                 "call it between them"

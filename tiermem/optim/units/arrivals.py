@@ -8,6 +8,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.units.finality import accumulates
+from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import StepUnit
 
 _HELD_BACK, _BESIDE_MORE = 0.3, 0.5
@@ -41,7 +42,7 @@ class Arrivals:
                 mine = self.units.setdefault(id(unit.group), [])
                 mine.append(unit)
                 # while parts pass through HBM, gradients of other units would leave it
-                mine.sort(key=lambda unit: unit.is_parted)
+                mine.sort(key=lambda unit: isinstance(unit, PartedUnit))
                 self.entries.update((id(entry.param), entry) for entry in unit.entries)
                 self.known.update(unit.entries)
 

@@ -275,8 +275,8 @@ class Ahead:
     """How a step is made that the caller can take back, and what it does with the state.
 
     Attributes:
-        keep: Called with blocks of state and masters that are at hand and about to be written, the
-            weights too: has them keep what they are.
+        keep: Called once blocks of state and masters are at hand, and the weights, before any of
+            these is written: keeps the bytes that they have.
         late: The update that it has missed, to be made first in the same try; the caller has taken
             it from the unit, and can put it back.
         leaves: Whether it stays as it is at home; the caller gives up the copy in HBM.

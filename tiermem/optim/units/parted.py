@@ -67,8 +67,6 @@ class PartedUnit(StepUnit):
         shown: The state of all parts, as the parameter's.
     """
 
-    is_parted = True
-
     def __init__(self, whole: StepUnit, runs: Sequence[tuple[int, int]]) -> None:
         """Takes the place of a unit that has neither state nor masters in the tiers yet."""
         self._base = whole.name

@@ -61,10 +61,7 @@ class StepUnit(UnitGradients):
         made: The ticket of the last step that was made.
         attempt: The step under way, or one that could not be taken back yet.
         late: The update that its state has missed, where a step has left it as it was.
-        is_parted: Whether state and masters pass through HBM one part at a time.
     """
-
-    is_parted = False
 
     def __init__(
         self,
