@@ -26,7 +26,7 @@ from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.file.jobs import FileTransfer
 from tiermem.transfer.streams import CudaChunkCopier, StreamCopyEngine
 
-UP, DOWN, FILES, UNPACK = 101, 102, 103, 104
+UP, DOWN, FILES, UNPACK, PACK = 101, 102, 103, 104, 105
 PAGE = 4096
 SHAPE = TensorShape("w", (PAGE,), (1,), torch.uint8, 1)
 
@@ -90,7 +90,7 @@ def manager_over(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "tiermem.runtime.assembly.HostCopyEngine",
-            lambda: StreamCopyEngine(device, UP, DOWN, FILES, UNPACK),
+            lambda: StreamCopyEngine(device, UP, DOWN, FILES, UNPACK, PACK),
         )
         return BlockManager(
             Settings(
@@ -231,7 +231,7 @@ class Streamed:
     def run_on(self, random: Random) -> None:
         """The device does some of its work, and one stream is late with its."""
         for _ in range(random.randint(0, self.case.lag)):
-            ran = [s for s in (0, 1, UP, DOWN, FILES, UNPACK) if s != self.case.late]
+            ran = [s for s in (0, 1, UP, DOWN, FILES, UNPACK, PACK) if s != self.case.late]
             self.device.advance(random.choice(ran))
 
     def stray(self, random: Random) -> None:
@@ -269,6 +269,7 @@ class Streamed:
             if record.home is Tier.NVME:
                 continue
             assert record.home_extent is not None
+            manager.parts.homes.open(record.home_extent)
             home = manager.parts.homes.arena.bytes_of(Extent(record.home_extent.offset, PAGE))
             if not bool((home == value).all()):
                 self.wrong.append(f"home of {block.name}")

@@ -59,6 +59,8 @@ class Record:
             it lies at an end; else 0.
         copied: Whether nothing but a copy home has used the HBM copy since compute did, so that
             whoever has the place next need not wait for compute.
+        packs: Whether it is written home packed, where that can be done
+            (:mod:`tiermem.core.packedhome`).
     """
 
     block: Block
@@ -75,6 +77,7 @@ class Record:
     still: bool = field(default=False)
     later: int = field(default=0)
     copied: bool = field(default=False)
+    packs: bool = field(default=False)
 
     @property
     def stamp(self) -> tuple[Any, ...]:

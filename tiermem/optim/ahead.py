@@ -25,7 +25,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.auto import AutoOverlap
-from tiermem.optim.balance import Load, Speed, best_choice, host_helps
+from tiermem.optim.balance import Load, Speed, best_choice, host_helps, least_seconds
 from tiermem.optim.host.spread import Rates
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.leaving import IgnoresWeights, LateStates
@@ -35,12 +35,17 @@ from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.stepping import SteppedBackward
 from tiermem.optim.units.finality import accumulates, is_nested
 from tiermem.optim.units.late import Ahead
+from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
+from tiermem.runtime.services.home_packing import SHARE as PACKED_SHARE
 
 _FIRST_PAUSE, _MOST_PAUSE = 8, 64  # rounds: one more in vain moves half as much again
 _DROPPED, _IN_VAIN = 4, 8
 """What a round in vain counts, one that is confirmed taking one off, and from which sum on none is
 tried: two rounds in a row, or more than a fifth of them, as where a loop clips now and then."""
+_PACKING_PAYS = 0.6
+"""Of the compute: what copies take at least where packing what is copied makes a loop faster. They
+do not hide behind compute wholly."""
 _FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then after 8, 16, ...
 
 
@@ -150,6 +155,8 @@ class LeftToForward:
         self._rounds, self._next_look = 0, _FIRST_LOOK
         self._hosted: frozenset[int] = frozenset()  # ids of the groups that were the host's then
         self._waits = False
+        self._packing = runtime.home_packing
+        self._to_pack = False
 
     def has(self, group: Group) -> bool:
         """Whether the step of a group is left to the next forward."""
@@ -200,9 +207,12 @@ class LeftToForward:
             return None
         rates = self._others.rates
         if rates is not None and rates.both_ways is not None:
-            return Speed(forward, backward, *rates.both_ways, alone=pace.fastest("dram->hbm"))
-        up = pace.rate("dram->hbm")
-        return Speed(forward, backward, up, pace.best_rate("hbm->dram") or up)
+            both, alone = rates.both_ways, pace.fastest("dram->hbm")
+        else:
+            up, alone = pace.rate("dram->hbm"), 0.0
+            both = up, pace.best_rate("hbm->dram") or up
+        speed = Speed(forward, backward, *both, alone=alone)
+        return speed.times(1 / PACKED_SHARE) if self._packing.is_on else speed
 
     def _loads(self, settings: Sequence[dict[str, Any]]) -> list[tuple[Group, Load, Load]]:
         """Returns each block with its load, and that where the host has its share."""
@@ -230,7 +240,28 @@ class LeftToForward:
         self._ids = {id(groups[number]) for number in found.left}
         self._late.share = found.turns
         self._hosted = hosted
+        self._choose_packing(groups, loads, speed)
         self._runtime.manager.prefetcher.note_copies_bind(found.copies_bind)
+
+    def _choose_packing(self, groups: Sequence[Group], loads: Sequence[Load], speed: Speed) -> None:
+        """Has blocks that the device steps written home packed, where copies are waited for."""
+        if not self._packing.is_on:
+            copies = least_seconds(loads, replace(speed, forward=0.0, backward=0.0))
+            self._to_pack = copies > _PACKING_PAYS * (speed.forward + speed.backward)
+            return
+        for group, load in zip(groups, loads, strict=True):
+            units = self._units[id(group)]
+            whole = not any(isinstance(unit, PartedUnit) for unit in units)
+            blocks = [group.block, *(block for unit in units for block in unit.kept_blocks())]
+            blocks += [b for unit in units for of in unit.grad_units() for b in of.blocks]
+            self._packing.mark(blocks, packed=whole and load.host is None)
+
+    def begin_packing(self) -> None:
+        """Called between steps: begins to pack homes where that was found to pay."""
+        if self._to_pack:
+            self._to_pack = False
+            if self._packing.begin():
+                self._next_look = 0
 
     def _load_of(self, group: Group, settings: Sequence[dict[str, Any]]) -> Load:
         """Returns what moves with a block and its step on the device."""
@@ -343,6 +374,8 @@ class StepsAhead:
         Args:
             may_begin: Whether any steps may be made ahead just now.
         """
+        with self._runtime.manager.lock:
+            self._left.begin_packing()
         if self._prepared:
             return
         self._prepared = True
@@ -358,6 +391,8 @@ class StepsAhead:
         """Stops watching backwards; steps made ahead are dropped."""
         self.provisional.close()
         self.late.close()
+        with self._runtime.manager.lock:
+            self._runtime.home_packing.end()
         self._runtime.backward.watchers.remove(self)
         self._runtime.grads.watchers.remove(self)
 
@@ -531,7 +566,8 @@ class StepsAhead:
         self._made_any = True
 
     def _make_here(self, group: Group, units: Sequence[StepUnit]) -> None:
-        began = time.perf_counter_ns()
+        began, packing = time.perf_counter_ns(), self._runtime.home_packing
+        packing.stays = True
         try:
             leave = partial(self.late.leave, self._backward.settings)
             made = self.provisional.make(group, units, self._state, self._make_one, leave)
@@ -545,6 +581,8 @@ class StepsAhead:
                 raise  # a signal handler's, or no memory, at a line of tiermem's
             self._backward.steps = False  # step() meets with it, too
             return
+        finally:
+            packing.stays = False
         timeline = self._runtime.manager.parts.timeline
         timeline.add("optimizer", group.block.name, began, time.perf_counter_ns())
         if not made:

@@ -81,6 +81,11 @@ class Speed:
     down: float
     alone: float = 0.0
 
+    def times(self, factor: float) -> Speed:
+        """Returns the same with copies that are so many times as fast."""
+        up, down, alone = self.up * factor, self.down * factor, self.alone * factor
+        return replace(self, up=up, down=down, alone=alone)
+
     def copies(self, up: float, down: float) -> float:
         """Returns how long so many bytes each way take: what is left at last goes alone.
 
@@ -130,6 +135,11 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
     return Choice(left, Passes(loads, left).turns(speed))
 
 
+def least_seconds(loads: Sequence[Load], speed: Speed) -> float:
+    """Returns how long forward and backward take with the best choice."""
+    return min(_seconds_of_choices(loads, speed).values())
+
+
 def host_helps(
     hosted: Sequence[Load], loads: Sequence[Load], speed: Speed, *, waits: bool = False
 ) -> bool:
@@ -148,9 +158,7 @@ def host_helps(
         passes = [Passes(one, frozenset(_able(one)), waits=True) for one in (hosted, loads)]
         with_share, without = (one.least(speed) for one in passes)
     else:
-        with_share, without = (
-            min(_seconds_of_choices(one, speed).values()) for one in (hosted, loads)
-        )
+        with_share, without = (least_seconds(one, speed) for one in (hosted, loads))
     return with_share < _SHARE_PAYS * without
 
 

@@ -259,6 +259,7 @@ class SaveHandle:
         if record.home_extent is not None and record.at_home is Residency.VALID:
             if record.home is Tier.DRAM:
                 manager.parts.copy.wait(manager.parts.transfers.home_ready.get(entry.block.id))
+                manager.parts.homes.open(record.home_extent)
                 entry.place = record.home_extent
                 entry.home = manager.parts.homes.arena.bytes_of(record.home_extent)
             return

@@ -16,7 +16,9 @@ from random import Random
 
 import numpy as np
 
+from tiermem.core import packedhome
 from tiermem.core.packing import GROWS, PACKED_TILE, TILE, pack_tile, unpack_tile
+from tiermem.transfer.hosthomes import pack_home_tile, unpack_home_tile
 
 
 class _Mark:
@@ -176,6 +178,33 @@ class SimulatedDevice:
 
         for tile in range(tiles):
             self.submit(stream, partial(run, tile))
+
+    def can_pack_homes(self) -> bool:
+        """There are kernels: the reference's."""
+        return True
+
+    def pack_home(
+        self,
+        stream: int,
+        target: int,
+        source: int,
+        tiles: int,
+        rest: int,
+        spill: int,
+        raw: int,
+        seen: int,
+    ) -> None:
+        """Submits the packing of a piece of a home, tile by tile; others may run in between."""
+        for tile in range(tiles):
+            self.submit(stream, partial(pack_home_tile, tile, target, source, spill, raw, seen))
+        if rest:
+            behind = target + tiles * packedhome.PACKED_TILE, source + tiles * packedhome.TILE
+            self.submit(stream, lambda: ctypes.memmove(*behind, rest))
+
+    def unpack_home(self, stream: int, target: int, tiles: int, spill: int, seen: int) -> None:
+        """Submits the unpacking of tiles in place, one by one; others may run in between."""
+        for tile in range(tiles):
+            self.submit(stream, partial(unpack_home_tile, tile, target, tiles, spill, seen))
 
     def synchronize(self) -> None:
         """Runs everything."""

@@ -14,9 +14,11 @@ from typing import Protocol
 import torch
 
 from tiermem.core.block import Extent
+from tiermem.core.packedhome import PackedHome
 from tiermem.core.packing import Packed, Part
 from tiermem.errors import InvariantError
 from tiermem.transfer.driver import Signal
+from tiermem.transfer.hosthomes import pack_home, unpack_home
 
 POISON = 0xFF
 """Fills what must not be read: NaN in every float format, -1 in the integers."""
@@ -90,6 +92,62 @@ class CopyEngine(Protocol):
             packed: What comes there.
             after: :meth:`guards` of when the last reader of ``target`` had been submitted, and
                 the event of what came there before.
+        """
+        ...
+
+    @property
+    def packs_homes(self) -> bool:
+        """Whether blocks can be written home packed, and brought up from there."""
+        ...
+
+    def use_room(self, room: torch.Tensor | None, extent: Extent) -> None:
+        """Gives it device memory to pack homes in, before the first :meth:`down_home`.
+
+        Args:
+            room: Device bytes, which are its own until the next call, after which nothing must
+                be under way there; earlier readers are waited for. None takes it away.
+            extent: Where they are.
+        """
+        ...
+
+    def up_home(
+        self,
+        target: torch.Tensor,
+        home: PackedHome,
+        extent: Extent,
+        after: Event | None,
+        *,
+        copied: bool = False,
+    ) -> Event | None:
+        """Does what :meth:`up` does with a home that lies packed.
+
+        Args:
+            target: Device bytes.
+            home: What comes there.
+            extent: Where ``target`` is.
+            after: What it waits for.
+            copied: As for :meth:`up`.
+        """
+        ...
+
+    def down_home(
+        self, home: PackedHome, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Does what :meth:`down` does, and packs what comes home.
+
+        Args:
+            home: Where it goes.
+            source: Device bytes.
+            extent: Where ``source`` is.
+            after: What it waits for.
+        """
+        ...
+
+    def open_home(self, home: PackedHome) -> None:
+        """Unpacks a home where it is; returns when that is over.
+
+        Args:
+            home: The home; no copy from or to it is under way.
         """
         ...
 
@@ -219,11 +277,13 @@ class HostCopyEngine:
     Attributes:
         capturing: Nothing is ever recorded.
         stream: There is one.
+        packs_homes: It takes the host longer than the copies; only tests have it done.
     """
 
     capturing: Callable[[], bool] = bool
     stream: Callable[[], int] = int
     packs = False
+    packs_homes = False
 
     def packing(self, room: torch.Tensor, extent: Extent, piece: int) -> Packer:
         """Packs nothing.
@@ -242,6 +302,33 @@ class HostCopyEngine:
     ) -> Event | None:
         """Raises what :meth:`packing` does."""
         raise InvariantError("host copies are not packed")
+
+    def use_room(self, room: torch.Tensor | None, extent: Extent) -> None:
+        """Needs none."""
+
+    def up_home(
+        self,
+        target: torch.Tensor,
+        home: PackedHome,
+        extent: Extent,
+        after: Event | None,
+        *,
+        copied: bool = False,
+    ) -> Event | None:
+        """Unpacks a home into ``target``."""
+        unpack_home(home, target.data_ptr())
+        return None
+
+    def down_home(
+        self, home: PackedHome, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Packs ``source`` into a home."""
+        pack_home(home, source.data_ptr())
+        return None
+
+    def open_home(self, home: PackedHome) -> None:
+        """Unpacks a home where it is."""
+        unpack_home(home, home.address)
 
     def up(
         self,

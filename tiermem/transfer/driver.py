@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from tiermem.errors import ConfigError, InvariantError, TierError
+from tiermem.transfer.homekernels import HomeKernels, load_home_kernels
 from tiermem.transfer.kernels import PackingKernels, load_kernels
 
 _NO_TIMING = 2
@@ -172,6 +173,47 @@ class StreamCalls(Protocol):
         """
         ...
 
+    def can_pack_homes(self) -> bool:
+        """Whether there are kernels for :meth:`pack_home` and :meth:`unpack_home`."""
+        ...
+
+    def pack_home(
+        self,
+        stream: int,
+        target: int,
+        source: int,
+        tiles: int,
+        rest: int,
+        spill: int,
+        raw: int,
+        seen: int,
+    ) -> None:
+        """Submits the packing of a piece of a home.
+
+        Args:
+            stream: The stream.
+            target: Device address for the packed form.
+            source: Device address of the words.
+            tiles: How many.
+            rest: Bytes behind them.
+            spill: Host address for the last bytes of raw tiles.
+            raw: Host address of a byte for each tile, which tells whether it is raw.
+            seen: Device address of as many bytes, which are the same, or ``raw``.
+        """
+        ...
+
+    def unpack_home(self, stream: int, target: int, tiles: int, spill: int, seen: int) -> None:
+        """Submits the unpacking of tiles of a home in place.
+
+        Args:
+            stream: The stream; always the same.
+            target: Device address for the words; the packed tiles end where they will.
+            tiles: How many, one or more.
+            spill: Host address of the last bytes of raw tiles.
+            seen: Address of a byte for each tile, which tells whether it is raw.
+        """
+        ...
+
     def synchronize(self) -> None:
         """Makes the host wait for everything on the device."""
         ...
@@ -225,7 +267,8 @@ class DriverCalls:
         self._marks: dict[int, int] = {}
         self._local = _Thread()
         self._kernels: PackingKernels | None = None
-        self._asked = False
+        self._home_kernels: HomeKernels | None = None
+        self._asked = self._asked_homes = False
         try:
             # short calls keep the GIL: releasing and taking it again costs more,
             # and lets another thread in for its whole turn
@@ -376,6 +419,41 @@ class DriverCalls:
         if code:
             self._check("cuLaunchKernel of tiermem_unpack", code)
 
+    def can_pack_homes(self) -> bool:
+        """Whether there are kernels for homes that lie packed; compiles them once."""
+        if not self._asked_homes:
+            self._asked_homes = True
+            self._home_kernels = load_home_kernels(self._lib, torch.device("cuda", self.index))
+        return self._home_kernels is not None
+
+    def pack_home(
+        self,
+        stream: int,
+        target: int,
+        source: int,
+        tiles: int,
+        rest: int,
+        spill: int,
+        raw: int,
+        seen: int,
+    ) -> None:
+        """Submits the packing of a piece of a home."""
+        kernels, foreign = self._launching_homes()
+        code = kernels.pack(stream, target, source, tiles, rest, spill, raw, seen)
+        if foreign:
+            self._leave()
+        if code:
+            self._check("cuLaunchKernel of tiermem_pack_home", code)
+
+    def unpack_home(self, stream: int, target: int, tiles: int, spill: int, seen: int) -> None:
+        """Submits the unpacking of tiles of a home in place."""
+        kernels, foreign = self._launching_homes()
+        code = kernels.unpack(stream, target, tiles, spill, seen)
+        if foreign:
+            self._leave()
+        if code:
+            self._check("cuLaunchKernel of tiermem_unpack_home", code)
+
     def new_stream(self, *, first: bool = False) -> int:
         """Makes a stream that waits for no other.
 
@@ -455,6 +533,13 @@ class DriverCalls:
         kernels = self._kernels
         if kernels is None:
             raise InvariantError("there are no kernels that pack; ask can_pack first")
+        return kernels, self._go_there()
+
+    def _launching_homes(self) -> tuple[HomeKernels, bool]:
+        """Does what :meth:`_launching` does for the kernels of homes."""
+        kernels = self._home_kernels
+        if kernels is None:
+            raise InvariantError("there are no kernels that pack homes; ask can_pack_homes first")
         return kernels, self._go_there()
 
     def _go_there(self) -> bool:

@@ -147,7 +147,7 @@ _PACK = struct.Struct("=QQQ")
 _UNPACK = struct.Struct("=QQII")
 
 
-class _Function:
+class Function:
     """A kernel, and the layout of its arguments."""
 
     def __init__(self, driver: Any, handle: int, layout: struct.Struct) -> None:
@@ -165,7 +165,6 @@ class _State:
 
     Attributes:
         address: Of a ticket, and the launch that read each tile last.
-        launches: How many there were.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,11 +172,16 @@ class _State:
         self._memory = torch.zeros(1 + MOST // TILE, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         self.address = self._memory.data_ptr()
-        self.launches = 0
+        self._launches = 0
+
+    def next_launch(self) -> int:
+        """Returns the number of a launch, which is not 0."""
+        self._launches = (self._launches + 1) & 0xFFFFFFFF or 1
+        return self._launches
 
 
 @cache
-def _state_of(device: torch.device, stream: int) -> _State:
+def state_of(device: torch.device, stream: int) -> _State:
     """Returns the state of a stream, which lives as long as the process.
 
     Streams of engines that are gone are used again, and their last kernels may not be over.
@@ -200,8 +204,8 @@ class PackingKernels:
             RuntimeError: If the driver refuses, or the device has no memory.
         """
         module = self._module = Module(driver, image)
-        self._pack = _Function(driver, module.function(b"tiermem_pack"), _PACK)
-        self._unpack = _Function(driver, module.function(b"tiermem_unpack"), _UNPACK)
+        self._pack = Function(driver, module.function(b"tiermem_pack"), _PACK)
+        self._unpack = Function(driver, module.function(b"tiermem_unpack"), _UNPACK)
         self._device = device
         self._states: dict[int, _State] = {}
 
@@ -233,9 +237,8 @@ class PackingKernels:
         """
         state = self._states.get(stream)
         if state is None:
-            state = self._states[stream] = _state_of(self._device, stream)
-        state.launches = (state.launches + 1) & 0xFFFFFFFF or 1
-        return self._unpack(stream, tiles, target, state.address, tiles, state.launches)
+            state = self._states[stream] = state_of(self._device, stream)
+        return self._unpack(stream, tiles, target, state.address, tiles, state.next_launch())
 
 
 def load_kernels(driver: Any, device: torch.device) -> PackingKernels | None:

@@ -8,17 +8,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from tiermem.core.block import Extent
+from tiermem.core.packedhome import ALIGNED, PACKED_TILE, SPILL, TILE, PackedHome
 from tiermem.core.packing import GROWS, Packed
 from tiermem.errors import InvariantError
 from tiermem.storage.arena import DeviceBytes
 from tiermem.transfer.copy import POISON, Event
 from tiermem.transfer.driver import DriverCalls, StreamCalls
+from tiermem.transfer.hosthomes import unpack_home
 from tiermem.transfer.packing import Packing
 
-_SPARE_STREAMS: dict[int, list[tuple[int, int, int, int]]] = {}
-"""Streams of engines that are gone, by device: up, down, files, and for kernels that unpack."""
+_SPARE_STREAMS: dict[int, list[tuple[int, int, int, int, int]]] = {}
+"""Streams of engines that are gone, by device: up, down, files, for kernels that unpack, and for
+those that pack homes."""
 
 _FENCES = 16
+PLACES = 3
+"""Pieces of homes that are packed or copied at the same time."""
 
 
 class Fences:
@@ -111,7 +116,13 @@ class StreamCopyEngine:
     """
 
     def __init__(
-        self, calls: StreamCalls, up: int, down: int, files: int, unpack: int | None = None
+        self,
+        calls: StreamCalls,
+        up: int,
+        down: int,
+        files: int,
+        unpack: int | None = None,
+        pack: int | None = None,
     ) -> None:
         """Uses streams of a device.
 
@@ -121,12 +132,16 @@ class StreamCopyEngine:
             down: The same for copies down.
             files: The same for copies up of what comes from files.
             unpack: The same for kernels that unpack; None where nothing is packed.
+            pack: The same for kernels that pack homes; None where none are.
         """
         self.calls = calls
         self._up = up
         self._down = down
         self._files = files
         self._unpack = unpack
+        self._pack = pack
+        self._places: list[tuple[int, Event | None]] = []  # address, the last copy from there
+        self._place = self._tiles = 0  # bytes of each, and the tiles that are packed there at once
         self._unpacked = Fences()
         self._compute: dict[int, None] = {}
         self._rising = Fences()
@@ -249,6 +264,107 @@ class StreamCopyEngine:
         self._falling.add(extent, event)
         return event
 
+    @property
+    def packs_homes(self) -> bool:
+        """Whether homes can be packed here; see :class:`CopyEngine`."""
+        able = self._unpack is not None and self._pack is not None
+        return able and self.calls.can_pack_homes()
+
+    def use_room(self, room: torch.Tensor | None, extent: Extent) -> None:
+        """Gives it device memory to pack homes in; see :class:`CopyEngine`."""
+        self._places = []
+        if room is None:
+            return
+        pack = self._packs()
+        self._follow_compute(pack)
+        for event in self._copies(extent):
+            self.calls.wait(pack, event)
+        at, self._place = room.data_ptr(), room.numel() // PLACES // ALIGNED * ALIGNED
+        self._tiles = self._place // TILE - 1  # and what is behind the last one
+        self._places = [(at + number * self._place, None) for number in range(PLACES)]
+
+    def up_home(
+        self,
+        target: torch.Tensor,
+        home: PackedHome,
+        extent: Extent,
+        after: Event | None,
+        *,
+        copied: bool = False,
+    ) -> Event | None:
+        """Submits copies of a home that lies packed, and its unpacking; see :class:`CopyEngine`."""
+        calls, kernels, up = self.calls, self._kernels(), self._up
+        waits = () if after is None else (after,)
+        for fences in (self._falling, self._landed, self._unpacked):
+            if fences.fences and (before := fences.last(extent)) is not None:
+                waits = (*waits, before)
+        self._compute[calls.current()] = None
+        others: Iterable[int] = () if copied else self._compute
+        to = target.data_ptr()
+        at = to + home.tiles * SPILL
+        event = calls.copy_behind(up, others, at, home.address, home.moved, None, waits)
+        calls.wait(kernels, event)
+        if home.tiles:
+            calls.unpack_home(kernels, to, home.tiles, home.spill, home.seen)
+        self._rising.add(extent, event)
+        unpacked = calls.record(kernels)
+        self._unpacked.add(extent, unpacked)
+        return unpacked
+
+    def down_home(
+        self, home: PackedHome, source: torch.Tensor, extent: Extent, after: Event | None
+    ) -> Event | None:
+        """Submits the packing of a block, and copies to its home; see :class:`CopyEngine`."""
+        calls, kernels = self.calls, self._packs()
+        self._follow_compute(kernels)
+        if after is not None:
+            calls.wait(kernels, after)
+        at, event, first = source.data_ptr(), None, 0
+        while event is None or first < home.tiles:
+            tiles = min(self._tiles, home.tiles - first)
+            rest = home.rest if first + tiles == home.tiles else 0
+            place, free = self._places.pop(0)
+            if free is not None:
+                calls.wait(kernels, free)
+            calls.pack_home(
+                kernels,
+                place,
+                at + first * TILE,
+                tiles,
+                rest,
+                home.spill + first * SPILL,
+                home.raw + first,
+                home.seen + first,
+            )
+            to, nbytes = home.address + first * PACKED_TILE, tiles * PACKED_TILE + rest
+            event = calls.copy_behind(self._down, (kernels,), to, place, nbytes)
+            self._places.append((place, event))
+            first += tiles
+        self._falling.add(extent, event)
+        return event
+
+    def open_home(self, home: PackedHome) -> None:
+        """Unpacks a home where it is, nothing being under way; see :class:`CopyEngine`.
+
+        From its end on, since a piece covers packed ones before it as it is unpacked, and the last
+        bytes of raw tiles at once.
+        """
+        if not self._places or home.tiles * SPILL > (PLACES - 1) * self._place:
+            unpack_home(home, home.address)
+            return
+        calls, stream = self.calls, self._packs()
+        place, spill = sorted(place for place, _ in self._places)[:2]  # a place, and all behind it
+        calls.copy(stream, spill, home.spill, home.tiles * SPILL)
+        for first in range((max(home.tiles, 1) - 1) // self._tiles * self._tiles, -1, -self._tiles):
+            tiles = min(self._tiles, home.tiles - first)
+            rest = home.rest if first + tiles == home.tiles else 0
+            at, nbytes = home.address + first * PACKED_TILE, tiles * PACKED_TILE + rest
+            calls.copy(stream, place + tiles * SPILL, at, nbytes)
+            if tiles:
+                calls.unpack_home(stream, place, tiles, spill + first * SPILL, home.seen + first)
+            calls.copy(stream, home.address + first * TILE, place, tiles * TILE + rest)
+        self.synchronize()
+
     def claim(self, extent: Extent) -> None:
         """Makes the current compute stream wait for whatever else uses ``extent``."""
         stream = self.calls.current()
@@ -347,6 +463,12 @@ class StreamCopyEngine:
             raise InvariantError("nothing is packed here")
         return self._unpack
 
+    def _packs(self) -> int:
+        """Returns the stream for kernels that pack homes."""
+        if self._pack is None:
+            raise InvariantError("no homes are packed here")
+        return self._pack
+
     def _follow_compute(self, copies: int) -> None:
         """Makes a copy stream wait for the compute submitted so far."""
         self._compute[self.calls.current()] = None
@@ -370,11 +492,12 @@ class CudaCopyEngine(StreamCopyEngine):
         spare = _SPARE_STREAMS.setdefault(calls.index, [])
         if not spare:
             up, down, files = (calls.new_stream() for _ in range(3))
-            spare.append((up, down, files, calls.new_stream(first=True)))
-        up, down, files, unpack = streams = spare.pop()
+            unpack, pack = (calls.new_stream(first=True) for _ in range(2))
+            spare.append((up, down, files, unpack, pack))
+        up, down, files, unpack, pack = streams = spare.pop()
         self.up_stream: torch.cuda.Stream = torch.cuda.ExternalStream(up, calls.index)
         self.down_stream: torch.cuda.Stream = torch.cuda.ExternalStream(down, calls.index)
-        super().__init__(calls, up, down, files, unpack)
+        super().__init__(calls, up, down, files, unpack, pack)
         self._reaches = calls.reaches
         # streams are not destroyed: there may still be events of theirs
         weakref.finalize(self, spare.append, streams)

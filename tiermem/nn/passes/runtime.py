@@ -32,6 +32,7 @@ from tiermem.nn.passes.scopes import PassScope
 from tiermem.nn.passes.unwritten import Unwritten
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.expert_store import ExpertStore
+from tiermem.runtime.services.home_packing import HomePacking
 from tiermem.runtime.services.packer import Packer, Wanted
 
 _UNTRAINED = 2
@@ -114,6 +115,7 @@ class ModuleRuntime:
         )
         self.experts: ExpertStore = ExpertStore(manager)
         self.packer = Packer(manager)
+        self.home_packing = HomePacking(manager)
         self._trainable: dict[int, _Trainable] = {}
         self.saved = SavedHooks(self)
         self.names = PassNames()

@@ -96,6 +96,7 @@ class Leaving:
         with self._manager.lock:
             if homes.keeper is not None:
                 homes.keeper.before_write(record)
+            homes.packed.pop(record.home_extent.offset, None)
             homes.arena.give_back(record.home_extent)
 
     def _stays_in_files(self, group: Group) -> bool:

@@ -67,6 +67,7 @@ def repair(runtime: ModuleRuntime) -> None:
         runtime.saved.rows.copies.clear()
         runtime.experts.repair()
         runtime.packer.repair()
+        runtime.home_packing.repair()
         repair_homes(manager.parts)
         manager.gate.torn = manager.gate.unsure = False
     _take_back(runtime)

@@ -137,6 +137,8 @@ class ZeroCopy:
     def _tensors(self, record: Record) -> Sequence[torch.Tensor]:
         """Returns a block's tensors in DRAM as the device sees them; none if it cannot see them."""
         block, extent = record.block, record.home_extent
+        if extent is not None:
+            self._parts.homes.open(extent)
         home, found = self._seen.get(block.id, (None, ()))
         if extent is not None and home != extent:
             with outside_inference():

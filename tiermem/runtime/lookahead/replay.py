@@ -73,14 +73,15 @@ class _Swapped:
         ready: Events of copies up, by block.
         home_ready: Events of copies to homes, by block.
         packed: Packed copies that the pass under way uses, by block.
+        packed_homes: Homes that lie packed, by offset.
         transfers: Makes the copies that are not made in line.
         count: Counts a row of the timeline.
         enter: Enters it.
     """
 
     __slots__ = (
-        "at", "by_address", "count", "current", "enter", "home_ready", "kept", "packed", "ready",
-        "slots", "sources", "table", "transfers",
+        "at", "by_address", "count", "current", "enter", "home_ready", "kept", "packed",
+        "packed_homes", "ready", "slots", "sources", "table", "transfers",
     )  # fmt: skip
 
     def __init__(self, parts: Parts) -> None:
@@ -90,6 +91,7 @@ class _Swapped:
         self.slots, self.current = parts.slots, parts.slots.current
         self.kept, self.by_address = parts.slots.kept, parts.slots.by_address
         self.sources, self.packed = parts.homes.bytes, parts.transfers.packed.used
+        self.packed_homes = parts.homes.packed
         self.ready, self.home_ready = parts.transfers.ready, parts.transfers.home_ready
         self.count, self.enter = parts.counters.count_swap, parts.timeline.enter
 
@@ -338,8 +340,11 @@ class Replay:
         ):
             return self._swap_otherwise(run, swap)
         block, home = comes.block, comes.home_extent
+        source = None
         plain = comes.home is _DRAM and not self._pass_timer.sampling and came not in swapped.packed
-        source = swapped.sources.get(home.offset) if plain and home is not None else None
+        if plain and home is not None:
+            source = swapped.sources.get(home.offset)
+            plain = home.offset not in swapped.packed_homes
         if source is None and (source := swapped.transfers.in_dram(comes)) is None:
             return self._stop()
         if slot.pointed:

@@ -120,6 +120,12 @@ class Homes:
                 "what policy= puts into DRAM comes on top (tier.wrap(model) says how much)",
             )
         self.bytes: dict[int, torch.Tensor] = {}
+        self.packed: dict[int, int] = {}
+        """Bytes of blocks whose homes in DRAM lie packed, by the offset of those
+        (:mod:`tiermem.core.packedhome`). Whoever looks at a home in host memory opens it before;
+        whoever overwrites all of it takes it out of here."""
+        self.unpack: Callable[[Extent], None] | None = None
+        """Unpacks a home where it is."""
         self._parts: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
         # called before the home of a block is written; None where no component needs that
         self.keeper: HomeKeeper | None = None
@@ -264,6 +270,14 @@ class Homes:
             found = self.bytes[extent.offset] = self.arena.bytes_of(extent)
         return found
 
+    def open(self, extent: Extent) -> None:
+        """Unpacks a home in DRAM that lies packed, so that the host finds the block's bytes there.
+
+        Copies to it are waited for then.
+        """
+        if extent.offset in self.packed and self.unpack is not None:
+            self.unpack(extent)
+
     def part_of(self, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
         """Returns some bytes of a home in DRAM, 1-D uint8; kept as long as that is.
 
@@ -272,6 +286,8 @@ class Homes:
             begin: The first of them, counted from its begin.
             nbytes: How many.
         """
+        if self.packed:
+            self.open(extent)
         parts = self._parts.setdefault(extent.offset, {})
         found = parts.get((begin, nbytes))
         if found is None:
@@ -326,6 +342,7 @@ class Homes:
         if tier is Tier.DRAM:
             self.bytes.pop(extent.offset, None)
             self._parts.pop(extent.offset, None)
+            self.packed.pop(extent.offset, None)
             self.dram.free(extent)
         elif self.read_only(extent):
             if self.sources is not None:
@@ -343,7 +360,10 @@ class Homes:
         found = {*self._staging, *blocks, *self.owned()}
         self.bytes.clear()
         self._parts.clear()
-        self.dram.rebuild(extent for tier, extent in found if tier is Tier.DRAM)
+        in_dram = [extent for tier, extent in found if tier is Tier.DRAM]
+        for offset in self.packed.keys() - {extent.offset for extent in in_dram}:
+            del self.packed[offset]
+        self.dram.rebuild(in_dram)
         in_files = [extent for tier, extent in found if tier is Tier.NVME]
         if self.sources is not None:
             self.sources.keep_only(extent for extent in in_files if self.read_only(extent))

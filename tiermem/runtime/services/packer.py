@@ -163,6 +163,8 @@ class Packer:
         """Begins to pack a block, once its home has its bytes."""
         parts, record = self._parts, begun.record
         parts.copy.wait(parts.transfers.home_ready.get(record.block.id))
+        if record.home_extent is not None:
+            parts.homes.open(record.home_extent)
         home = parts.transfers.in_dram(record)
         if home is None:
             raise InvariantError(f"block {record.block.name!r} is not at home in DRAM")

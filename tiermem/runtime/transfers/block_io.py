@@ -74,6 +74,7 @@ class BlockIo:
             return transfers.slots.current[block.id].bytes, False
         if record.home is Tier.DRAM and record.home_extent is not None:
             transfers.copy.wait(transfers.home_ready.get(block.id))
+            transfers.homes.open(record.home_extent)
             return transfers.homes.arena.bytes_of(record.home_extent), False
         if record.home_extent is not None:
             return self.read_home(block), True
@@ -110,6 +111,7 @@ class BlockIo:
         record = transfers.table[block.id]
         if record.home is Tier.DRAM and record.home_extent is not None:
             transfers.copy.wait(transfers.home_ready.get(block.id))
+            transfers.homes.open(record.home_extent)
             home = transfers.homes.bytes_of(record.home_extent)
         else:
             home = self.read_home(block)
@@ -137,6 +139,7 @@ class BlockIo:
             transfers.homes.keeper.before_write(record)
         if in_dram:
             transfers.copy.wait(transfers.home_ready.get(block.id))
+            transfers.homes.packed.pop(extent.offset, None)
             target = transfers.homes.arena.bytes_of(extent)
         else:
             target = torch.zeros(block.nbytes, dtype=torch.uint8, device="cpu")

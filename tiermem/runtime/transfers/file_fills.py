@@ -72,6 +72,7 @@ class FileFills:
         if record.home is not Tier.DRAM or record.home_extent is None or record.defined:
             raise InvariantError(f"block {block.name!r} is not without data in DRAM or HBM")
         transfers.copy.wait(transfers.home_ready.get(block.id))
+        transfers.homes.packed.pop(record.home_extent.offset, None)
         return transfers.homes.bytes_of(record.home_extent), ()
 
     def _filled(self, block: Block, reading: FileTransfer) -> None:

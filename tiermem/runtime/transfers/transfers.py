@@ -27,6 +27,7 @@ from tiermem.runtime.transfers.comparing import same_bytes
 from tiermem.runtime.transfers.departures import Departures
 from tiermem.runtime.transfers.early_reads import ReadAhead
 from tiermem.runtime.transfers.packed_copies import PackedCopies
+from tiermem.runtime.transfers.packed_homes import PackedHomes
 from tiermem.runtime.transfers.transfer_log import TransferLog
 from tiermem.transfer.copy import CopyEngine, Event
 from tiermem.transfer.file.mover import FileMover, FileTransfer
@@ -55,6 +56,7 @@ class Transfers:
         waste: Knows of fetches ahead of use, and of blocks that leave without it.
         ahead: What has been read from files and waits in DRAM for room.
         packed: Packed copies of homes in DRAM.
+        packed_homes: Homes in DRAM that lie packed themselves.
         unclaimed: Blocks without data that have a place which compute has not waited for yet.
         poisons: Whether the bytes of what has left HBM are overwritten.
     """
@@ -84,6 +86,7 @@ class Transfers:
         self.waste = Waste()
         self.ahead = ReadAhead(homes, self.wait)
         self.packed = PackedCopies(table, homes, copy)
+        self.packed_homes = PackedHomes(homes, copy)
         self.unclaimed: set[int] = set()
         self._patient = False
         self.poisons = poison
@@ -167,9 +170,14 @@ class Transfers:
         after, timer = self.home_ready.get(block.id), self.log.pass_timer
         sampling, nbytes = timer.sampling, block.nbytes
         packed = None if staged or not self.packed.used else self.packed.of(record)
+        home = record.home_extent
         if sampling:
             timer.rising(slot.extent, after)
-        if packed is not None:
+        if self.homes.packed and not staged and home and home.offset in self.homes.packed:
+            form = self.packed_homes.form_of(home)
+            nbytes = form.moved
+            event = self.copy.up_home(slot.bytes, form, slot.extent, after, copied=copied)
+        elif packed is not None:
             nbytes = packed.moved
             event = self.copy.up_packed(slot.bytes, packed, slot.extent)
         else:
@@ -251,17 +259,7 @@ class Transfers:
         try:
             move = self.table.begin_drain(block.id)
             if record.home is Tier.DRAM:
-                started = time.perf_counter_ns()
-                home = move.target_extent
-                target = self.homes.bytes.get(home.offset)
-                if target is None:
-                    target = self._home_bytes(home)
-                event = self.copy.down(
-                    target, slot.bytes, move.source_extent, self.ready.get(block.id)
-                )
-                if event is not None:
-                    self.home_ready[block.id] = event
-                self._copied("hbm->dram", block, started)
+                event = self._copy_down(record, slot, move.target_extent)
                 record.at_home = State.VALID  # ResidencyTable.end_drain, in line
                 record.in_hbm = State.VALID  # last: cut short before it, it drains still
                 record.copied = event is not None and _is_alone(slot)
@@ -292,13 +290,27 @@ class Transfers:
             raise InvariantError(f"block {block.name!r} is not in HBM, or not at home in DRAM")
         if self.homes.keeper is not None:
             self.homes.keeper.before_write(record)
-        started = time.perf_counter_ns()
-        home, slot = self._home_bytes(record.home_extent), self.slots.current[block.id]
-        event = self.copy.down(home, slot.bytes, extent, self.ready.get(block.id))
+        self._copy_down(record, self.slots.current[block.id], record.home_extent)
+        self.copy.claim(extent)
+
+    def _copy_down(self, record: Record, slot: Slot, home: Extent) -> Event | None:
+        """Submits the copy of a block from its slot to its home in DRAM; returns its event."""
+        block, started = record.block, time.perf_counter_ns()
+        after, form, nbytes = self.ready.get(block.id), None, block.nbytes
+        if record.packs or self.homes.packed:
+            form = self.packed_homes.form_for(record, home)
+        if form is not None:
+            nbytes = form.moved
+            event = self.copy.down_home(form, slot.bytes, slot.extent, after)
+        else:
+            target = self.homes.bytes.get(home.offset)
+            if target is None:
+                target = self._home_bytes(home)
+            event = self.copy.down(target, slot.bytes, slot.extent, after)
         if event is not None:
             self.home_ready[block.id] = event
-        self.copy.claim(extent)
-        self._copied("hbm->dram", block, started)
+        self._copied("hbm->dram", block, started, nbytes)
+        return event
 
     def rehome(self, record: Record, home: Tier, extent: Extent | None) -> None:
         """Gives a block whose home is in a checkpoint a home that may be written.

@@ -1,0 +1,138 @@
+"""Homes that lie packed: every word comes back, on streams in every order that events allow."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support_packed_homes import WORDS, begin_packing, small_tiles, some_raw
+from support_streams import DOWN, PACK, UNPACK, UP, Case, Streamed, cases
+
+from tiermem.core import packedhome
+from tiermem.core.packedhome import PackedHome
+from tiermem.transfer.hosthomes import pack_home, unpack_home
+
+PACKED = cases(slots=(1, 4), blocks=(2, 7), depth=(0, 3), late=(UP, DOWN, UNPACK, PACK))
+
+
+def exponent(word: int) -> int:
+    """Returns the exponent of a word in bfloat16."""
+    return word >> 7 & 0xFF
+
+
+@given(
+    st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=80),
+    st.integers(0, 255),
+    st.integers(0, 60),
+)
+def test_every_word_comes_back(odd: list[int], top: int, count: int) -> None:
+    """Of a tile of words in one window, some of which are replaced by others."""
+    with small_tiles():
+        words = np.full(WORDS, (top << 7) | 5, dtype="<u2")
+        for number in range(min(count, WORDS)):
+            words[(number * 37) % WORDS] = odd[number % len(odd)]
+        packed, behind = packedhome.pack_tile(words)
+        largest = max(exponent(int(word)) for word in words)
+        outside = sum(0 < exponent(int(word)) <= largest - 31 for word in words)
+        assert (behind is not None) == (outside > 30)
+        assert len(packed) == packedhome.PACKED_TILE
+        assert (packedhome.unpack_tile(packed, behind) == words).all()
+
+
+@given(st.integers(0, 5), st.integers(0, 2 * WORDS // 16 - 1), st.integers(0, 1 << 30))
+def test_a_home_is_unpacked_where_it_is(tiles: int, rest: int, seed: int) -> None:
+    with small_tiles():
+        random = np.random.default_rng(seed)
+        nbytes = tiles * packedhome.TILE + 16 * rest
+        block = random.integers(0, 256, nbytes, dtype=np.uint8)
+        for tile in range(tiles):
+            if random.random() < 0.5:  # what can be packed
+                block[tile * packedhome.TILE + 1 : (tile + 1) * packedhome.TILE : 2] = 60
+        before = bytes(block)
+        home = np.full(nbytes + 16, 7, dtype=np.uint8)
+        raw, seen = np.zeros(tiles + 1, dtype=np.uint8), np.zeros(tiles + 1, dtype=np.uint8)
+        there = [array.ctypes.data for array in (home, raw, seen)]
+        form = PackedHome(there[0], tiles, 16 * rest, there[1], there[2])
+        pack_home(form, block.ctypes.data)
+        assert (raw == seen).all()
+        found = np.zeros(nbytes + 1, dtype=np.uint8)
+        unpack_home(form, found.ctypes.data)
+        assert bytes(found) == before + b"\0"
+        unpack_home(form, form.address)
+        assert bytes(home) == before + 16 * b"\7"
+
+
+@settings(max_examples=100)
+@given(PACKED)
+def test_nothing_is_read_or_overwritten_too_soon(case: Case) -> None:
+    """Random uses; what is written goes home packed, or as it is, by turns."""
+    with small_tiles() as patch, some_raw(patch):
+        bench = Streamed(case)
+        random = Random(case.seed + 1)
+        begin_packing(bench.manager, places=random.randint(2, 5))
+        loop = [random.randrange(case.blocks) for _ in range(case.blocks)]
+        with bench:
+            for round_number in range(5):
+                bench.manager.begin_pass("loop")
+                for number in loop:
+                    record = bench.manager.record(bench.blocks[number])
+                    record.packs = random.random() < 0.8
+                    kind, writable = random.random(), number > 0  # the first is looked at beside
+                    bench.use(
+                        number, write=writable and kind < 0.6, discard=writable and kind > 0.9
+                    )
+                    bench.stray(random)
+                    bench.run_on(random)
+                if round_number == 2:
+                    random.shuffle(loop)
+                if random.random() < 0.1:
+                    bench.manager.parts.transfers.packed_homes.stop()
+
+
+@settings(max_examples=60)
+@given(cases(slots=(1, 3), blocks=(5, 5), depth=(1, 1), lags=(0, 1, 3), late=(UP, UNPACK, PACK)))
+def test_nor_where_the_host_writes_homes_or_others_get_them(case: Case) -> None:
+    with small_tiles() as patch, some_raw(patch):
+        bench = Streamed(case)
+        random = Random(case.seed + 1)
+        room = random.choice([0, 2, 4])
+        begin_packing(bench.manager, places=room)
+        with bench:
+            for round_number in range(4):
+                bench.manager.begin_pass("loop")
+                for number in range(case.blocks):
+                    bench.manager.record(bench.blocks[number]).packs = bool(room)
+                    kind = random.random()
+                    if kind < 0.6:
+                        bench.use(number, write=kind < 0.5, discard=False)
+                    elif kind < 0.75:
+                        bench.rewrite(number)
+                    elif kind < 0.85 and round_number:
+                        bench.replace(number)
+                    elif kind < 0.95:
+                        bench.glance(number)
+                    bench.run_on(random)
+                if round_number == 2:
+                    bench.manager.parts.transfers.packed_homes.end()
+                    assert not bench.manager.parts.homes.packed
+
+
+@pytest.mark.parametrize("places", [2, 3])
+def test_less_is_copied(places: int) -> None:
+    with small_tiles():
+        bench = Streamed(Case(seed=3, slots=2, blocks=4, depth=0, lag=2, late=None, poison=True))
+        begin_packing(bench.manager, places=places)
+        with bench:
+            for _ in range(3):
+                for number, block in enumerate(bench.blocks):
+                    bench.manager.record(block).packs = True
+                    bench.use(number, write=True, discard=False)
+            moved = bench.manager.stats().links["hbm->dram"]
+            assert moved.nbytes == moved.moves * 4 * 960
+        up = bench.manager.stats().links["dram->hbm"]
+        assert up.nbytes < up.moves * 4096
+        assert torch.is_tensor(bench.manager.block_io.read(bench.blocks[0])[0])
