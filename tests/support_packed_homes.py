@@ -13,10 +13,14 @@ import torch
 from tiermem.core import packedhome
 from tiermem.core.block import Extent
 from tiermem.core.residency import ResidencyTable
+from tiermem.optim import ahead
+from tiermem.optim.balance import Speed
 from tiermem.runtime.manager import BlockManager
+from tiermem.runtime.services import home_packing
 from tiermem.runtime.transfers import packed_homes
 from tiermem.runtime.transfers.packed_homes import PackedHomes
 from tiermem.transfer import streams
+from tiermem.transfer.copy import HostCopyEngine
 from tiermem.transfer.streams import StreamCopyEngine
 
 WORDS = 512
@@ -67,6 +71,22 @@ def begin_packing(manager: BlockManager, places: int) -> None:
     copy.use_room(room, Extent(1 << 40, 0))
     assert homes.begin(flags.data_ptr())
     homes.kept = room, flags  # type: ignore[attr-defined]
+
+
+@contextmanager
+def packing_always(patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has every optimizer pack homes as soon as it chooses anything, whatever copies take.
+
+    For blocks and budgets of any size; where no copies hide behind compute as well.
+    """
+    patch.setattr(ahead, "_PACKING_PAYS", -1.0)
+    patch.setattr(HostCopyEngine, "packs_homes", True)
+    patch.setattr(home_packing, "_LEAST", 1024)
+    patch.setattr(home_packing, "_LEAST_PLACE", 1)
+    patch.setattr(
+        ahead.LeftToForward, "_measured", lambda self: Speed(1.0, 2.0, 1e6, 1e6), raising=True
+    )
+    yield
 
 
 @contextmanager

@@ -120,7 +120,9 @@ class Late:
             return
         up, down = engine.up_stream, engine.down_stream
         files = torch.cuda.ExternalStream(engine._files, up.device)
-        for name, stream in (("up", up), ("copy_up", files), ("down", down), ("copy_down", down)):
+        pack = torch.cuda.ExternalStream(engine._pack, up.device)
+        ways = {"up": up, "copy_up": files, "down": down, "copy_down": down}
+        for name, stream in (ways | {"up_home": up, "down_home": pack}).items():
             setattr(engine, name, self._late(getattr(engine, name), stream))
 
     def _late(self, inner: Callable[..., Any], stream: torch.cuda.Stream) -> Callable[..., Any]:

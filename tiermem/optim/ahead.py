@@ -196,6 +196,16 @@ class LeftToForward:
     def _speed(self) -> Speed | None:
         """Returns how fast the loop computes and copies; None until that is known.
 
+        What is copied is packed, once it is: then as many bytes of blocks take less time.
+        """
+        speed = self._measured()
+        if speed is None or not self._packing.is_on:
+            return speed
+        return speed.times(1 / PACKED_SHARE)
+
+    def _measured(self) -> Speed | None:
+        """Returns how fast the loop computes and copies bytes; None until that is known.
+
         On the CPU, where copies from DRAM hide behind nothing, it never is.
         """
         manager = self._runtime.manager
@@ -211,8 +221,7 @@ class LeftToForward:
         else:
             up, alone = pace.rate("dram->hbm"), 0.0
             both = up, pace.best_rate("hbm->dram") or up
-        speed = Speed(forward, backward, *both, alone=alone)
-        return speed.times(1 / PACKED_SHARE) if self._packing.is_on else speed
+        return Speed(forward, backward, *both, alone=alone)
 
     def _loads(self, settings: Sequence[dict[str, Any]]) -> list[tuple[Group, Load, Load]]:
         """Returns each block with its load, and that where the host has its share."""

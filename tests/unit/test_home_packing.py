@@ -1,0 +1,240 @@
+"""Training whose homes lie packed: the same bits, whatever looks at them; and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from support_nn import assert_same
+from support_packed_homes import packing_always, small_tiles
+from support_streams import PAGE, SHAPE, manager_over
+from torch import nn
+
+import tiermem
+from tiermem.core.block import Role
+from tiermem.core.residency import State
+from tiermem.runtime.services import home_packing
+from tiermem.runtime.services.home_packing import HomePacking
+from tiermem.testing.streams import SimulatedDevice
+
+WIDTH, LAYERS = 64, 8
+
+
+@pytest.fixture(autouse=True)
+def packing() -> Iterator[None]:
+    with small_tiles() as patch, packing_always(patch):
+        yield
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).bfloat16()
+
+
+class Pair:
+    """The same model in plain torch and over the tiers, where it leaves HBM."""
+
+    def __init__(self, cls: Any = torch.optim.AdamW, **settings: Any) -> None:
+        self.plain = layers()
+        self.own = cls(self.plain.parameters(), **settings)
+        nbytes = sum(p.numel() * p.element_size() for p in self.plain.parameters())
+        self.tier = tiermem.TierManager("cpu", hbm=nbytes * 3 // 4 // 4096 * 4096, dram=20 * nbytes)
+        self.model = self.tier.wrap(layers())
+        self.optimizer = self.tier.optimizer(self.model, cls, **settings)
+
+    @property
+    def packed(self) -> int:
+        """How many homes lie packed."""
+        return len(self.tier._manager.parts.homes.packed)
+
+    def train(self, first: int, count: int) -> None:
+        for number in range(first, first + count):
+            losses = []
+            for model, stepper in ((self.plain, self.own), (self.model, self.optimizer)):
+                x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+                loss = model(x.bfloat16()).float().square().mean()
+                loss.backward()
+                stepper.step()
+                stepper.zero_grad()
+                losses.append(loss.detach())
+            assert_same(*losses, f"loss {number}")
+
+    def same_state(self) -> None:
+        for name, value in self.plain.state_dict().items():
+            assert_same(value, self.model.state_dict()[name], name)
+        theirs = self.optimizer.state_dict()["state"]
+        for key, values in self.own.state_dict()["state"].items():
+            for name, value in values.items():
+                assert_same(value, theirs[key][name], name)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-2}),
+        (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
+        (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    ],
+)
+def test_steps_have_the_same_bits(cls: Any, settings: Any) -> None:
+    pair = Pair(cls, **settings)
+    with pair.tier:
+        pair.train(0, 14)
+        assert pair.packed > LAYERS
+        pair.same_state()
+        pair.train(14, 3)
+        assert pair.packed > LAYERS
+        pair.same_state()
+
+
+def test_gradients_weights_and_values_that_no_window_has() -> None:
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        for model in (pair.plain, pair.model):
+            with torch.no_grad():
+                for number, param in enumerate(model.parameters()):
+                    flat = param.view(-1)
+                    generator = torch.Generator().manual_seed(number)
+                    words = torch.randint(-(1 << 15), 1 << 15, flat.shape, generator=generator)
+                    wild = words.to(torch.int16).view(torch.bfloat16)
+                    flat.copy_(torch.where(wild.abs() < 1, wild, flat))
+        pair.train(10, 4)
+        pair.same_state()
+        for model in (pair.plain, pair.model):
+            model(torch.ones(2, WIDTH).bfloat16()).float().sum().backward()
+        for plain, tiered in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+            assert plain.grad is not None
+            assert tiered.grad is not None
+            assert_same(plain.grad, tiered.grad, "gradient")
+
+
+def test_a_save_and_what_loads_it(tmp_path: Path) -> None:
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        assert pair.packed
+        pair.tier.save(tmp_path / "whole")
+        saving = pair.tier.save(tmp_path / "later", wait=False)
+        pair.train(10, 2)
+        saving.wait()
+        assert pair.packed
+        weights = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+        pair.train(12, 2)
+        pair.tier.load(tmp_path / "later")
+        again = pair.model.state_dict()
+        assert any(not torch.equal(value, again[name]) for name, value in weights.items())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="8MiB") as tier:
+        model = tier.wrap(layers())
+        tier.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        tier.load(tmp_path / "whole")
+        for name, value in model.state_dict().items():
+            assert_same(value, again[name], name)
+
+
+def test_the_model_comes_back() -> None:
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        assert pair.packed
+    for name, value in pair.plain.state_dict().items():
+        assert_same(value, pair.model.state_dict()[name], name)
+
+
+def test_an_optimizer_that_is_closed_leaves_nothing_packed() -> None:
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        homes = pair.tier._manager.parts.homes
+        pair.optimizer.close()
+        assert not homes.packed
+        names = [record.block.name for record in pair.tier._manager.parts.table]
+        assert home_packing._NAME not in names
+        for name, value in pair.plain.state_dict().items():
+            assert_same(value, pair.model.state_dict()[name], name)
+
+
+def test_what_needs_its_room_has_it() -> None:
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        packing = pair.optimizer._timing.ahead._left._packing
+        assert packing.is_on
+        assert packing.give_way()
+        assert not packing.is_on
+        assert pair.packed
+        pair.train(10, 4)
+        assert not pair.packed
+        pair.same_state()
+        assert not packing.begin()
+
+
+class Bench:
+    """A manager over simulated streams, and what packs its homes."""
+
+    def __init__(self) -> None:
+        self.device = SimulatedDevice(Random(0))
+        self.manager = manager_over(self.device, hbm=64 * PAGE, dram=256 * PAGE)
+        self.packing = HomePacking(self.manager)
+
+    def used(self) -> tuple[int, int]:
+        """Bytes of HBM and DRAM in use."""
+        parts = self.manager.parts
+        return parts.table.hbm.used, parts.homes.dram.used
+
+
+def test_it_gives_back_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_packing, "_OF_HBM", 16)
+    bench = Bench()
+    with bench.manager.lock:
+        before = bench.used()
+        assert bench.packing.begin()
+        assert bench.used() > before
+        bench.packing.end()
+        assert bench.used() == before
+        assert bench.packing.begin()
+        assert bench.packing.give_way()
+        assert not bench.packing.give_way()
+        assert not bench.packing.begin()  # it would be needed again
+    bench.manager.close()
+
+
+def test_a_block_that_has_no_place_gets_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_packing, "_OF_HBM", 16)
+    bench = Bench()
+    manager = bench.manager
+    with manager.lock:
+        assert bench.packing.begin()
+        blocks = manager.add_blocks([(f"b{i}", Role.PARAM, [SHAPE]) for i in range(64)])
+        for block in blocks:
+            manager.write_home(block, [torch.ones(PAGE, dtype=torch.uint8)])
+        bench.packing.stays = True
+        with pytest.raises(tiermem.CapacityError):
+            manager.acquire_all(blocks)
+        bench.packing.stays = False
+        assert bench.packing.is_on
+        manager.acquire_all(blocks)
+        assert not bench.packing.is_on
+        for block in blocks:
+            manager.release(block)
+            assert manager.record(block).in_hbm is State.VALID
+    manager.close()
+
+
+def test_an_exception_anywhere_leaves_room_and_homes_in_order() -> None:
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        packing = pair.optimizer._timing.ahead._left._packing
+        pair.optimizer._runtime.repair()
+        pair.train(10, 2)
+        assert packing.is_on
+        packing._block = None  # its room was being given back
+        pair.optimizer._runtime.repair()
+        pair.train(12, 3)
+        assert not packing.is_on
+        pair.same_state()
