@@ -198,7 +198,7 @@ class HostThread:
 
     @staticmethod
     def _has_share(trial: ShareTrial, _ticket: object) -> bool:
-        trial.on_host = True
+        trial.is_on = True
         return True
 
     def _hostside_begin(self, own: Any, side: HostSide, runtime: Any, job: Job, pool: Any) -> None:

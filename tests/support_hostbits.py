@@ -252,7 +252,7 @@ def tried_shares(
 
 def keeps_share(trial: ShareTrial, _ticket: object) -> bool:
     """The host has its share in every step."""
-    trial.on_host = True
+    trial.is_on = True
     return True
 
 

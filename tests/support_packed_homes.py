@@ -15,6 +15,7 @@ from tiermem.core.block import Extent
 from tiermem.core.residency import ResidencyTable
 from tiermem.optim import ahead
 from tiermem.optim.balance import Speed
+from tiermem.optim.looptrial import LoopTrial
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services import home_packing
 from tiermem.runtime.transfers import packed_homes
@@ -81,6 +82,7 @@ def packing_always(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """
     patch.setattr(ahead, "_PACKING_PAYS", -1.0)
     patch.setattr(HostCopyEngine, "packs_homes", True)
+    patch.setattr(LoopTrial, "for_step", lambda trial, ticket: True)
     patch.setattr(home_packing, "_LEAST", 1024)
     patch.setattr(home_packing, "_LEAST_PLACE", 1)
     patch.setattr(

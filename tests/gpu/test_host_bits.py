@@ -76,7 +76,7 @@ def test_copies_both_ways_are_measured_by_direction() -> None:
 
 def _keeps(self: Any, ticket: object) -> bool:
     """The host has its share in every step."""
-    self.on_host = True
+    self.is_on = True
     return True
 
 

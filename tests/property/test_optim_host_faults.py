@@ -226,6 +226,7 @@ def homes_of(manager: Any, unit: Any) -> list[bytes]:
     for block in [unit.group.block, *unit.kept_blocks()]:
         record = manager.parts.table[block.id]
         if record.home is Tier.DRAM:
+            manager.parts.homes.open(record.home_extent)
             found.append(manager.parts.homes.arena.bytes_of(record.home_extent).numpy().tobytes())
         else:
             found.append(manager.read_home(block).numpy().tobytes())

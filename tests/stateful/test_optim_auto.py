@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support_examples import examples
 from support_hostbits import device_of_numpy, tried_shares
 from support_nn import Tiers, assert_same, check_table, seed, wrap_tight
+from support_packed_homes import all_packed
 from torch import nn
 
 import tiermem
@@ -398,7 +399,7 @@ class Looking(RuleBasedStateMachine):
     @rule(on_host=st.booleans())
     def share(self, on_host: bool) -> None:
         """The host gets its share, or loses it."""
-        self.optimizer._host.movable.trial.on_host = on_host
+        self.optimizer._host.movable.trial.is_on = on_host
 
     @rule(release=st.booleans())
     def drop(self, release: bool) -> None:
@@ -575,6 +576,36 @@ class TestLookingAtParts(LookingAtParts.TestCase):  # type: ignore[name-defined,
         assert LookingAtParts.ahead
 
 
+class LookingAtPacked(Looking):
+    """The same where whatever is written to a home in DRAM is packed."""
+
+    packed = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "kept"):
+            LookingAtPacked.packed += len(self.tier._manager.parts.homes.packed)
+        super().teardown()
+
+
+LookingAtPacked.TestCase.settings = settings(
+    max_examples=examples(8, 400), stateful_step_count=examples(12, 25)
+)
+
+
+class TestLookingAtPacked(LookingAtPacked.TestCase):  # type: ignore[name-defined,misc]
+    """The machine; and homes did lie packed in it."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.stack = ExitStack()
+        cls.stack.enter_context(all_packed())
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        cls.stack.close()
+        assert LookingAtPacked.packed
+
+
 class LookingOnBothSides(Looking):
     """The same where the host steps every second block, with the bits of a device of NumPy's."""
 
@@ -595,7 +626,7 @@ class TestLookingOnBothSides(LookingOnBothSides.TestCase):  # type: ignore[name-
     def setUpClass(cls) -> None:
         cls.stack = ExitStack()
         patch = cls.stack.enter_context(pytest.MonkeyPatch.context())
-        cls.stack.enter_context(tried_shares(patch, lambda trial, _: trial.on_host))
+        cls.stack.enter_context(tried_shares(patch, lambda trial, _: trial.is_on))
         cls.stack.enter_context(device_of_numpy())
 
     @classmethod

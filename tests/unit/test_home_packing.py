@@ -17,6 +17,7 @@ from torch import nn
 import tiermem
 from tiermem.core.block import Role
 from tiermem.core.residency import State
+from tiermem.optim.looptrial import LoopTrial
 from tiermem.runtime.services import home_packing
 from tiermem.runtime.services.home_packing import HomePacking
 from tiermem.testing.streams import SimulatedDevice
@@ -88,6 +89,36 @@ def test_steps_have_the_same_bits(cls: Any, settings: Any) -> None:
         pair.same_state()
         pair.train(14, 3)
         assert pair.packed > LAYERS
+        pair.same_state()
+
+
+def test_it_is_tried_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter([True, True, False, False, True, False, False, False, True, True] * 3)
+    monkeypatch.setattr(LoopTrial, "for_step", lambda trial, ticket: next(turns))
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        seen = set()
+        for number in range(0, 24, 2):
+            pair.train(number, 2)
+            seen.add(pair.packed > LAYERS)
+        assert seen == {False, True}
+        pair.same_state()
+
+
+def test_one_optimizer_tries_it() -> None:
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        other = pair.tier.wrap(layers())
+        second = pair.tier.optimizer(other, torch.optim.SGD, lr=0.1)
+        pair.train(0, 10)
+        for number in range(10):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+            other(x.bfloat16()).float().square().mean().backward()
+            second.step()
+            second.zero_grad()
+        begun = [each._timing.ahead._left._has_begun for each in (pair.optimizer, second)]
+        assert begun == [True, False]
+        pair.train(10, 2)
         pair.same_state()
 
 

@@ -230,6 +230,7 @@ def test_what_fails_leaves_its_home_as_it_was() -> None:
 def _home(pair: Twins, unit: Any) -> bytes:
     manager = pair.tier._manager
     record = manager.parts.table[unit.masters.block.id]
+    manager.parts.homes.open(record.home_extent)
     return manager.parts.homes.arena.bytes_of(record.home_extent).numpy().tobytes()
 
 

@@ -344,18 +344,18 @@ def test_a_share_is_tried_with_each_number_of_tokens_and_remembered() -> None:
     seen: dict[int, list[bool]] = {1: [], 4: []}
     for number in range(48):
         load = 4 if number % 2 else 1
-        now += load * (1.5 if load == 4 else 0.5) if trial.on_host else load
+        now += load * (1.5 if load == 4 else 0.5) if trial.is_on else load
         seen[load].append(_TRY(trial, object()))
     after = [True] * 9 + [False] * 6  # 6 and 2 are made before any counts
     for load, first, kept in ((1, _CLEAR, True), (4, after, False)):
         assert seen[load] == first + [kept] * (24 - len(first))
-        assert trial.decided and trial.on_host is kept
+        assert trial.decided and trial.is_on is kept
     load = 2
-    assert not trial.decided and not trial.on_host
+    assert not trial.decided and not trial.is_on
     load = 1
-    assert trial.on_host
+    assert trial.is_on
     load = 3
-    assert not trial.decided and trial.on_host
+    assert not trial.decided and trial.is_on
 
 
 def test_a_share_is_not_tried_where_it_is_not_expected_to_help() -> None:
@@ -391,7 +391,7 @@ def test_a_share_is_not_tried_where_it_is_not_expected_to_help() -> None:
     steps(60)
     assert trial.decided and not any(steps(3000))
     load = 2
-    assert trial.decided and not trial.on_host
+    assert trial.decided and not trial.is_on
 
 
 def test_a_share_is_expected_to_help_where_copies_are_the_longest(
@@ -404,7 +404,7 @@ def test_a_share_is_expected_to_help_where_copies_are_the_longest(
             twins.backward(step)
             twins.step()
         trial, ahead = twins.optimizer._host.movable.trial, twins.optimizer._timing.ahead
-        assert trial.on_host
+        assert trial.is_on
         busy = Speed(forward=1e-9, backward=1e-9, up=1e6, down=1e6)
         groups = twins.optimizer.param_groups
         twins.optimizer._host.movable.rates = Rates(0.0, 1.0)
@@ -414,7 +414,7 @@ def test_a_share_is_expected_to_help_where_copies_are_the_longest(
             (replace(busy, backward=0.3), False),
         ):
             ahead._left._choose(speed, groups)
-            assert trial.on_host is on_host
+            assert trial.is_on is on_host
             hosted = any(map(ahead._others.has, twins.optimizer._units))
             assert hosted is on_host
         monkeypatch.setattr(ahead._left, "_speed", lambda: replace(busy, backward=0.3))
@@ -427,7 +427,7 @@ def test_a_share_is_expected_to_help_where_copies_are_the_longest(
         # its own time, a second for an element, is the longest
         twins.optimizer._host.movable.rates = Rates(1.0, 1.0)
         ahead._left._choose(busy, groups)
-        assert not trial.on_host
+        assert not trial.is_on
         twins.backward(3)
         twins.step()
         assert "compute takes as long" in twins.optimizer.stepped_where
@@ -499,7 +499,7 @@ def test_a_scale_is_undone_at_once_as_long_as_the_host_has_a_share(
         scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in both]
         for step in range(6):
             changed.clear()
-            twins.optimizer._host.movable.trial.on_host = on_host = step < 3
+            twins.optimizer._host.movable.trial.is_on = on_host = step < 3
             for (model, optimizer), scaler in zip(both, scalers, strict=True):
                 scaler.scale(loss_of(model, step)).backward()
                 scaler.unscale_(optimizer)

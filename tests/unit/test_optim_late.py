@@ -371,6 +371,7 @@ def test_a_gradient_that_was_handed_over_is_at_home(monkeypatch) -> None:
                 parts.copy.wait(parts.transfers.home_ready.get(block.id))
                 extent = parts.table[block.id].home_extent
                 (spec,) = block.tensors
+                parts.homes.open(extent)
                 found = view_of(parts.homes.arena.bytes_of(extent), spec)
                 assert_same(kept[unit.entries[0].name], found, unit.name)
                 seen += 1

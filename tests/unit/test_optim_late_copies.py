@@ -48,6 +48,7 @@ class Falling:
         """The bytes at its home as it is now."""
         extent = self.manager.record(self.block).home_extent
         assert extent is not None
+        self.manager.parts.homes.open(extent)
         return self.manager.parts.homes.arena.bytes_of(extent)
 
 

@@ -29,6 +29,7 @@ from tiermem.optim.balance import Load, Speed, best_choice, host_helps, least_se
 from tiermem.optim.host.spread import Rates
 from tiermem.optim.host.steps import HostSteps
 from tiermem.optim.leaving import IgnoresWeights, LateStates
+from tiermem.optim.looptrial import LoopTrial
 from tiermem.optim.provisional import Made, Provisional
 from tiermem.optim.rules.groups import frozen_settings
 from tiermem.optim.rules.scaling import Scaling
@@ -44,8 +45,9 @@ _DROPPED, _IN_VAIN = 4, 8
 """What a round in vain counts, one that is confirmed taking one off, and from which sum on none is
 tried: two rounds in a row, or more than a fifth of them, as where a loop clips now and then."""
 _PACKING_PAYS = 0.6
-"""Of the compute: what copies take at least where packing what is copied makes a loop faster. They
-do not hide behind compute wholly."""
+"""Of the compute: what copies take at least where packing what is copied may make a loop faster.
+They do not hide behind compute wholly."""
+_FIRST_PACKED = 8  # rounds until all homes lie packed, and plans are made for it
 _FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then after 8, 16, ...
 
 
@@ -107,6 +109,11 @@ class Others(Protocol):
         """As measured; None before."""
         ...
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is not being tried just now where units are stepped faster."""
+        ...
+
     def has(self, unit: StepUnit) -> bool:
         """Whether a unit is stepped there, as a rule."""
         ...
@@ -157,6 +164,8 @@ class LeftToForward:
         self._waits = False
         self._packing = runtime.home_packing
         self._to_pack = False
+        self._has_begun = False  # here, and not for another optimizer
+        self._trial = LoopTrial(load=lambda: runtime.names.load, first=_FIRST_PACKED)
 
     def has(self, group: Group) -> bool:
         """Whether the step of a group is left to the next forward."""
@@ -254,7 +263,7 @@ class LeftToForward:
 
     def _choose_packing(self, groups: Sequence[Group], loads: Sequence[Load], speed: Speed) -> None:
         """Has blocks that the device steps written home packed, where copies are waited for."""
-        if not self._packing.is_on:
+        if not self._packing.has_room:
             copies = least_seconds(loads, replace(speed, forward=0.0, backward=0.0))
             self._to_pack = copies > _PACKING_PAYS * (speed.forward + speed.backward)
             return
@@ -265,11 +274,17 @@ class LeftToForward:
             blocks += [b for unit in units for of in unit.grad_units() for b in of.blocks]
             self._packing.mark(blocks, packed=whole and load.host is None)
 
-    def begin_packing(self) -> None:
-        """Called between steps: begins to pack homes where that was found to pay."""
-        if self._to_pack:
-            self._to_pack = False
-            if self._packing.begin():
+    def between_steps(self) -> None:
+        """Packs homes from now on, or does not, where a loop may be faster with it."""
+        packing = self._packing
+        if packing.has_room:
+            if self._has_begun and self._others.is_settled:
+                packing.turn(on=self._trial.for_step(object()))
+            else:
+                self._trial.pause()
+        elif self._to_pack:
+            self._to_pack, self._has_begun = False, packing.begin()
+            if self._has_begun:
                 self._next_look = 0
 
     def _load_of(self, group: Group, settings: Sequence[dict[str, Any]]) -> Load:
@@ -384,7 +399,7 @@ class StepsAhead:
             may_begin: Whether any steps may be made ahead just now.
         """
         with self._runtime.manager.lock:
-            self._left.begin_packing()
+            self._left.between_steps()
         if self._prepared:
             return
         self._prepared = True

@@ -184,7 +184,7 @@ class HostPart:
             bits = "its own" if self._bits.reason else "the device's"
             return f"{share:.2f} of the elements on the host, with {bits} bits"
         trial = None if self.movable is None else self.movable.trial
-        if trial is not None and not trial.on_host:
+        if trial is not None and not trial.is_on:
             if not trial.decided:
                 return "all on the device: a share on the host is tried later"
             if not trial.is_measured:

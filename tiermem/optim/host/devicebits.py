@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,22 +16,11 @@ from tiermem.optim.host.proof import prove
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.host.side import HostSide, side_of
 from tiermem.optim.host.spread import Rates
+from tiermem.optim.looptrial import LoopTrial
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
 from tiermem.optim.units.unit import StepUnit
 
-_AT_FIRST = 12
-"""Steps until all others are where they will be made, inside backward or in the next forward, and
-some more: what is measured of a few steps is that of the side that is mostly the faster one."""
-_ANOTHER_LOAD = 6
-_SETTLING = 2
-_TIMED = 4
-_FASTER = 0.97
-_FEW, _FAR_SLOWER = 2, 1.1
-"""Without the share so few steps do, if they take so many times as long as with it."""
-_WATCHED = 8
-_PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
-_MOST_LOADS = 32
 _READS = {torch.float32, torch.bfloat16}  # in which the loop reads gradients
 _Plain = tuple[int, torch.dtype, torch.dtype]
 
@@ -127,167 +111,12 @@ def _plainly(unit: StepUnit, held: Sequence[GradUnit]) -> _Plain | str:
     return numbers.pop(), stepped, weight
 
 
-@dataclass(slots=True)
-class _Tried:
-    """What was tried with passes of one load.
-
-    Attributes:
-        on_host: Whether the host has its share by now.
-        settling: So many steps more do not count.
-        decided: Whether the side stays so for now.
-        other_is_next: Whether the other side is still to be tried.
-        times: Seconds of the last steps that count: while it is tried, or since it is decided.
-        shared: Seconds of a step with the share, when that was tried last.
-        without: The same without it.
-        helps: Whether the share is expected to help, as far as bytes and compute tell.
-        pause: Steps before it is tried again, at least.
-        since: Steps since it was decided.
-    """
-
-    on_host: bool
-    settling: int
-    decided: bool = False
-    other_is_next: bool = True
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=_WATCHED))
-    shared: float = math.inf
-    without: float = math.inf
-    helps: bool = True
-    pause: int = _PAUSE
-    since: int = 0
-
-    def takes(self, seconds: float) -> None:
-        """Notes how long a step took; the next one may be made on the other side."""
-        if self.settling:
-            self.settling -= 1
-            return
-        self.times.append(seconds)
-        if self.decided:
-            self.since += 1
-            if self.since >= self.pause and self._is_doubtful():
-                self.decided, self.other_is_next = False, True
-                self._go_to(on_host=False)
-        elif len(self.times) == _TIMED or self._is_clear():
-            self._has_tried(statistics.median(self.times))
-
-    def expect(self, *, helps: bool) -> None:
-        """Notes whether the share is expected to help: if not, it is not tried.
-
-        What has been tried is known better.
-        """
-        if helps is self.helps:
-            return
-        self.helps = helps
-        if self.is_measured:
-            return
-        self.decided, self.other_is_next = not helps, True
-        self._go_to(on_host=helps)
-        self.since = 0
-        if helps:
-            self.settling = _ANOTHER_LOAD
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether both sides have been tried."""
-        return math.isfinite(self.shared) and math.isfinite(self.without)
-
-    def _is_clear(self) -> bool:
-        """Whether steps without the share, tried last, are seen to be far slower already."""
-        few = len(self.times) == _FEW and not (self.on_host or self.other_is_next)
-        return few and statistics.mean(self.times) > _FAR_SLOWER * self.shared
-
-    def _has_tried(self, usual: float) -> None:
-        """Notes how long steps take on the present side; goes to the other, or decides."""
-        if self.on_host:
-            self.shared = usual
-        else:
-            self.without = usual
-        if self.other_is_next:
-            self.other_is_next = False
-            self._go_to(on_host=not self.on_host)
-            return
-        self.decided = True
-        self._go_to(on_host=self.shared < _FASTER * self.without)
-        self.since, self.pause = 0, min(2 * self.pause, _LONGEST_PAUSE)
-
-    def _go_to(self, *, on_host: bool) -> None:
-        self.on_host, self.settling = on_host, _SETTLING
-        self.times.clear()
-
-    def _is_doubtful(self) -> bool:
-        """Whether it may be otherwise by now: other programs need the host's cores as well."""
-        if not self.on_host:
-            return self.helps
-        return statistics.median(self.times) > self.without
-
-
-class ShareTrial:
-    """Whether a share of the host makes a loop faster: some steps are made with and without.
+class ShareTrial(LoopTrial):
+    """Whether a share of the host makes a loop faster.
 
     What limits is often the host's memory, which serves copies and steps, and how much that
-    bears is not known before. Bits are the same both ways, so it is tried in the loop itself: with
-    each number of tokens, since what takes longest differs, and remembered. The first steps have
-    the share, those with another number of tokens what the last ones had. Where steps with the
-    share come to take longer than those without did, and where there is none, it is tried anew
-    after a while: 32 steps, then 64, ..., 1024. Where it is not expected to make it faster, it is
-    not tried.
+    bears is not known before. Bits are the same both ways, so it is tried in the loop itself.
     """
-
-    def __init__(
-        self,
-        now: Callable[[], float] = time.perf_counter,
-        load: Callable[[], Hashable] = lambda: None,
-    ) -> None:
-        """Begins with the share.
-
-        Args:
-            now: Returns seconds.
-            load: Returns what the present passes have to do; whatever is equal is tried together.
-        """
-        self._now = now
-        self._load = load
-        self._ticket: object = None
-        self._began = 0.0
-        self._by_load: dict[Hashable, _Tried] = {}
-        self._last: _Tried | None = None
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the host has its share by now."""
-        return self._tried.on_host
-
-    @on_host.setter
-    def on_host(self, on_host: bool) -> None:
-        self._tried.on_host = on_host
-
-    @property
-    def decided(self) -> bool:
-        """Whether that stays so for now, with as many tokens."""
-        return self._tried.decided
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether both sides have been tried with as many tokens."""
-        return self._tried.is_measured
-
-    def expect(self, *, helps: bool) -> None:
-        """Notes whether the share is expected to make passes with as many tokens faster."""
-        self._tried.expect(helps=helps)
-
-    @property
-    def _tried(self) -> _Tried:
-        load = self._load()
-        found = self._by_load.get(load)
-        if found is None:
-            last = self._last
-            # what is before the first is no step
-            found = (
-                _Tried(True, _AT_FIRST + 1) if last is None else _Tried(last.on_host, _ANOTHER_LOAD)
-            )
-            self._by_load[load] = found
-            if len(self._by_load) > _MOST_LOADS:
-                del self._by_load[next(iter(self._by_load))]
-        self._last = found
-        return found
 
     def host_has_share(self, ticket: object) -> bool:
         """Returns whether the host has its share in a step, and in the forward after it.
@@ -295,13 +124,7 @@ class ShareTrial:
         Args:
             ticket: Stands for the step; with the same one it counts once.
         """
-        tried = self._tried
-        if ticket is self._ticket:
-            return tried.on_host
-        ended, self._ticket = self._now(), ticket
-        took, self._began = ended - self._began, ended
-        tried.takes(took)
-        return tried.on_host
+        return self.for_step(ticket)
 
 
 class Movable:
@@ -378,9 +201,14 @@ class Movable:
             self.trial.expect(helps=helps)
 
     @property
+    def is_settled(self) -> bool:
+        """Whether it is not being tried just now where units are stepped faster."""
+        return self.trial is None or self.trial.decided
+
+    @property
     def has_share(self) -> bool:
         """Whether the host has its share by now, where there are copies that it would spare."""
-        return self.trial is None or self.trial.on_host
+        return self.trial is None or self.trial.is_on
 
     def _wants_host(self) -> bool:
         """Whether copies are made that the host's share would spare."""

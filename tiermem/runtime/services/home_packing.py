@@ -52,6 +52,15 @@ class HomePacking:
         """Whether what may be is written home packed."""
         return self._parts.transfers.packed_homes.packs
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it has what packing takes."""
+        return self._block is not None
+
+    def turn(self, *, on: bool) -> None:
+        """Has what may be written home packed from now on, or as it is; it has its room."""
+        self._parts.transfers.packed_homes.packs = on
+
     def can_be_packed(self, block: Block) -> bool:
         """Whether a block has what can be packed, at home in DRAM, and enough of it."""
         record = self._parts.table[block.id]
@@ -70,8 +79,8 @@ class HomePacking:
             Whether it is so.
         """
         parts = self._parts
-        if self.is_on or self._refused:
-            return self.is_on
+        if self.has_room or self._refused:
+            return self.has_room
         self._refused = True  # it is not tried again
         place = min(parts.table.hbm.capacity // _OF_HBM, _MOST_PLACE)
         if place < _LEAST_PLACE or not parts.copy.packs_homes:
@@ -92,7 +101,7 @@ class HomePacking:
         parts.copy.use_room(slot.bytes[: self._places], slot.extent)
         if not parts.transfers.packed_homes.begin(slot.bytes[self._places :].data_ptr()):
             self.give_way()
-        return self.is_on
+        return self.has_room
 
     def mark(self, blocks: Iterable[Block], *, packed: bool) -> None:
         """Notes whether blocks are written home packed.
@@ -106,10 +115,8 @@ class HomePacking:
 
     def end(self) -> None:
         """Unpacks all homes, and gives back what it has."""
-        packed_homes = self._parts.transfers.packed_homes
-        if self._block is not None or packed_homes.packs:
-            packed_homes.end()
-            self.give_way()
+        self._parts.transfers.packed_homes.end()
+        self.give_way()
         self._refused = False
 
     def repair(self) -> None:
