@@ -166,6 +166,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._timing.finish()
         self._norms.forget(self._units)  # a class may write gradients
         self._units.members.check(self._units)
+        self._tried.refuse_missing(self.param_groups)
         self._intake.take_wanted(self.param_groups)
         self._tried.note_settings(self._units, self.param_groups)
         self._take_in_edits(inside=self._timing.has_made)
