@@ -102,6 +102,16 @@ def test_what_updates_all_is_refused_where_it_is_stepped_too_soon(options: dict[
         Pair(Net, DRAM, (Filling, options))
 
 
+def test_arguments_of_a_step_are_refused() -> None:
+    """Some classes take a batch size there, say."""
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        optimizer = tier.optimizer(tier.wrap(Net()), Filling)
+        with pytest.raises(
+            tiermem.StepError, match=r"Filling\.step\(\) was given bs=8, .*subclass"
+        ):
+            optimizer.step(bs=8)
+
+
 # -- counters ------------------------------------------------------------------------
 
 

@@ -157,6 +157,25 @@ def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:
         )
 
 
+def refuse_arguments(name: str, more: Sequence[Any], settings: dict[str, Any]) -> None:
+    """Refuses what a program gives ``step()`` beside a closure.
+
+    Args:
+        name: Of the class.
+        more: By position.
+        settings: By name.
+
+    Raises:
+        StepError: Always.
+    """
+    given = ", ".join([*map(repr, more), *(f"{key}={value!r}" for key, value in settings.items())])
+    raise StepError(
+        f"{name}.step() was given {given}, and tiers step block by block, with a closure at most: "
+        f"give tier.optimizer a subclass of {name} whose step(closure=None) passes that on, or "
+        "reads it from the parameter group"
+    )
+
+
 def refuse_whole(name: str, natures: Sequence[Nature | None]) -> None:
     """Refuses a class that updates what has no gradient, where blocks are stepped before it shows.
 
