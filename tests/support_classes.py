@@ -183,3 +183,16 @@ class Exchanging(Plain):
         state["last"], state["now"] = state["now"], state["last"]
         state["now"].copy_(state["mean"])
         p.add_(state["now"] - 0.5 * state["last"], alpha=-group["lr"])
+
+
+class Filling(Plain):
+    """Gives parameters that have no gradient one of zeros, and updates them like the others."""
+
+    def begin(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.mul_(1 - 0.1 * group["lr"]).sub_(group["lr"] * state["mean"])

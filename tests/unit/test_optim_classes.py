@@ -14,6 +14,7 @@ from support_classes import (
     CountingInPlace,
     CountingNorms,
     Exchanging,
+    Filling,
     Halves,
     Noisy,
     Plain,
@@ -71,6 +72,44 @@ def test_a_class_that_fails_where_first_gradients_come_late(options: dict[str, A
         for number, skip in enumerate((None, None, 1, None)):
             pair.both(partial(train, skip=skip), number, f"step {number}")
         pair.finish()
+
+
+def test_a_class_that_updates_what_has_no_gradient() -> None:
+    """As some that orthogonalize do: where one is missing, the step says so, and nothing moves."""
+    with Pair(Net, DRAM, (Filling, {})) as pair:
+        for number in range(3):
+            pair.both(train, number, f"step {number}")
+        pair.model(torch.randn(3, 12), 2).sum().backward()
+        with pytest.raises(tiermem.StepError, match=r"parameter 4 of group 0, .*has none\. Give"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+
+        def with_zeros(model: nn.Module, optimizer: Any) -> None:
+            model(torch.ones(3, 12), 2).sum().backward()
+            for p in model.parameters():
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        pair.both(with_zeros)
+        pair.finish()
+
+
+@pytest.mark.parametrize("options", [{"overlap": "backward"}, {"where": "host"}], ids=str)
+def test_what_updates_all_is_refused_where_it_is_stepped_too_soon(options: dict[str, Any]) -> None:
+    with pytest.raises(tiermem.StepError, match="have no gradient as well"):
+        Pair(Net, DRAM, (Filling, options))
+
+
+def test_arguments_of_a_step_are_refused() -> None:
+    """Some classes take a batch size there, say."""
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        optimizer = tier.optimizer(tier.wrap(Net()), Filling)
+        with pytest.raises(
+            tiermem.StepError, match=r"Filling\.step\(\) was given bs=8, .*subclass"
+        ):
+            optimizer.step(bs=8)
 
 
 # -- counters ------------------------------------------------------------------------

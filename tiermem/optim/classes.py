@@ -157,6 +157,64 @@ def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:
         )
 
 
+def refuse_arguments(name: str, more: Sequence[Any], settings: dict[str, Any]) -> None:
+    """Refuses what a program gives ``step()`` beside a closure.
+
+    Args:
+        name: Of the class.
+        more: By position.
+        settings: By name.
+
+    Raises:
+        StepError: Always.
+    """
+    given = ", ".join([*map(repr, more), *(f"{key}={value!r}" for key, value in settings.items())])
+    raise StepError(
+        f"{name}.step() was given {given}, and tiers step block by block, with a closure at most: "
+        f"give tier.optimizer a subclass of {name} whose step(closure=None) passes that on, or "
+        "reads it from the parameter group"
+    )
+
+
+def refuse_whole(name: str, natures: Sequence[Nature | None]) -> None:
+    """Refuses a class that updates what has no gradient, where blocks are stepped before it shows.
+
+    Args:
+        name: Of the class.
+        natures: What it was found to be, for each group.
+
+    Raises:
+        StepError: If it does so.
+    """
+    if any(nature is not None and nature.whole for nature in natures):
+        raise StepError(
+            f"{name} updates parameters that have no gradient as well, so that tiers have to see "
+            "all gradients before they step any block: leave overlap= and where= out"
+        )
+
+
+def refuse_missing(name: str, groups: Sequence[dict[str, Any]], natures: dict[int, Nature]) -> None:
+    """Refuses a step of a class that would update parameters which have no gradient.
+
+    Args:
+        name: Of the class.
+        groups: All parameter groups.
+        natures: What the class was found to be, by group.
+
+    Raises:
+        StepError: Naming one of them.
+    """
+    for number in (number for number, nature in natures.items() if nature.whole):
+        for place, param in enumerate(groups[number]["params"]):
+            if param.grad is None:
+                raise StepError(
+                    f"{name} updates parameters that have no gradient as well, which tiers do not: "
+                    f"parameter {place} of group {number}, of shape {tuple(param.shape)}, has "
+                    "none. Give it one before step() (param.grad = torch.zeros_like(param)), or "
+                    "leave it out of the optimizer if it is not trained"
+                )
+
+
 def in_order(
     name: str, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]
 ) -> list[StepUnit]:

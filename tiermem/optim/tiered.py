@@ -16,7 +16,12 @@ from tiermem.nn.compat.quiet import quiet
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip
-from tiermem.optim.classes import check_wrapped, optimizer_class, refuse_others
+from tiermem.optim.classes import (
+    check_wrapped,
+    optimizer_class,
+    refuse_arguments,
+    refuse_others,
+)
 from tiermem.optim.contents import Contents
 from tiermem.optim.host.share import Speeds
 from tiermem.optim.hostpart import HostPart, Where, check_where
@@ -121,7 +126,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     # -- the optimizer's own methods -------------------------------------
 
     @entrance
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *more: Any, **settings: Any) -> Any:
         """Makes one step, each block of weights in turn.
 
         A step that an error cuts short has stepped some blocks and not the others, but never a
@@ -132,10 +137,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: Evaluated once, first, with gradients on.
+            more: What only some classes take; refused, since blocks are also stepped later.
+            settings: Likewise.
 
         Returns:
             What ``closure`` returned.
         """
+        if more or settings:
+            refuse_arguments(self._tried.cls.__name__, more, settings)
         if torch.is_inference_mode_enabled():  # a later step, inside backward, writes what is made
             with outside_inference():
                 return self._step(closure)  # not step(): its hooks are called by now
@@ -166,6 +175,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._timing.finish()
         self._norms.forget(self._units)  # a class may write gradients
         self._units.members.check(self._units)
+        self._tried.refuse_missing(self.param_groups)
         self._intake.take_wanted(self.param_groups)
         self._tried.note_settings(self._units, self.param_groups)
         self._take_in_edits(inside=self._timing.has_made)

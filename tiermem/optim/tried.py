@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tiermem.nn.compat.outside import outside
-from tiermem.optim.classes import refuse_draws
+from tiermem.optim.classes import refuse_draws, refuse_missing, refuse_whole
 from tiermem.optim.methods import Counts
 from tiermem.optim.rules.groups import with_defaults
 from tiermem.optim.rules.probe import StateProbe, zeros_of
@@ -65,6 +65,7 @@ class TriedClass:
         self._reorders = reorders
         self._zeros: list[tuple[tuple[str, bool], ...]] = []
         self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
+        self._whole = False  # whether a group can only be stepped with all of its gradients
 
     @property
     def draws(self) -> bool:
@@ -110,9 +111,11 @@ class TriedClass:
             self.probe = StateProbe(self.make, self._device, sparse=sparse)
         if self._reorders:
             refuse_draws(self.cls.__name__, list(found.values()))
+            refuse_whole(self.cls.__name__, list(found.values()))
         for number, nature in found.items():
             self.counts.add(number, self.make, nature)
         self._natures.update(found)
+        self._whole = any(nature.whole for nature in self._natures.values())
 
     def forget(self, number: int) -> None:
         """Forgets what was found of a group, which is taken out again."""
@@ -130,6 +133,18 @@ class TriedClass:
         if zeros != self._zeros:
             note_spoils(units, groups, self.probe)
             self._zeros = zeros
+
+    def refuse_missing(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Refuses a step without gradients where the class would make one of that, too.
+
+        Args:
+            groups: All parameter groups.
+
+        Raises:
+            StepError: Naming a parameter that has no gradient.
+        """
+        if self._whole:
+            refuse_missing(self.cls.__name__, groups, self._natures)
 
     def ignores_weights(self, param: torch.Tensor, number: int, settings: dict[str, Any]) -> bool:
         """Whether weights have no part in what a step makes of the state of a parameter.

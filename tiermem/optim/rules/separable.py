@@ -47,6 +47,8 @@ class Nature:
         counts: Whether a step changes settings of its parameter groups, alike for all parameters.
         counted: Whether torch counts its writes of the weights.
         private: Whether settings have to be copied for each step of a block, as they are written.
+        whole: Whether it can be stepped block by block only if every parameter has a gradient:
+            there are classes that update those without one, too (as if it were zero).
         device: Where it was tried.
         dims: Number of dimensions of a parameter of the group.
         dtype: Of one, as it is stepped.
@@ -57,6 +59,7 @@ class Nature:
     counts: bool
     counted: bool
     private: bool
+    whole: bool
     device: torch.device
     dims: int
     dtype: torch.dtype
@@ -239,19 +242,23 @@ def _tried(
         for sparse, late in ((False, True), (True, True), (False, False)):
             odd = ""
             try:
-                for private in (False, True):
+                whole = False
+                for private in (False, True, False, True):
                     with trial() as draws:
                         found = _Trial(
                             make, settings, shapes, [dtype], where, sparse, draws, method
                         )
-                        reason = found.run(private=private, late=late)
+                        reason = found.run(private=private, late=late and not whole)
                     if not reason:
                         counted = found.counted or (
                             not draws.seen and _is_counted(make, settings, shapes[0], dtype, device)
                         )
-                        kind = sparse, draws.seen, found.counts, counted, private
+                        kind = sparse, draws.seen, found.counts, counted, private, whole
                         return Nature(*kind, where, len(shapes[0]), dtype)
                     odd = reason
+                    if private and not found.updates_all:
+                        break
+                    whole = whole or private  # what is left is to try with all gradients
             except StepError:
                 raise
             except ExchangeError as error:
@@ -298,6 +305,7 @@ class _Trial:
 
     Attributes:
         counts: Whether steps changed settings of the group.
+        updates_all: Whether steps changed parameters that had no gradient, or gave them one.
     """
 
     def __init__(
@@ -318,7 +326,7 @@ class _Trial:
         self._counter = Counter(make, len(shapes[0]), dtypes[0], device, sparse=sparse)
         self._method = method
         self._private = False
-        self.counts = False
+        self.counts = self.updates_all = False
 
     def run(self, *, private: bool, late: bool) -> str:
         """Returns why the class cannot be stepped one by one, or "".
@@ -339,7 +347,11 @@ class _Trial:
                 for number, param in enumerate(params if self._mixed else ()):
                     param.grad = None if param.grad is None else param.grad * _SMALL[number % 3]
             self._draws.seed(step)
+            left = [(p, p.detach().clone()) for p in self._together if p.grad is None]
             run_unseen(whole)
+            self.updates_all |= any(
+                p.grad is not None or not _same(p.detach(), value) for p, value in left
+            )
             self._step_parts(parts, shown, step)
             if self._method is not None and step == _STEPS // 2:
                 odd = self._call_method(whole, parts, shown)
