@@ -180,11 +180,18 @@ def load(
 
 
 def _count(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
-    """Takes the counters over; DeepSpeed does not save them all."""
+    """Takes the counters over; DeepSpeed does not save them all.
+
+    Gradients are in no checkpoint: accumulation begins anew, whatever the number of backwards was
+    that a step had when it was saved.
+    """
     steps = found.get("global_steps", 0)
     engine.global_steps, engine.skipped_steps = steps, found.get("skipped_steps", 0)
     engine.global_samples = found.get("global_samples", steps * engine.train_batch_size())
-    engine.micro_steps = found.get("micro_steps", steps * engine.gradient_accumulation_steps())
+    each = engine.gradient_accumulation_steps()
+    calls = found.get("micro_steps", steps * each)
+    engine.micro_steps = calls - calls % each
+    engine.zero_grad()
 
 
 def _latest(engine: DeepSpeedEngine, folder: Path) -> str | None:

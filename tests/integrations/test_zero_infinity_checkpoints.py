@@ -39,6 +39,29 @@ def test_a_run_goes_on_where_it_was_saved(half: str | None, tmp_path: Path) -> N
         assert engine.global_steps == 6
 
 
+def test_accumulation_begins_anew_after_loading(tmp_path: Path) -> None:
+    """Gradients are in no checkpoint, and the number of a step's backwards may be another."""
+    steps = "gradient_accumulation_steps"
+    with started(config(**{steps: 3})) as engine:
+        losses_of(engine, range(4))
+        engine.save_checkpoint(tmp_path)
+        losses_of(engine, range(1))  # a second backward of the next step
+        engine.load_checkpoint(tmp_path)
+        seen = []
+        for number in range(3, 9):
+            losses_of(engine, range(number, number + 1))
+            seen.append(engine.global_steps)
+        assert seen == [1, 1, 2, 2, 2, 3]
+        weights = engine.module_state_dict()
+    with started(config(**{steps: 3})) as engine:
+        losses_of(engine, range(9))
+        assert all(torch.equal(v, weights[k]) for k, v in engine.module_state_dict().items())
+    with started(config(**{steps: 2})) as engine:
+        engine.load_checkpoint(tmp_path)
+        losses_of(engine, range(3))
+        assert engine.global_steps == 2
+
+
 def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
     with started(config(scheduler=SCHEDULE)) as engine:
         losses_of(engine, range(3))
