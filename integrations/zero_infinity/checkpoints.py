@@ -156,6 +156,12 @@ def load(
     kept = None
     if optimizer is not None and saved is None:
         kept = _read_state(optimizer, folder / STATE)
+        if kept["optimizer"].get("master") and engine.plan.optimizer["master_dtype"] is None:
+            raise CheckpointError(
+                f"{folder / STATE} has masters of half-precision weights, and this engine's are "
+                "their own masters; nothing was loaded. Write bf16 or fp16 as the run had it, or "
+                "load_optimizer_states=False for the weights alone"
+            )
     schedules = load_lr_scheduler_states and engine.lr_scheduler is not None
     if schedules and not load_module_only and found.get("lr_scheduler") is None:
         raise CheckpointError(

@@ -125,6 +125,20 @@ def test_what_cannot_be_loaded_as_a_whole_leaves_the_engine_as_it_was(tmp_path: 
         assert all(torch.equal(value, now[name]) for name, value in before.items())
 
 
+def test_masters_for_an_engine_without_them_leave_it_as_it_was(tmp_path: Path) -> None:
+    with started(config(bf16={"enabled": True})) as engine:
+        losses_of(engine, range(2), torch.bfloat16)
+        engine.save_checkpoint(tmp_path)
+    with started(config()) as engine:
+        before = engine.module_state_dict()
+        with pytest.raises(tiermem.CheckpointError, match="masters of half-precision weights"):
+            engine.load_checkpoint(tmp_path)
+        now = engine.module_state_dict()
+        assert all(torch.equal(value, now[name]) for name, value in before.items())
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert engine.global_steps == 2
+
+
 def test_a_crash_while_saving_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
