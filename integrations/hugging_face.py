@@ -139,9 +139,20 @@ class TrainerTiers(TierManager):
         return id(model) in self._wrapped
 
     def _wrap_as_one(self, model: nn.Module) -> None:
-        """Wraps a model, unless it is or is part of one; also where its parts were wrapped."""
-        if any(model is part for root in self._wrapped.values() for part in root.model.modules()):
-            return  # beside what shares its weights, say
+        """Wraps a model, unless it is or is part of one; also where its parts were wrapped.
+
+        One into which something that is trained was put since then is wrapped anew, as it was.
+        """
+        for root in list(self._wrapped.values()):
+            if not any(model is part for part in root.model.modules()):
+                continue
+            # it may be wrapped beside what shares its weights, say
+            inside = {id(entry.param) for entry in root.entries}
+            if any(id(p) not in inside and p.requires_grad for p in root.model.parameters()):
+                self.unwrap(root.model)
+                known = root.inventory
+                self.wrap(root.model, known.blocks, homes=known.homes, resident=known.resident)
+            return
         for part in [module for module in model.modules() if self.wraps(module)]:
             self.unwrap(part)  # adapters were put around it: they belong to the model
         self.wrap(model)

@@ -341,6 +341,33 @@ def test_adapters_after_wrap(tmp_path: Path) -> None:
         assert same(plain.model.state_dict(), model.state_dict())
 
 
+def test_adapters_inside_a_wrapped_model(tmp_path: Path) -> None:
+    """As the model's own ``add_adapter`` puts them in: it stays the same module."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        model.add_adapter(
+            peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+        return model
+
+    args = arguments(tmp_path, learning_rate=1e-2)
+    plain = trainer_of(adapted(llama()), args)
+    plain.train()
+    model = llama()
+    with TrainerTiers(**{**BUDGETS, "hbm": "1MiB"}) as tier:
+        tier.wrap(model, blocks=[f"model.layers.{number}" for number in range(4)])
+        adapted(model)
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        names = [row.block for row in tier.residency()]  # in blocks as before
+        assert any(name.endswith("layers.0") for name in names)
+        assert not any(name.endswith("lm_head") for name in names)
+        trainer.train()
+        assert seen(trainer) == seen(plain)
+        assert same(plain.model.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("kind", ["inside", "outside"])
 def test_adapters_that_come_after_the_optimizer_are_refused(kind: str, tmp_path: Path) -> None:
     """As trainers with ``peft_config=`` add them: none would be stepped."""
