@@ -231,6 +231,7 @@ def _look_before_training() -> None:
 
     @functools.wraps(train)
     def looked_at(self: Any, *args: Any, **settings: Any) -> Any:
+        _check_its_model(self)
         _check_its_groups(self, kind)
         return train(self, *args, **settings)
 
@@ -283,6 +284,32 @@ def _check_what_it_trains(optimizer: TieredOptimizer) -> None:
         "tier.optimizers the model that peft.get_peft_model(model, config) returns; or make the "
         "trainer first, without optimizers=, then tier.attach(trainer)"
     )
+
+
+def _check_its_model(trainer: Any) -> None:
+    """Refuses to train a model of which the optimizer has nothing: it would learn nothing.
+
+    A copy, say, or one that the trainer has made itself.
+
+    Args:
+        trainer: What is about to train.
+
+    Raises:
+        ConfigError: Naming the model.
+    """
+    # as it has trained, accelerate's own is around it
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if not isinstance(optimizer, TieredOptimizer) or trainer.model is None:
+        return
+    _check_what_it_trains(optimizer)
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    if trained and not any(id(p) in known for p in trained):
+        raise ConfigError(
+            f"the trainer's model ({type(trainer.model).__name__}) is not the one that its tiered "
+            "optimizer steps, and would not be trained: give tier.optimizers the model that the "
+            "trainer has, or make the trainer without optimizers=, then tier.attach(trainer)"
+        )
 
 
 _WAYS = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")

@@ -272,6 +272,15 @@ def test_what_cannot_be_is_refused_before_anything_moves(name: str, value: Any, 
         assert tier.residency() == []
 
 
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """A copy, say: it would learn nothing."""
+    args, model = arguments(tmp_path), llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        trainer = trainer_of(llama(), args, optimizers=tier.optimizers(model, args))
+        with pytest.raises(tiermem.ConfigError, match="is not the one that its tiered optimizer"):
+            trainer.train()
+
+
 # -- accelerate alone ------------------------------------------------------
 
 
