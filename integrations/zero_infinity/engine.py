@@ -179,12 +179,14 @@ class DeepSpeedEngine(Queries):
         work = self._maker.scaled(divided)
         with self._accumulation.backward(), self._reporting.timed("backward"):
             work.backward(retain_graph=retain_graph)
+        self._counts.backwards += 1
         return divided.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss for a ``backward()`` of its own: divided, and times the loss scale."""
         self._refuse_without_optimizer("scale()")
         self._accumulation.scaled = True
+        self._counts.backwards += 1
         return self._maker.scaled(loss / self.gradient_accumulation_steps())
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -211,7 +213,8 @@ class DeepSpeedEngine(Queries):
         self._counts.applied = self._maker.make(optimizer)
         if self._counts.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._counts.count_step(self.plan.batch)
+        made = 0 if self._accumulation.managed else self._counts.backwards  # the loop decides
+        self._counts.count_step(self.plan.micro * (made or self.plan.accumulation))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` steps."""

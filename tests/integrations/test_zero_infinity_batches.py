@@ -131,6 +131,10 @@ def test_unmanaged_accumulation_steps_whenever_it_is_asked() -> None:
             if number % 2:
                 engine.step()
         assert losses == plain(4, every=2)
+        assert engine.global_samples == 8
+        engine.backward(loss_of(engine, batch(4)))
+        engine.step()
+        assert engine.global_samples == 10  # of the backwards that there were
         with pytest.raises(tiermem.StepError, match="every step"):
             engine.set_gradient_accumulation_boundary(True)
 
