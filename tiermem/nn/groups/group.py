@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.core.block import Block
 from tiermem.nn.groups.above import Calls, Lender
@@ -62,6 +63,7 @@ class Group(Holder):
         few: Whether its gradients are one unit if they can, since steps bind the host.
         left_open: Puts the interceptors of its modules back; None where none were taken out.
         graph_views: How many views graphs that are left to torch have of it; -1 where unknown.
+        pickled: Memory of copies in pickles, where several tensors have the same bytes, by index.
     """
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
@@ -93,6 +95,7 @@ class Group(Holder):
         self.soft = False
         self.left_open: Callable[[], object] | None = None
         self.graph_views = -1
+        self.pickled: dict[int, StorageWeakRef] = {}
         manager.parts.holders[block.id] = self
 
     def ready(self, host_loans: Lender) -> None:
