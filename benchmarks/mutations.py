@@ -4245,9 +4245,16 @@ MUTATIONS = (
             (
                 "copy.copy runs the module that was copied",
                 "nn/wrap/copies.py",
-                "state.items() if not isinstance(value, Interceptor)}",
-                "state.items()}",
+                "in state.items() if isinstance(v, Interceptor)}",
+                "in state.items() if not v}",
                 "test_nn_parameters",
+            ),
+            (
+                "a weight that is in use is pickled with all of its block",
+                "nn/groups/pickled.py",
+                "    return Pickled.of(value, group)",
+                "    return value",
+                "test_nn_pickles",
             ),
             (
                 "parameters that came after wrap become plain tensors",

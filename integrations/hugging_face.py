@@ -139,9 +139,20 @@ class TrainerTiers(TierManager):
         return id(model) in self._wrapped
 
     def _wrap_as_one(self, model: nn.Module) -> None:
-        """Wraps a model, unless it is or is part of one; also where its parts were wrapped."""
-        if any(model is part for root in self._wrapped.values() for part in root.model.modules()):
-            return  # beside what shares its weights, say
+        """Wraps a model, unless it is or is part of one; also where its parts were wrapped.
+
+        One into which something that is trained was put since then is wrapped anew, as it was.
+        """
+        for root in list(self._wrapped.values()):
+            if not any(model is part for part in root.model.modules()):
+                continue
+            # it may be wrapped beside what shares its weights, say
+            inside = {id(entry.param) for entry in root.entries}
+            if any(id(p) not in inside and p.requires_grad for p in root.model.parameters()):
+                self.unwrap(root.model)
+                known = root.inventory
+                self.wrap(root.model, known.blocks, homes=known.homes, resident=known.resident)
+            return
         for part in [module for module in model.modules() if self.wraps(module)]:
             self.unwrap(part)  # adapters were put around it: they belong to the model
         self.wrap(model)
@@ -220,6 +231,7 @@ def _look_before_training() -> None:
 
     @functools.wraps(train)
     def looked_at(self: Any, *args: Any, **settings: Any) -> Any:
+        _check_its_model(self)
         _check_its_groups(self, kind)
         return train(self, *args, **settings)
 
@@ -272,6 +284,32 @@ def _check_what_it_trains(optimizer: TieredOptimizer) -> None:
         "tier.optimizers the model that peft.get_peft_model(model, config) returns; or make the "
         "trainer first, without optimizers=, then tier.attach(trainer)"
     )
+
+
+def _check_its_model(trainer: Any) -> None:
+    """Refuses to train a model of which the optimizer has nothing: it would learn nothing.
+
+    A copy, say, or one that the trainer has made itself.
+
+    Args:
+        trainer: What is about to train.
+
+    Raises:
+        ConfigError: Naming the model.
+    """
+    # as it has trained, accelerate's own is around it
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    if not isinstance(optimizer, TieredOptimizer) or trainer.model is None:
+        return
+    _check_what_it_trains(optimizer)
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    if trained and not any(id(p) in known for p in trained):
+        raise ConfigError(
+            f"the trainer's model ({type(trainer.model).__name__}) is not the one that its tiered "
+            "optimizer steps, and would not be trained: give tier.optimizers the model that the "
+            "trainer has, or make the trainer without optimizers=, then tier.attach(trainer)"
+        )
 
 
 _WAYS = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import pickle
 import random
 import signal
 import sys
@@ -277,6 +278,7 @@ PHASES = (
     "zero",
     "eval",
     "state",
+    "pickle",
     "load",
     "export",
     "restore",
@@ -477,6 +479,8 @@ class Run:
     def look(self) -> None:
         """Takes states out and puts them in again, and writes weights by hand."""
         weights = self.until_done("state", lambda: self.net.state_dict())
+        pickled = pickle.loads(self.until_done("pickle", lambda: pickle.dumps(self.net)))
+        assert all(same_bits(weights[key], value) for key, value in pickled.state_dict().items())
         weights = {
             key: value * 0.5 if value.dim() == 2 else value for key, value in weights.items()
         }

@@ -156,6 +156,12 @@ def load(
     kept = None
     if optimizer is not None and saved is None:
         kept = _read_state(optimizer, folder / STATE)
+        if kept["optimizer"].get("master") and engine.plan.optimizer["master_dtype"] is None:
+            raise CheckpointError(
+                f"{folder / STATE} has masters of half-precision weights, and this engine's are "
+                "their own masters; nothing was loaded. Write bf16 or fp16 as the run had it, or "
+                "load_optimizer_states=False for the weights alone"
+            )
     schedules = load_lr_scheduler_states and engine.lr_scheduler is not None
     if schedules and not load_module_only and found.get("lr_scheduler") is None:
         raise CheckpointError(
@@ -180,11 +186,18 @@ def load(
 
 
 def _count(engine: DeepSpeedEngine, found: Mapping[str, Any]) -> None:
-    """Takes the counters over; DeepSpeed does not save them all."""
+    """Takes the counters over; DeepSpeed does not save them all.
+
+    Gradients are in no checkpoint: accumulation begins anew, whatever the number of backwards was
+    that a step had when it was saved.
+    """
     steps = found.get("global_steps", 0)
     engine.global_steps, engine.skipped_steps = steps, found.get("skipped_steps", 0)
     engine.global_samples = found.get("global_samples", steps * engine.train_batch_size())
-    engine.micro_steps = found.get("micro_steps", steps * engine.gradient_accumulation_steps())
+    each = engine.gradient_accumulation_steps()
+    calls = found.get("micro_steps", steps * each)
+    engine.micro_steps = calls - calls % each
+    engine.zero_grad()
 
 
 def _latest(engine: DeepSpeedEngine, folder: Path) -> str | None:

@@ -14,6 +14,7 @@ class Counts:
         skipped: Steps that were left out.
         samples: Samples of all of them.
         calls: Calls of ``step()``.
+        backwards: Since the last step.
         applied: Whether the last ``step()`` changed the weights.
     """
 
@@ -21,6 +22,7 @@ class Counts:
     skipped: int = 0
     samples: int = 0
     calls: int = 0
+    backwards: int = 0
     applied: bool = False
 
     def count_step(self, samples: int) -> None:
@@ -30,5 +32,6 @@ class Counts:
             samples: Of the step.
         """
         self.steps += 1
+        self.backwards = 0
         self.samples += samples
         self.skipped += not self.applied

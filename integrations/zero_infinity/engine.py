@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -179,12 +180,14 @@ class DeepSpeedEngine(Queries):
         work = self._maker.scaled(divided)
         with self._accumulation.backward(), self._reporting.timed("backward"):
             work.backward(retain_graph=retain_graph)
+        self._counts.backwards += 1
         return divided.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss for a ``backward()`` of its own: divided, and times the loss scale."""
         self._refuse_without_optimizer("scale()")
         self._accumulation.scaled = True
+        self._counts.backwards += 1
         return self._maker.scaled(loss / self.gradient_accumulation_steps())
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -194,24 +197,46 @@ class DeepSpeedEngine(Queries):
             lr_kwargs: For the scheduler.
 
         Raises:
-            StepError: If there is no optimizer, inside ``no_sync``, or where the loss scale can
-                go no lower.
+            StepError: If there is no optimizer, inside ``no_sync``, where the scheduler does not
+                take ``lr_kwargs``, or where the loss scale can go no lower.
         """
         optimizer = self._refuse_without_optimizer("step()")
         self._accumulation.begin_step()
         self._counts.applied = False
         boundary = not self._accumulation.managed or self.is_gradient_accumulation_boundary()
         if boundary:
+            self._refuse_unknown(lr_kwargs or {})
             with self._reporting.timed("step"):
                 self._take_step(optimizer, lr_kwargs or {})
             self._reporting.report(self._counts, lambda: (self.get_lr(), self.get_mom()))
         self._counts.calls += 1
 
+    def _refuse_unknown(self, lr_kwargs: dict[str, Any]) -> None:
+        """Refuses a step after which the scheduler could not be called.
+
+        Raises:
+            StepError: Naming the scheduler, and what its ``step`` takes.
+        """
+        if self.lr_scheduler is None:
+            return
+        try:
+            taken = inspect.signature(self.lr_scheduler.step)
+        except (TypeError, ValueError):
+            return  # it does not say
+        try:
+            taken.bind(**lr_kwargs)
+        except TypeError as error:
+            raise StepError(
+                f"step(lr_kwargs={lr_kwargs!r}): {type(self.lr_scheduler).__name__}.step{taken}: "
+                f"{error}; hand it over as engine.step(lr_kwargs={{...}}); no step was made"
+            ) from error
+
     def _take_step(self, optimizer: TieredOptimizer, lr_kwargs: dict[str, Any]) -> None:
         self._counts.applied = self._maker.make(optimizer)
         if self._counts.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
-        self._counts.count_step(self.plan.batch)
+        made = 0 if self._accumulation.managed else self._counts.backwards  # the loop decides
+        self._counts.count_step(self.plan.micro * (made or self.plan.accumulation))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` steps."""

@@ -91,8 +91,10 @@ class Queries(nn.Module):
                 f"train_batch_size={train_batch_size}: it must be a multiple of "
                 f"train_micro_batch_size_per_gpu={self.plan.micro}"
             )
-        self.plan.batch = train_batch_size
-        self.plan.accumulation = train_batch_size // self.plan.micro
+        accumulation = train_batch_size // self.plan.micro
+        if self.optimizer is not None and self.plan.optimizer["overlap"] == "backward":
+            self.optimizer.accumulate(accumulation)
+        self.plan.batch, self.plan.accumulation = train_batch_size, accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the samples of a backward; the backwards of a step stay as many."""

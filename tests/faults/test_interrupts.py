@@ -53,10 +53,10 @@ _ALL = _ASKED != "1"
 _ERRORS = (Interrupt, Interrupt, Alarm, MemoryError)
 _QUICK = {
     "dram": (
-        *("open", "wrap", "optimizer", "forward", "clip", "step", "state", "load"),
+        *("open", "wrap", "optimizer", "forward", "clip", "step", "state", "pickle", "load"),
         *("materialize", "unwrap", "close", "backward"),
     ),
-    "nvme": ("wrap", "forward", "backward", "eval"),
+    "nvme": ("wrap", "forward", "backward", "eval", "pickle"),
     "activations": ("forward", "backward"),
     "hbm": ("forward", "materialize"),
     "masters": ("export", "restore"),

@@ -272,6 +272,15 @@ def test_what_cannot_be_is_refused_before_anything_moves(name: str, value: Any, 
         assert tier.residency() == []
 
 
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    """A copy, say: it would learn nothing."""
+    args, model = arguments(tmp_path), llama()
+    with TrainerTiers(**BUDGETS) as tier:
+        trainer = trainer_of(llama(), args, optimizers=tier.optimizers(model, args))
+        with pytest.raises(tiermem.ConfigError, match="is not the one that its tiered optimizer"):
+            trainer.train()
+
+
 # -- accelerate alone ------------------------------------------------------
 
 
@@ -336,6 +345,33 @@ def test_adapters_after_wrap(tmp_path: Path) -> None:
         tier.wrap(base)
         model = with_adapters(base)
         trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        trainer.train()
+        assert seen(trainer) == seen(plain)
+        assert same(plain.model.state_dict(), model.state_dict())
+
+
+def test_adapters_inside_a_wrapped_model(tmp_path: Path) -> None:
+    """As the model's own ``add_adapter`` puts them in: it stays the same module."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(model: Any) -> Any:
+        torch.manual_seed(1)
+        model.add_adapter(
+            peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+        return model
+
+    args = arguments(tmp_path, learning_rate=1e-2)
+    plain = trainer_of(adapted(llama()), args)
+    plain.train()
+    model = llama()
+    with TrainerTiers(**{**BUDGETS, "hbm": "1MiB"}) as tier:
+        tier.wrap(model, blocks=[f"model.layers.{number}" for number in range(4)])
+        adapted(model)
+        trainer = trainer_of(model, args, optimizers=tier.optimizers(model, args))
+        names = [row.block for row in tier.residency()]  # in blocks as before
+        assert any(name.endswith("layers.0") for name in names)
+        assert not any(name.endswith("lm_head") for name in names)
         trainer.train()
         assert seen(trainer) == seen(plain)
         assert same(plain.model.state_dict(), model.state_dict())

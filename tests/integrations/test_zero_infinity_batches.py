@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
-from support_zero_infinity import batch, build, config, loss_of, plain, started, train
+from support_zero_infinity import TIGHT, batch, build, config, loss_of, plain, started, train
 
 import tiermem
 import tiermem.integrations.zero_infinity as deepspeed
@@ -131,6 +131,10 @@ def test_unmanaged_accumulation_steps_whenever_it_is_asked() -> None:
             if number % 2:
                 engine.step()
         assert losses == plain(4, every=2)
+        assert engine.global_samples == 8
+        engine.backward(loss_of(engine, batch(4)))
+        engine.step()
+        assert engine.global_samples == 10  # of the backwards that there were
         with pytest.raises(tiermem.StepError, match="every step"):
             engine.set_gradient_accumulation_boundary(True)
 
@@ -141,3 +145,12 @@ def test_the_samples_of_a_step_can_be_changed() -> None:
         assert engine.gradient_accumulation_steps() == 3
         with pytest.raises(tiermem.ConfigError, match="a multiple of train_micro_batch_size"):
             engine.set_train_batch_size(5)
+
+
+def test_steps_inside_backward_follow_the_samples_of_a_step() -> None:
+    """They are made in the last backward of a step, which is another one from then on."""
+    room = {**TIGHT, "overlap": "backward"}
+    with started(config(tiermem=room, gradient_clipping=0.0)) as engine:
+        engine.set_train_batch_size(6)
+        assert train(engine, 12) == plain(12, every=3, clip=0)
+        assert engine.optimizer.stepped_in_backward > 0

@@ -39,6 +39,29 @@ def test_a_run_goes_on_where_it_was_saved(half: str | None, tmp_path: Path) -> N
         assert engine.global_steps == 6
 
 
+def test_accumulation_begins_anew_after_loading(tmp_path: Path) -> None:
+    """Gradients are in no checkpoint, and the number of a step's backwards may be another."""
+    steps = "gradient_accumulation_steps"
+    with started(config(**{steps: 3})) as engine:
+        losses_of(engine, range(4))
+        engine.save_checkpoint(tmp_path)
+        losses_of(engine, range(1))  # a second backward of the next step
+        engine.load_checkpoint(tmp_path)
+        seen = []
+        for number in range(3, 9):
+            losses_of(engine, range(number, number + 1))
+            seen.append(engine.global_steps)
+        assert seen == [1, 1, 2, 2, 2, 3]
+        weights = engine.module_state_dict()
+    with started(config(**{steps: 3})) as engine:
+        losses_of(engine, range(9))
+        assert all(torch.equal(v, weights[k]) for k, v in engine.module_state_dict().items())
+    with started(config(**{steps: 2})) as engine:
+        engine.load_checkpoint(tmp_path)
+        losses_of(engine, range(3))
+        assert engine.global_steps == 2
+
+
 def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
     with started(config(scheduler=SCHEDULE)) as engine:
         losses_of(engine, range(3))
@@ -100,6 +123,20 @@ def test_what_cannot_be_loaded_as_a_whole_leaves_the_engine_as_it_was(tmp_path: 
             engine.load_checkpoint(tmp_path, "one")
         now = engine.module_state_dict()
         assert all(torch.equal(value, now[name]) for name, value in before.items())
+
+
+def test_masters_for_an_engine_without_them_leave_it_as_it_was(tmp_path: Path) -> None:
+    with started(config(bf16={"enabled": True})) as engine:
+        losses_of(engine, range(2), torch.bfloat16)
+        engine.save_checkpoint(tmp_path)
+    with started(config()) as engine:
+        before = engine.module_state_dict()
+        with pytest.raises(tiermem.CheckpointError, match="masters of half-precision weights"):
+            engine.load_checkpoint(tmp_path)
+        now = engine.module_state_dict()
+        assert all(torch.equal(value, now[name]) for name, value in before.items())
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert engine.global_steps == 2
 
 
 def test_a_crash_while_saving_leaves_the_old_one(

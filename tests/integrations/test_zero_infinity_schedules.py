@@ -187,3 +187,19 @@ def test_a_wrong_schedule_is_refused_before_anything_moves(scheduler: Any, says:
         deepspeed.initialize(model=model, config=config(scheduler=scheduler))
     assert {p.dtype for p in model.parameters()} == {torch.float32}  # it is not cast yet
     loss_of(model, batch(0)).backward()
+
+
+def test_a_scheduler_that_asks_for_more_is_asked_before_the_step() -> None:
+    schedule = {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5}}
+    with started(config(scheduler=schedule)) as engine:
+        before = engine.module_state_dict()
+        engine.backward(loss_of(engine, batch(0)))
+        with pytest.raises(tiermem.StepError, match=r"ReduceLROnPlateau\.step\(metrics.*lr_kwargs"):
+            engine.step()
+        now = engine.module_state_dict()
+        assert all(torch.equal(value, now[name]) for name, value in before.items())
+        for number in range(2):
+            engine.step(lr_kwargs={"metrics": 1.0 + number})
+            engine.backward(loss_of(engine, batch(number + 1)))
+        assert engine.global_steps == 2
+        assert engine.get_lr() == [0.005]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_nn import same_bits
+from support_nn import asked, same_bits
 from support_vocabulary import (
     DEPTH,
     HEAD,
@@ -257,6 +257,33 @@ def test_gradients_are_refused_with_what_to_do() -> None:
             model(IDS)
         with torch.no_grad():
             assert same_bits(model(IDS), plain(IDS))
+
+
+def test_the_budget_that_is_named_has_room_for_what_is_used_beside_it() -> None:
+    """A block that is smaller than HBM is read in DRAM where calls hold another at the time."""
+
+    class Scaling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 128), nn.Linear(128, 64)
+            self.scale = nn.Parameter(torch.ones(64 * 128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.last(self.first(x) * self.scale[:128])
+            return found
+
+    model, x = Scaling().eval(), torch.ones(1, 64)
+    expected = model(x)
+    with tiermem.TierManager("cpu", hbm="40KiB", dram=1 << 20) as tier:
+        tier.wrap(model)
+        with pytest.raises(
+            tiermem.CapacityError, match=r"first.* it is read in tier dram"
+        ) as refused:
+            model(x)
+    tier_named, least = asked(refused.value)
+    assert tier_named == "hbm"
+    with tiermem.TierManager("cpu", hbm=least, dram=1 << 20) as tier:
+        assert same_bits(tier.wrap(model)(x), expected)
 
 
 def test_operations_on_the_weight_by_itself() -> None:

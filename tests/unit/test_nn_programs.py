@@ -413,7 +413,7 @@ def traced_then_trained(m: Any, x: torch.Tensor) -> Any:
 
 
 MAY_BE_REFUSED = {
-    "saved", "pickled", "traced", "weight_norm", "spectral_norm", "parametrized", "pruned",
+    "traced", "weight_norm", "spectral_norm", "parametrized", "pruned",
     "share_memory", "one shared", "double", "resize_", "t_", "unsqueeze_",
 }  # fmt: skip
 """Whatever the budget; others only where HBM does not hold what is used at once."""

@@ -383,9 +383,23 @@ def test_what_cannot_be_done_is_refused() -> None:
         ):
             with pytest.raises(tiermem.ParameterError):
                 refused()
-        with pytest.raises(tiermem.WrapError):
-            pickle.dumps(weight)
         assert same_bits(model(x), expected)
+
+
+def test_a_pickle_has_an_ordinary_parameter_around_ordinary_tensors() -> None:
+    model, x = quantized(), inputs()
+    expected = model(x)
+    with manager() as tier:
+        tier.wrap(model)
+        data = pickle.dumps(model)
+        weight = pickle.loads(pickle.dumps(model[0].wide.weight))
+    assert b"tiermem" not in data
+    assert same(weight, model[0].wide.weight)
+    loaded = pickle.loads(data)
+    assert same_bits(loaded(x), expected)
+    for before, after in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert same(before, after)
+        assert vars(before).keys() == vars(after).keys()
 
 
 def _apart(model: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +19,8 @@ from tiermem.config import Settings
 from tiermem.core.block import ANNEX, Block, Role, Tier
 from tiermem.core.forecast import timed
 from tiermem.core.layout import TensorShape
-from tiermem.core.residency import Record
+from tiermem.core.residency import Record, State
+from tiermem.errors import CapacityError
 from tiermem.io.engine import IoEngine
 from tiermem.runtime.acquire import Acquirer
 from tiermem.runtime.assembly import OpenTiers
@@ -284,6 +285,29 @@ class BlockManager:
             self.gate.guard()
             self.parts.deferred.pay(block.id)
             return self.block_io.read(block)
+
+    def read_one(self, block: Block, index: int) -> torch.Tensor:
+        """Returns a copy of one of a block's tensors in ordinary host memory.
+
+        A block in a file is brought up for it, if HBM has room: others of it may be asked for next.
+
+        Raises:
+            StorageError: If its bytes cannot be read.
+        """
+        self.gate.guard()
+        with self.lock, outside_inference(), torch.no_grad():
+            self.gate.guard()
+            self.parts.deferred.pay(block.id)
+            record, leased = self.parts.table[block.id], False
+            if record.home is Tier.NVME and record.in_hbm is State.ABSENT:
+                with suppress(CapacityError):
+                    self.acquire(block)
+                    leased = True
+            try:
+                return self.block_io.views(block)[index].to("cpu", copy=True)
+            finally:
+                if leased:
+                    self.release(block)
 
     def read_home(self, block: Block) -> torch.Tensor:
         """Returns the bytes of a block's file, in ordinary host memory.

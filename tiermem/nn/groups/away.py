@@ -26,6 +26,7 @@ from tiermem.nn.compat.views import VIEWS
 from tiermem.nn.groups.inplace import no_room
 from tiermem.nn.groups.inspect import OR_SHARDED
 from tiermem.nn.groups.olddata import REPLACED, give, keep_old, share
+from tiermem.nn.groups.pickled import reduced, refuse_processes
 from tiermem.nn.groups.placeview import place_view
 from tiermem.nn.groups.replaced import named, why_not
 from tiermem.nn.tensors.placeholder import is_placeholder
@@ -225,11 +226,11 @@ class Away(StandIn):
         return _ordinary(self, self._kind, copy=False)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if id(self) in group_of:
-            raise WrapError(
-                "a parameter that lives in the tiers cannot be pickled; save the state_dict()"
-            )
-        return _ordinary(self, self._kind, copy=True).__reduce_ex__(protocol)
+        group = group_of.get(id(self))
+        if group is None:
+            return _ordinary(self, self._kind, copy=True).__reduce_ex__(protocol)
+        refuse_processes(sys._getframe(1))
+        return reduced(group, self, protocol)  # type: ignore[arg-type]
 
 
 class Held(Opened):

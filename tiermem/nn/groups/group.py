@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.core.block import Block
 from tiermem.nn.groups.above import Calls, Lender
@@ -59,9 +60,11 @@ class Group(Holder):
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
         in_place: Whether HBM has no room for it: kernels read it in DRAM, where it lies.
+        wanted: Where it is read there, the budget of HBM that would have room for it.
         few: Whether its gradients are one unit if they can, since steps bind the host.
         left_open: Puts the interceptors of its modules back; None where none were taken out.
         graph_views: How many views graphs that are left to torch have of it; -1 where unknown.
+        pickled: Memory of copies in pickles, where several tensors have the same bytes, by index.
     """
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
@@ -85,7 +88,7 @@ class Group(Holder):
         self.buffers: list[Member] = []
         self.carried: list[Member] = []
         self.shells: list[ShellParam] = []
-        self.holds = self.thread = self.stream = 0
+        self.holds = self.thread = self.stream = self.wanted = 0
         self.holders: list[int] = []
         self.users = set[int]()
         self.apart = False
@@ -93,6 +96,7 @@ class Group(Holder):
         self.soft = False
         self.left_open: Callable[[], object] | None = None
         self.graph_views = -1
+        self.pickled: dict[int, StorageWeakRef] = {}
         manager.parts.holders[block.id] = self
 
     def ready(self, host_loans: Lender) -> None:

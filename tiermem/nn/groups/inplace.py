@@ -22,7 +22,8 @@ def no_room(manager: BlockManager, group: Group) -> CapacityError:
         group: Of the block.
     """
     block, table = group.block, manager.parts.table
-    advice = f"give hbm= at least {exact_size(table.fixed_nbytes() + block.nbytes)}"
+    least = max(group.wanted, table.fixed_nbytes() + block.nbytes)
+    advice = f"give hbm= at least {exact_size(least)}"
     if torch.is_grad_enabled():
         advice = (
             f"call the model inside torch.no_grad(), or {advice}, or call model.train() before "

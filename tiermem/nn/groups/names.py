@@ -9,9 +9,10 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from tiermem.core.block import Role
-from tiermem.errors import ParameterError, WrapError
+from tiermem.errors import ParameterError
 from tiermem.nn.compat.fastpaths import only_asks
 from tiermem.nn.groups.above import Lender
+from tiermem.nn.groups.pickled import as_pickled
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
@@ -136,10 +137,8 @@ class HeldDict(dict[str, Any]):
         return copied
 
     def __reduce__(self) -> Any:
-        raise WrapError(
-            "a wrapped module cannot be pickled: save its state_dict() or copy.deepcopy(model), or "
-            "the model after tier.unwrap(model)"
-        )
+        pickled = [(name, as_pickled(value, self.groups.get(name))) for name, value in self.items()]
+        return dict, (), None, None, iter(pickled)
 
     def _replaced(self, name: str) -> ParameterError:
         return ParameterError(

@@ -1,18 +1,28 @@
-"""Copies of wrapped modules are ordinary ones; such as read weights in C++ are refused."""
+"""Copies and pickles of wrapped modules are ordinary ones; code in C++ for them is refused."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import types
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from sys import getrefcount
 from typing import Any
 
+import torch
 from torch import nn
 
 from tiermem.errors import WrapError
+from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.inspect import is_made_in
+from tiermem.nn.groups.names import HeldDict
+from tiermem.nn.groups.pickled import Pickled, as_pickled, refuse_processes
 from tiermem.nn.wrap.scope import Interceptor, meant, take_ours_out
+
+_COPIES = ("copy", __name__)
+_DEPTH = 4  # a tuple, the arguments in it, a module's names, a list of parameters
 
 
 class CopyInterceptor(Interceptor):
@@ -64,15 +74,91 @@ def _formers(module: nn.Module) -> dict[str, Any]:
 def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Does what ``copy.deepcopy`` does with a module that has no ``__deepcopy__``."""
     reduced: Any = module.__reduce_ex__(4)
-    make, arguments, state = reduced[:3]
+    make, arguments, *state = reduced[:3]
     copied = make(*deepcopy(arguments, memo))
     memo[id(module)] = copied  # before what may refer to it
-    copied.__setstate__(deepcopy(state, memo))
+    for each in (one for one in state if one is not None):
+        copied.__setstate__(deepcopy(each, memo))
     return copied
 
 
-class StateInterceptor(Interceptor):
-    """Keeps interceptors out of what ``copy.copy`` takes over: they are of this module."""
+class PickleInterceptor(Interceptor):
+    """Has a module pickled as the ordinary one that it would be, were it not wrapped."""
+
+    __slots__ = ()
+
+    def _begin(self, frame: types.FrameType | None, references: int) -> None:
+        """Begins to be pickled.
+
+        Args:
+            frame: What has called the interceptor.
+            references: How many there are to it.
+
+        Raises:
+            WrapError: If it may be another module that is pickled.
+        """
+        refuse_processes(frame)
+        if references > _ALONE and self._is_given():
+            raise WrapError(
+                f"a pickler asked a {type(self.module).__name__} that was given all attributes of "
+                "a wrapped one, or that one, which cannot be told apart; they can be from now on: "
+                "pickle it again"
+            )
+        if self.runtime.manager.gate.unsure:
+            self.runtime.repair()
+
+    def _is_given(self) -> bool:
+        """Whether another module has been given this interceptor; it is taken out of that."""
+        found = False
+        for names in gc.get_referrers(self):
+            if type(names) is dict and names is not vars(self.module):
+                ours = [n for n, value in names.items() if isinstance(value, Interceptor)]
+                if self.method in ours:
+                    found = True
+                    plain = _without_ours(names)
+                    for name in ours:
+                        del names[name]
+                    names.update(plain)
+        return found
+
+    def _pickled(self, state: Any) -> Any:
+        """Returns what a pickle has of what the module's class says of it."""
+        return as_unwrapped(state, self._in_pickle)
+
+    def _in_pickle(self, value: Any) -> Any:
+        """Returns what a pickle has in the place of a tensor, or of a dictionary of names."""
+        if isinstance(value, HeldDict):
+            return {name: self._in_pickle(tensor) for name, tensor in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        group = group_of.get(id(value))
+        if group is None and any(value is tensor for tensor in self.module._buffers.values()):
+            device = self.runtime.manager.parts.device
+            if device.type != "cpu" and is_made_in(value, device):
+                return Pickled.of(value, None)  # weights are in host memory, too
+        return as_pickled(value, group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies nothing: a copied module has that of its class."""
+
+
+def _count_alone() -> int:
+    """Returns how many references there are to what one module alone has, as that is pickled."""
+
+    class Probe:
+        def __call__(self) -> int:
+            return getrefcount(self)
+
+    module = nn.Module()
+    module.__dict__["__getstate__"] = Probe()
+    return int(module.__reduce_ex__(4)[2])
+
+
+_ALONE = _count_alone()
+
+
+class StateInterceptor(PickleInterceptor):
+    """Keeps interceptors out of what ``copy.copy`` takes over, too: they are of this module."""
 
     __slots__ = ()
 
@@ -86,14 +172,73 @@ class StateInterceptor(Interceptor):
         """Returns the module's state as it would be, were it not wrapped."""
         if (other := meant(self, sys._getframe(1))) is not None:
             return getattr(other, self.method, partial(vars, other))()
+        references, copied = getrefcount(self), _is_copied(sys._getframe(1))
+        if not copied:
+            self._begin(sys._getframe(1), references)
         state = self.inner()
-        if not isinstance(state, dict):
-            return state
-        kept = {name: value for name, value in state.items() if not isinstance(value, Interceptor)}
-        return kept | _formers(self.module)
+        if not copied:
+            return self._pickled(state)
+        return _without_ours(state) if isinstance(state, dict) else state
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies nothing: a copied module has that of its class."""
+
+class ReduceInterceptor(PickleInterceptor):
+    """Does what :class:`StateInterceptor` does for classes that say by themselves how to pickle."""
+
+    __slots__ = ()
+
+    method = "__reduce_ex__"
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Whether a module is of such a class."""
+        kind = type(module)
+        found = kind.__reduce__, kind.__reduce_ex__
+        return found != (object.__reduce__, object.__reduce_ex__)
+
+    def __call__(self, protocol: Any) -> Any:
+        """Returns what makes the module anew, were it not wrapped."""
+        if (other := meant(self, sys._getframe(1))) is not None:
+            return other.__reduce_ex__(protocol)
+        references, copied = getrefcount(self), _is_copied(sys._getframe(1))
+        if not copied:
+            self._begin(sys._getframe(1), references)
+        made = self.inner(protocol)
+        return made if copied else self._pickled(made)
+
+
+def _is_copied(frame: types.FrameType) -> bool:
+    """Whether Python's ``copy`` asks, or :func:`_copy`, rather than a pickler."""
+    return frame.f_globals.get("__name__") in _COPIES
+
+
+def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a module's state without interceptors, and with what these took the place of."""
+    formers = {n: v.former for n, v in state.items() if isinstance(v, Interceptor)}
+    kept = {name: value for name, value in state.items() if name not in formers}
+    return kept | {name: former for name, former in formers.items() if former is not None}
+
+
+def as_unwrapped(state: Any, pickled: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
+    """Returns what a pickle has of a wrapped module.
+
+    Args:
+        state: What the module's class says: its ``__dict__``, or something around that.
+        pickled: Returns what a pickle has in the place of a tensor or of a dictionary of names.
+        depth: How deep containers are looked into.
+    """
+    if isinstance(state, HeldDict | torch.Tensor):
+        return pickled(state)
+    if not depth or type(state) not in (dict, list, tuple):
+        return state
+    if type(state) is dict:
+        if any(isinstance(value, Interceptor) for value in state.values()):
+            state = _without_ours(state)
+        made = {name: as_unwrapped(value, pickled, depth - 1) for name, value in state.items()}
+        same = all(made[name] is state[name] for name in made)
+    else:
+        made = type(state)(as_unwrapped(value, pickled, depth - 1) for value in state)
+        same = all(one is other for one, other in zip(made, state, strict=True))
+    return state if same else made  # a list that several modules have is the same one for all
 
 
 class ReplicaInterceptor(Interceptor):

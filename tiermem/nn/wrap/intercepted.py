@@ -23,6 +23,7 @@ from tiermem.nn.groups.partition import CONTAINERS, MOST_PLACES, PARAMETERS, nam
 from tiermem.nn.wrap.applied import ApplyInterceptor
 from tiermem.nn.wrap.copies import (
     CopyInterceptor,
+    ReduceInterceptor,
     ReplicaInterceptor,
     ScriptInterceptor,
     StateInterceptor,
@@ -64,6 +65,7 @@ _OF_ALL: tuple[type[Interceptor], ...] = (
     LoadAllInterceptor,
     CopyInterceptor,
     StateInterceptor,
+    ReduceInterceptor,
     ReplicaInterceptor,
     ScriptInterceptor,
 )
@@ -409,7 +411,7 @@ class InterceptedModules:
         self._leave_compiled()
         root = self.scopes[""]
         for module in self._modules.values():
-            for whole in _OF_ALL:
+            for whole in (kind for kind in _OF_ALL if kind.suits(module)):
                 module.__dict__[whole.method] = whole(module, root)
         self._sizes = [*map(len, self._names)]  # find_groups has looked at what else they have
 

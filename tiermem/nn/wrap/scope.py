@@ -154,6 +154,11 @@ class Interceptor:
         self.former: Any = own.former if isinstance(own, Interceptor) else own
         self.inner: Callable[..., Any] = self.former or self._plain()
 
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Whether a module needs it."""
+        return True
+
     def _plain(self) -> Callable[..., Any]:
         """Returns the method of the module's class."""
         found: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
@@ -181,10 +186,8 @@ class Interceptor:
             del self.module.__dict__[self.method]
 
     def __reduce__(self) -> Any:
-        raise WrapError(
-            "a wrapped module cannot be pickled; save its state_dict(), or take it out of the "
-            "tiers first with tier.unwrap(module)"
-        )
+        # where a program has it apart from its module: as the bound method of that
+        return getattr, (self.module, self.method)
 
 
 class CallInterceptor(Interceptor):

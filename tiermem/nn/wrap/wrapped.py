@@ -290,6 +290,7 @@ class WrappedModel:
             else:
                 left = self.modules.leave_in_place(largest)
                 inventory.only_read |= left and vocabulary
+                largest.wanted = fixed + worst
             if not left:
                 break
             worst, chain = self.modules.worst_chain()
