@@ -27,6 +27,7 @@ _COPIES_DOWN = ("tests/unit/test_copy_down.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
 LATE = ("tests/unit/test_optim_late.py",)
+_PACKED_HOMES = ("tests/property/test_packed_homes.py",)
 _TWO = ("tests/unit/test_optim_two.py",)
 LATER = ("tests/unit/test_saving_later.py", "tests/property/test_page_locks.py")
 _FILL = ("tests/unit/test_runtime_first_fill.py",)
@@ -2819,41 +2820,165 @@ MUTATIONS = (
                 "decoupled, _bits_of(*(settings[name] for name in _ADAM_NUMBERS)))",
                 "decoupled, *(settings[name] for name in _ADAM_NUMBERS))",
             ),
+        )
+    ),
+    *(
+        Mutation(
+            f"trial: {name}",
+            "tiermem/optim/looptrial.py",
+            old,
+            new,
+            ("tests/unit/test_optim_host_bits.py",),
+        )
+        for name, old, new in (
             (
                 "a share of the host is never tried anew",
-                "devicebits.py",
                 "            if self.since >= self.pause and self._is_doubtful():",
                 "            if False:",
             ),
             (
                 "a share that is not expected to help is tried after a while",
-                "devicebits.py",
                 "            return self.helps\n",
                 "            return True\n",
             ),
             (
                 "a share that comes to hinder is kept where none is expected to help",
-                "devicebits.py",
                 "        return statistics.median(self.times) > self.without\n",
                 "        return self.helps and statistics.median(self.times) > self.without\n",
             ),
             (
                 "a share is given up as it is not expected to help, whatever was tried",
-                "devicebits.py",
                 "        if self.is_measured:\n            return\n",
                 "",
             ),
             (
                 "a share that is not expected to help is kept until it has been tried",
-                "devicebits.py",
-                "        self._go_to(on_host=helps)\n",
+                "        self._go_to(is_on=helps)\n",
                 "",
             ),
             (
                 "steps of another length begin on the host whatever the last ones did",
-                "devicebits.py",
-                "last.on_host, _ANOTHER_LOAD",
+                "last.is_on, _ANOTHER_LOAD",
                 "True, _ANOTHER_LOAD",
+            ),
+        )
+    ),
+    *(
+        Mutation(f"packed homes: {name}", path, old, new, tests)
+        for name, path, old, new, tests in (
+            (
+                "a piece is packed where another one is still copied from",
+                "tiermem/transfer/streams.py",
+                "                calls.wait(kernels, free)\n",
+                "                pass\n",
+                _PACKED_HOMES,
+            ),
+            (
+                "a block is packed before compute has written it",
+                "tiermem/transfer/streams.py",
+                "        self._follow_compute(kernels)\n",
+                "",
+                _PACKED_HOMES,
+            ),
+            (
+                "a block is unpacked before its copy is made",
+                "tiermem/transfer/streams.py",
+                "        calls.wait(kernels, event)\n        if home.tiles:",
+                "        if home.tiles:",
+                _PACKED_HOMES,
+            ),
+            (
+                "a block comes up before it has gone home",
+                "tiermem/transfer/streams.py",
+                "            waits = (after, *waits)\n",
+                "            pass\n",
+                _PACKED_HOMES,
+            ),
+            (
+                "whoever has a place next does not wait for kernels that unpack there",
+                "tiermem/transfer/streams.py",
+                "        unpacked = calls.record(kernels)\n"
+                "        self._unpacked.add(extent, unpacked)\n",
+                "        unpacked = calls.record(kernels)\n",
+                _PACKED_HOMES,
+            ),
+            (
+                "whoever has a place next does not wait for copies home of what was packed there",
+                "tiermem/transfer/streams.py",
+                "            first += tiles\n        self._falling.add(extent, event)\n",
+                "            first += tiles\n",
+                _PACKED_HOMES,
+            ),
+            (
+                "the last bytes of raw tiles are looked for where they are overwritten",
+                "tiermem/transfer/streams.py",
+                "spill + first * SPILL, home.seen",
+                "home.spill + first * SPILL, home.seen",
+                _PACKED_HOMES,
+            ),
+            (
+                "a home that lies packed is unpacked while it is written",
+                "tiermem/runtime/transfers/packed_homes.py",
+                "        self._copy.synchronize()\n\n",
+                "",
+                _PACKED_HOMES,
+            ),
+            (
+                "a home that is written as it is counts as packed",
+                "tiermem/runtime/transfers/packed_homes.py",
+                "            self._homes.packed.pop(home.offset, None)\n            return None\n",
+                "            return None\n",
+                _PACKED_HOMES,
+            ),
+            (
+                "a home that is given back counts as packed",
+                "tiermem/runtime/memory/homes.py",
+                "            self.packed.pop(extent.offset, None)\n            self.dram.free",
+                "            self.dram.free",
+                _PACKED_HOMES,
+            ),
+            (
+                "the host writes a home that counts as packed",
+                "tiermem/runtime/transfers/block_io.py",
+                "            transfers.homes.packed.pop(extent.offset, None)\n",
+                "",
+                _PACKED_HOMES,
+            ),
+            (
+                "the host looks at homes as they lie",
+                "tiermem/runtime/transfers/block_io.py",
+                "            transfers.homes.open(record.home_extent)\n"
+                "            return transfers.homes.arena",
+                "            return transfers.homes.arena",
+                ("tests/unit/test_home_packing.py",),
+            ),
+            (
+                "a save looks at homes as they lie",
+                "tiermem/saving/later.py",
+                "                manager.parts.homes.open(record.home_extent)\n",
+                "",
+                ("tests/unit/test_home_packing.py",),
+            ),
+            (
+                "kernels look at flags of a room that has been given back",
+                "tiermem/runtime/transfers/packed_homes.py",
+                "        self._seen = self._raw\n        self._forms.clear()\n",
+                "",
+                _PACKED_HOMES,
+            ),
+            (
+                "its room is kept where a block has no place",
+                "tiermem/runtime/services/home_packing.py",
+                "(not self.stays and self.give_way())",
+                "False",
+                ("tests/unit/test_home_packing.py",),
+            ),
+            (
+                "each optimizer tries it for itself",
+                "tiermem/optim/ahead.py",
+                "            if self._has_begun and self._others.is_settled:",
+                "            if self._others.is_settled:",
+                ("tests/unit/test_home_packing.py",),
             ),
         )
     ),

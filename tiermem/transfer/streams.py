@@ -203,11 +203,7 @@ class StreamCopyEngine:
 
     def up_packed(self, target: torch.Tensor, packed: Packed, extent: Extent) -> Event | None:
         """Submits copies of packed bytes up, and their unpacking; see :class:`CopyEngine`."""
-        waits = tuple(
-            event
-            for fences in (self._falling, self._landed, self._unpacked)
-            if fences.fences and (event := fences.last(extent)) is not None
-        )
+        waits = self._others_at(extent)
         self._compute[self.calls.current()] = None
         event, unpacked = self._up_packed(self._up, self._compute, waits, target, packed)
         self._rising.add(extent, event)
@@ -294,10 +290,9 @@ class StreamCopyEngine:
     ) -> Event | None:
         """Submits copies of a home that lies packed, and its unpacking; see :class:`CopyEngine`."""
         calls, kernels, up = self.calls, self._kernels(), self._up
-        waits = () if after is None else (after,)
-        for fences in (self._falling, self._landed, self._unpacked):
-            if fences.fences and (before := fences.last(extent)) is not None:
-                waits = (*waits, before)
+        waits = self._others_at(extent)
+        if after is not None:
+            waits = (after, *waits)
         self._compute[calls.current()] = None
         others: Iterable[int] = () if copied else self._compute
         to = target.data_ptr()
@@ -457,8 +452,16 @@ class StreamCopyEngine:
             if event is not None:
                 yield event
 
+    def _others_at(self, extent: Extent) -> tuple[Event, ...]:
+        """Returns the last copies from and to ``extent`` that are not on the stream up."""
+        return tuple(
+            event
+            for fences in (self._falling, self._landed, self._unpacked)
+            if fences.fences and (event := fences.last(extent)) is not None
+        )
+
     def _kernels(self) -> int:
-        """Returns the stream for kernels."""
+        """Returns the stream for kernels that unpack."""
         if self._unpack is None:
             raise InvariantError("nothing is packed here")
         return self._unpack

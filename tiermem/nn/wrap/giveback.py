@@ -94,9 +94,9 @@ class Leaving:
         if record.home is not Tier.DRAM or record.home_extent is None:
             return
         with self._manager.lock:
+            homes.packed.pop(record.home_extent.offset, None)
             if homes.keeper is not None:
                 homes.keeper.before_write(record)
-            homes.packed.pop(record.home_extent.offset, None)
             homes.arena.give_back(record.home_extent)
 
     def _stays_in_files(self, group: Group) -> bool:
