@@ -6,14 +6,18 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_packed_homes import WORDS, begin_packing, small_tiles, some_raw
-from support_streams import DOWN, PACK, UNPACK, UP, Case, Streamed, cases
+from support_streams import DOWN, FILES, PACK, UNPACK, UP, Case, Streamed, cases
 
 from tiermem.core import packedhome
+from tiermem.core.block import Extent
 from tiermem.core.packedhome import PackedHome
+from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.hosthomes import pack_home, unpack_home
+from tiermem.transfer.streams import StreamCopyEngine
 
 PACKED = cases(slots=(1, 4), blocks=(2, 7), depth=(0, 3), late=(UP, DOWN, UNPACK, PACK))
 
@@ -134,3 +138,28 @@ def test_less_is_copied(places: int) -> None:
             assert moved.nbytes == moved.moves * 4 * 960
         up = bench.manager.stats().links["dram->hbm"]
         assert up.nbytes < up.moves * 4096
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_home_comes_up_once_it_is_there(seed: int) -> None:
+    """To another place, of which nothing but the home tells that it is to wait."""
+    with small_tiles():
+        device = SimulatedDevice(Random(seed))
+        engine = StreamCopyEngine(device, UP, DOWN, FILES, UNPACK, PACK)
+        tile = packedhome.TILE
+        nbytes = 5 * tile + 64
+        room, home, flags = (np.zeros(count, dtype=np.uint8) for count in (6 * tile, nbytes, 8))
+        engine.use_room(torch.from_numpy(room), Extent(0, room.size))
+        source = (
+            torch.randn(nbytes // 2, generator=torch.Generator().manual_seed(seed))
+        ).bfloat16()
+        target = torch.zeros_like(source)
+        there = home.ctypes.data, 5, 64, flags.ctypes.data, flags.ctypes.data
+        form = PackedHome(*there)
+        words = [each.view(torch.uint8) for each in (source, target)]
+        event = engine.down_home(form, words[0], Extent(1 << 20, nbytes), None)
+        engine.up_home(words[1], form, Extent(1 << 21, nbytes), event)
+        while device.advance(UP) or device.advance(UNPACK):
+            pass
+        device.synchronize()
+        assert torch.equal(source.view(torch.int16), target.view(torch.int16))
