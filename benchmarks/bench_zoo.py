@@ -376,6 +376,7 @@ class Bench:
             made = len(times) * self.options.steps
             took = statistics.median(times)
             raw, moved = self.both_ways(tier, stats, made, nbytes, hbm)
+            packed = len(tier._manager.parts.homes.packed)
             tier.close(discard=True)
         return {
             "raw s": raw,
@@ -392,6 +393,7 @@ class Bench:
             "copies": sum(link.moves for link in stats.links.values()) / made,
             "stalls ms": stats.stall_seconds / made * 1e3,
             "wrap s": wrapped,
+            "packed homes": packed,
         }
 
     def trained(self, kind: Kind) -> nn.Module:

@@ -279,7 +279,10 @@ class LeftToForward:
         packing = self._packing
         if packing.has_room:
             if self._has_begun and self._others.is_settled:
-                packing.turn(on=self._trial.for_step(object()))
+                on = self._trial.for_step(object())
+                if on is not packing.is_on:
+                    packing.turn(on=on)
+                    self._next_look = 0
             else:
                 self._trial.pause()
         elif self._to_pack:
