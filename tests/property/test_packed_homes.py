@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_packed_homes import WORDS, begin_packing, small_tiles, some_raw
-from support_streams import DOWN, FILES, PACK, UNPACK, UP, Case, Streamed, cases
+from support_streams import DOWN, FILES, PACK, PAGE, SHAPE, UNPACK, UP, Case, Streamed, cases
 
 from tiermem.core import packedhome
-from tiermem.core.block import Extent
+from tiermem.core.block import Extent, Role
 from tiermem.core.packedhome import PackedHome
+from tiermem.core.residency import State
 from tiermem.testing.streams import SimulatedDevice
 from tiermem.transfer.hosthomes import pack_home, unpack_home
 from tiermem.transfer.streams import StreamCopyEngine
@@ -150,9 +151,12 @@ def test_a_home_comes_up_once_it_is_there(seed: int) -> None:
         nbytes = 5 * tile + 64
         room, home, flags = (np.zeros(count, dtype=np.uint8) for count in (6 * tile, nbytes, 8))
         engine.use_room(torch.from_numpy(room), Extent(0, room.size))
-        source = (
-            torch.randn(nbytes // 2, generator=torch.Generator().manual_seed(seed))
-        ).bfloat16()
+        generator = torch.Generator().manual_seed(seed)
+        source = torch.randn(nbytes // 2, generator=generator).bfloat16()
+        for number in range(5):
+            if (seed >> number) & 1:  # a raw one
+                tile_of = source[number * WORDS : (number + 1) * WORDS].view(torch.int16)
+                tile_of.random_(-(1 << 15), 1 << 15, generator=generator)
         target = torch.zeros_like(source)
         there = home.ctypes.data, 5, 64, flags.ctypes.data, flags.ctypes.data
         form = PackedHome(*there)
@@ -163,3 +167,57 @@ def test_a_home_comes_up_once_it_is_there(seed: int) -> None:
             pass
         device.synchronize()
         assert torch.equal(source.view(torch.int16), target.view(torch.int16))
+        engine.open_home(form)
+        assert torch.equal(torch.from_numpy(home), words[0])
+
+
+def packed_bench() -> Streamed:
+    """Returns a bench of which every home lies packed, and nothing is in HBM or under way."""
+    bench = Streamed(Case(seed=3, slots=2, blocks=4, depth=0, lag=2, late=None, poison=True))
+    begin_packing(bench.manager, places=3)
+    for number, block in enumerate(bench.blocks):
+        bench.manager.record(block).packs = True
+        bench.use(number, write=True, discard=False)
+    for block in bench.blocks:
+        if bench.manager.record(block).in_hbm is State.DIRTY:
+            bench.manager.parts.transfers.drain(bench.manager.record(block))
+    bench.device.synchronize()
+    assert len(bench.manager.parts.homes.packed) == 4
+    return bench
+
+
+def test_a_home_that_another_block_gets_lies_as_it_is() -> None:
+    with small_tiles():
+        bench = packed_bench()
+        homes = bench.manager.parts.homes
+        bench.manager.remove_blocks(bench.blocks[:2])
+        assert len(homes.packed) == 2
+        for number in range(2):
+            (bench.blocks[number],) = bench.manager.add_blocks([("other", Role.PARAM, [SHAPE])])
+            value = torch.full((PAGE,), bench.values[number], dtype=torch.uint8)
+            bench.manager.write_home(bench.blocks[number], [value])
+        with bench:
+            assert len(homes.packed) == 2
+
+
+def test_a_home_that_the_host_writes_lies_as_it_is() -> None:
+    with small_tiles():
+        bench = packed_bench()
+        for number, block in enumerate(bench.blocks):
+            bench.manager.discard(block)
+            value = torch.full((PAGE,), bench.values[number], dtype=torch.uint8)
+            bench.manager.write_home(block, [value])
+        with bench:
+            assert not bench.manager.parts.homes.packed
+
+
+def test_without_its_room_the_host_tells_which_tiles_are_raw() -> None:
+    with small_tiles() as patch, some_raw(patch):
+        bench = packed_bench()
+        packed_homes = bench.manager.parts.transfers.packed_homes
+        packed_homes.stop()
+        bench.manager.parts.copy.use_room(None, Extent(0, 0))
+        for given_back in packed_homes.kept:  # type: ignore[attr-defined]
+            given_back.random_(1, 255)
+        with bench:
+            pass
