@@ -377,6 +377,7 @@ class Bench:
             took = statistics.median(times)
             raw, moved = self.both_ways(tier, stats, made, nbytes, hbm)
             packed = len(tier._manager.parts.homes.packed)
+            turns = self.packing_in_turns(optimizer, step) if self.options.packing_turns else {}
             tier.close(discard=True)
         return {
             "raw s": raw,
@@ -394,6 +395,26 @@ class Bench:
             "stalls ms": stats.stall_seconds / made * 1e3,
             "wrap s": wrapped,
             "packed homes": packed,
+            **turns,
+        }
+
+    def packing_in_turns(self, optimizer: Any, step: Call) -> Row:
+        """Measures steps with homes packed and as they are in turns; what is tried stops."""
+        chosen = optimizer._timing.ahead._left
+        packing, found = chosen._packing, dict[bool, list[float]]({True: [], False: []})
+        chosen._to_pack = not packing.has_room
+        for turn in range(2 * self.options.packing_turns):
+            on = turn % 2 == 0
+            chosen._trial.for_step = lambda _ticket, on=on: on
+            for _ in range(4):
+                step()
+            found[on] += self.in_a_row(step, 0)
+        return {
+            "room to pack": packing.has_room,
+            "packed s": statistics.median(found[True]),
+            "as they are s": statistics.median(found[False]),
+            "packed, each ms": " ".join(f"{1e3 * seconds:.0f}" for seconds in found[True]),
+            "as they are, each ms": " ".join(f"{1e3 * seconds:.0f}" for seconds in found[False]),
         }
 
     def trained(self, kind: Kind) -> nn.Module:
@@ -514,6 +535,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fused", action="store_true", help="AdamW")
     parser.add_argument("--new-tokens", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.25, help="of the bytes in HBM, forwards")
+    parser.add_argument(
+        "--packing-turns", type=int, default=0, help="of training with homes packed and not"
+    )
     parser.add_argument("--recompute", action="store_true", help="layers in backward")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of training, timed together")
