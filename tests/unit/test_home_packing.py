@@ -269,3 +269,31 @@ def test_an_exception_anywhere_leaves_room_and_homes_in_order() -> None:
         pair.train(12, 3)
         assert not packing.is_on
         pair.same_state()
+
+
+def test_what_a_copy_that_was_cut_short_has_left_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut_short(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    tier = tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB")
+    manager = tier._manager
+    with manager.lock:
+        [block] = manager.add_blocks([("b", Role.PARAM, [SHAPE])])
+        manager.write_home(block, [torch.full((PAGE,), 0x3F, dtype=torch.uint8)])
+        packing = HomePacking(manager)
+        assert packing.begin()
+        manager.record(block).packs = True
+        manager.acquire(block).views[0].fill_(7)
+        manager.release(block, dirty=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("tiermem.transfer.hosthomes.pack_home_tile", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                manager.parts.transfers.drain(manager.record(block))
+        assert manager.parts.homes.packed  # and its bytes are no packed ones
+        packing.end()
+        assert not manager.parts.homes.packed
+        assert bool((manager.acquire(block).views[0] == 7).all())
+        manager.release(block)
+    tier.close()
