@@ -297,3 +297,25 @@ def test_what_a_copy_that_was_cut_short_has_left_is_unpacked(
         assert bool((manager.acquire(block).views[0] == 7).all())
         manager.release(block)
     tier.close()
+
+
+def test_a_home_that_has_no_place_gets_its_dram() -> None:
+    tier = tiermem.TierManager("cpu", hbm="64KiB", dram=f"{64 * PAGE}B")
+    manager = tier._manager
+    with manager.lock:
+        [block] = manager.add_blocks([("b", Role.PARAM, [SHAPE])])
+        manager.write_home(block, [torch.zeros(PAGE, dtype=torch.uint8)])
+        packing = HomePacking(manager)
+        assert packing.begin()
+        manager.record(block).packs = True
+        manager.acquire(block).views[0].fill_(7)
+        manager.release(block, dirty=True)
+        manager.parts.transfers.drain(manager.record(block))
+        manager.parts.evictor.evict(manager.record(block))
+        assert manager.parts.homes.packed
+        manager.add_blocks([(f"c{number}", Role.PARAM, [SHAPE]) for number in range(63)])
+        assert not packing.is_on
+        assert not manager.parts.homes.packed
+        assert bool((manager.acquire(block).views[0] == 7).all())
+        manager.release(block)
+    tier.close()

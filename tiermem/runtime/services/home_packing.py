@@ -1,7 +1,7 @@
 """Has blocks written home packed, for loops that write what they bring up, and wait for copies.
 
-It needs the device's kernels, a little DRAM, and for as long as it goes on a little of HBM, which
-it gives back where a block has no place otherwise.
+It needs the device's kernels, a little DRAM, and for as long as it goes on a little of HBM. It
+gives both back where a block has no place otherwise.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class HomePacking:
         more = parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or (not self.stays and self.give_way())
         parts.limit.give_way.append(self.give_way)
+        parts.homes.reclaimers.append(self._give_dram_back)
 
     @property
     def is_on(self) -> bool:
@@ -144,4 +145,17 @@ class HomePacking:
         self._parts.copy.synchronize()
         self._parts.copy.use_room(None, Extent(0, 0))
         self._manager.remove_blocks([block])
+        return True
+
+    def _give_dram_back(self) -> bool:
+        """Gives its DRAM back, which a home needs: all homes are unpacked, and none is packed.
+
+        Returns:
+            Whether it had any.
+        """
+        packed_homes = self._parts.transfers.packed_homes
+        if not packed_homes.has_dram:
+            return False
+        packed_homes.end()
+        self.give_way()
         return True
