@@ -20,6 +20,7 @@ from tiermem.core.residency import State
 from tiermem.optim.looptrial import LoopTrial
 from tiermem.runtime.services import home_packing
 from tiermem.runtime.services.home_packing import HomePacking
+from tiermem.runtime.transfers.packed_homes import PackedHomes
 from tiermem.testing.streams import SimulatedDevice
 
 WIDTH, LAYERS = 64, 8
@@ -319,3 +320,21 @@ def test_a_home_that_has_no_place_gets_its_dram() -> None:
         assert bool((manager.acquire(block).views[0] == 7).all())
         manager.release(block)
     tier.close()
+
+
+def test_what_is_cut_short_as_it_begins_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(home_packing, "_OF_HBM", 16)
+    bench = Bench()
+    with bench.manager.lock:
+        before = bench.used()
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedHomes, "begin", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                bench.packing.begin()
+        bench.packing.repair()
+        assert not bench.packing.has_room
+        assert bench.used() == before
+    bench.manager.close()

@@ -96,11 +96,12 @@ class HomePacking:
         finally:
             parts.limit.least = least  # it gives way
         parts.table[block.id].still = True  # kernels know its address
-        self._block = block
         parts.table.give_way.add(block.id)
         slot = parts.slots.current[block.id]
         parts.copy.use_room(slot.bytes[: self._places], slot.extent)
-        if not parts.transfers.packed_homes.begin(slot.bytes[self._places :].data_ptr()):
+        begun = parts.transfers.packed_homes.begin(slot.bytes[self._places :].data_ptr())
+        self._block = block  # last: cut short before it, repair() takes the room back
+        if not begun:
             self.give_way()
         return self.has_room
 
