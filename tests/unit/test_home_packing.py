@@ -20,6 +20,7 @@ from tiermem.core.residency import State
 from tiermem.optim.looptrial import LoopTrial
 from tiermem.runtime.services import home_packing
 from tiermem.runtime.services.home_packing import HomePacking
+from tiermem.runtime.transfers.packed_homes import PackedHomes
 from tiermem.testing.streams import SimulatedDevice
 
 WIDTH, LAYERS = 64, 8
@@ -276,3 +277,71 @@ def test_an_exception_anywhere_leaves_room_and_homes_in_order() -> None:
         pair.train(12, 3)
         assert not packing.is_on
         pair.same_state()
+
+
+def test_what_a_copy_that_was_cut_short_has_left_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut_short(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    tier = tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB")
+    manager = tier._manager
+    with manager.lock:
+        [block] = manager.add_blocks([("b", Role.PARAM, [SHAPE])])
+        manager.write_home(block, [torch.full((PAGE,), 0x3F, dtype=torch.uint8)])
+        packing = HomePacking(manager)
+        assert packing.begin()
+        manager.record(block).packs = True
+        manager.acquire(block).views[0].fill_(7)
+        manager.release(block, dirty=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("tiermem.transfer.hosthomes.pack_home_tile", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                manager.parts.transfers.drain(manager.record(block))
+        assert manager.parts.homes.packed  # and its bytes are no packed ones
+        packing.end()
+        assert not manager.parts.homes.packed
+        assert bool((manager.acquire(block).views[0] == 7).all())
+        manager.release(block)
+    tier.close()
+
+
+def test_a_home_that_has_no_place_gets_its_dram() -> None:
+    tier = tiermem.TierManager("cpu", hbm="64KiB", dram=f"{64 * PAGE}B")
+    manager = tier._manager
+    with manager.lock:
+        [block] = manager.add_blocks([("b", Role.PARAM, [SHAPE])])
+        manager.write_home(block, [torch.zeros(PAGE, dtype=torch.uint8)])
+        packing = HomePacking(manager)
+        assert packing.begin()
+        manager.record(block).packs = True
+        manager.acquire(block).views[0].fill_(7)
+        manager.release(block, dirty=True)
+        manager.parts.transfers.drain(manager.record(block))
+        manager.parts.evictor.evict(manager.record(block))
+        assert manager.parts.homes.packed
+        manager.add_blocks([(f"c{number}", Role.PARAM, [SHAPE]) for number in range(63)])
+        assert not packing.is_on
+        assert not manager.parts.homes.packed
+        assert bool((manager.acquire(block).views[0] == 7).all())
+        manager.release(block)
+    tier.close()
+
+
+def test_what_is_cut_short_as_it_begins_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_short(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(home_packing, "_OF_HBM", 16)
+    bench = Bench()
+    with bench.manager.lock:
+        before = bench.used()
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedHomes, "begin", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                bench.packing.begin()
+        bench.packing.repair()
+        assert not bench.packing.has_room
+        assert bench.used() == before
+    bench.manager.close()

@@ -125,6 +125,9 @@ def pack_tile(words: Words) -> tuple[Bytes, Bytes | None]:
 def unpack_tile(packed: Bytes, spill: Bytes | None) -> Words:
     """Returns the words of a packed tile; the reference.
 
+    Whatever there is has words: where a copy home was cut short, nobody needs them, but a home is
+    unpacked all the same.
+
     Args:
         packed: What lies among the packed tiles, ``[13440]``.
         spill: What lies at the end of the home, ``[2944]``, if the tile is raw, else None.
@@ -139,6 +142,6 @@ def unpack_tile(packed: Bytes, spill: Bytes | None) -> Words:
     codes |= np.unpackbits(high, bitorder="little").astype(np.uint16) << 4
     exponents = np.where(codes == 0, 0, codes + np.uint16(head[0])).astype(np.uint16)
     words = ((low & 0x80) << 8 | exponents << 7 | low & 0x7F).astype(np.uint16)
-    listed = head[8 : 8 + 4 * int(head[1])].view("<u2").reshape(-1, 2)
-    words[listed[:, 0]] = listed[:, 1]
+    listed = head[8 : 8 + 4 * min(int(head[1]), ESCAPES)].view("<u2").reshape(-1, 2)
+    words[listed[:, 0] % WORDS] = listed[:, 1]
     return words

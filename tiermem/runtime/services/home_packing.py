@@ -1,7 +1,7 @@
 """Has blocks written home packed, for loops that write what they bring up, and wait for copies.
 
-It needs the device's kernels, a little DRAM, and for as long as it goes on a little of HBM, which
-it gives back where a block has no place otherwise.
+It needs the device's kernels, a little DRAM, and for as long as it goes on a little of HBM. It
+gives both back where a block has no place otherwise.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class HomePacking:
         more = parts.evictor.more
         parts.evictor.more = lambda nbytes: more(nbytes) or (not self.stays and self.give_way())
         parts.limit.give_way.append(self.give_way)
+        parts.homes.reclaimers.append(self._give_dram_back)
 
     @property
     def is_on(self) -> bool:
@@ -95,11 +96,12 @@ class HomePacking:
         finally:
             parts.limit.least = least  # it gives way
         parts.table[block.id].still = True  # kernels know its address
-        self._block = block
         parts.table.give_way.add(block.id)
         slot = parts.slots.current[block.id]
         parts.copy.use_room(slot.bytes[: self._places], slot.extent)
-        if not parts.transfers.packed_homes.begin(slot.bytes[self._places :].data_ptr()):
+        begun = parts.transfers.packed_homes.begin(slot.bytes[self._places :].data_ptr())
+        self._block = block  # last: cut short before it, repair() takes the room back
+        if not begun:
             self.give_way()
         return self.has_room
 
@@ -144,4 +146,17 @@ class HomePacking:
         self._parts.copy.synchronize()
         self._parts.copy.use_room(None, Extent(0, 0))
         self._manager.remove_blocks([block])
+        return True
+
+    def _give_dram_back(self) -> bool:
+        """Gives its DRAM back, which a home needs: all homes are unpacked, and none is packed.
+
+        Returns:
+            Whether it had any.
+        """
+        packed_homes = self._parts.transfers.packed_homes
+        if not packed_homes.has_dram:
+            return False
+        packed_homes.end()
+        self.give_way()
         return True

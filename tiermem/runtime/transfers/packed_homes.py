@@ -36,6 +36,11 @@ class PackedHomes:
         homes.owners.append(self._owned)
         homes.unpack = self._unpack
 
+    @property
+    def has_dram(self) -> bool:
+        """Whether it has room there, which says what it has to know of homes."""
+        return self._flags is not None
+
     def begin(self, seen: int | None) -> bool:
         """Has blocks written home packed from now on; returns whether that can be done.
 
