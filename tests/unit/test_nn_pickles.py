@@ -119,6 +119,8 @@ def pair() -> list[Any]:
         model = Around()
         model.layers[0].register_forward_hook(doubles)
         model.layers[1][0].weight.note = "of a program"
+        for number, buffer in enumerate(model.buffers()):
+            buffer.note = ["of a program", number]
         models.append(model)
     return models
 
@@ -167,6 +169,7 @@ def check_same(ours: Any, plain: Any) -> None:
         assert param.untyped_storage().nbytes() == param.nbytes
     for (name, buffer), (_, other) in zip(ours.named_buffers(), plain.named_buffers(), strict=True):
         assert same_bits(buffer, other), name
+        assert buffer.note == other.note
     assert ours.head.weight is ours.embedding.weight
     assert ours.first is ours.layers[0][0].weight
     assert ours.listed[0] is ours.layers[1][0].weight
@@ -196,9 +199,10 @@ def test_a_pickled_model_is_the_plain_one(tmp_path: Path, home: Any) -> None:
         for name, (save, load) in WAYS.items():
             ours, expected = save(model), save(plain)
             if name == "torch.save":  # the others have addresses in them
-                assert len(ours) == len(expected)
+                assert abs(len(ours) - len(expected)) <= 64  # a name that is not the same string
             assert b"tiermem" not in ours
             check_same(load(ours), load(expected))
+        check_same(copy.deepcopy(model), copy.deepcopy(plain))
         assert named(saved(model)) == named(saved(plain))
         for one, optimizer in zip((plain, model), optimizers, strict=True):
             step(one, optimizer)

@@ -47,7 +47,8 @@ class CopyInterceptor(Interceptor):
                 continue
             made = id(tensor) not in moves and is_made_in(tensor, device)  # by a forward
             if id(tensor) in stay or (made and device.type != "cpu"):
-                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
+                own = memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
+                own.__dict__.update(deepcopy(tensor.__dict__, memo))
         copied = self.inner(memo)
         memo.setdefault(id(self.module), copied)
         names, formers = getattr(copied, "__dict__", {}), _formers(self.module)
