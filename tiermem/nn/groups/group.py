@@ -609,19 +609,23 @@ class Group(Holder):
 
     def copy_into(self, memo: dict[int, Any]) -> None:
         """Enters ordinary copies of the tensors into a deepcopy's memo."""
-        copies = dict[int, torch.Tensor]()
+        copies, with_names = dict[int, torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         for member, value in self.values():
             own = copies[member.index] = value.clone()
             if isinstance(member, Entry) and member.kind is torch.Tensor:
                 own.requires_grad_(member.param.requires_grad)  # no program's own parameter
             elif isinstance(member, Entry) and issubclass(member.kind, nn.Parameter):
                 own = member.kind(own, requires_grad=member.param.requires_grad)
-            elif isinstance(member, Entry):  # nn.Parameter() of a tensor of another class
-                trained = member.param.requires_grad
-                own = torch.Tensor._make_subclass(member.kind, own, trained)
-                own.__dict__.update(deepcopy(member.tensor.__dict__, memo))
+            else:
+                if isinstance(member, Entry):  # nn.Parameter() of a tensor of another class
+                    trained = member.param.requires_grad
+                    own = torch.Tensor._make_subclass(member.kind, own, trained)
+                with_names.append((member.tensor, own))
             memo[id(member.tensor)] = own
         for member in (m for m in self.carried if not m.materialized):
-            memo[id(member.tensor)] = copies[member.index].detach()
+            own = memo[id(member.tensor)] = copies[member.index].detach()
+            with_names.append((member.tensor, own))
+        for tensor, own in with_names:  # attributes may be tensors of this block
+            own.__dict__.update(deepcopy(tensor.__dict__, memo))
         for shell in self.shells:
             shell.copy_into(memo)

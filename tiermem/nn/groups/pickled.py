@@ -62,6 +62,7 @@ class Pickled:
         if self._group is None:
             with unrecorded():
                 copy = self._tensor.detach().to("cpu", copy=True)
+            copy.__dict__.update(self._tensor.__dict__)
             return copy.requires_grad_(self._tensor.requires_grad).__reduce_ex__(protocol)
         return reduced(self._group, self._tensor, protocol)
 
@@ -146,9 +147,11 @@ def _ordinary(group: Group, tensor: torch.Tensor) -> Any:
     value = _tied(group, member, _value(group, member))
     with torch._C.DisableTorchFunctionSubclass():
         trained = tensor.requires_grad
+        made: Any
         if member.kind is torch.Tensor:
-            return value.requires_grad_(trained)
-        made: Any = torch.Tensor._make_subclass(member.kind, value, trained)
+            made = value.requires_grad_(trained)
+        else:
+            made = torch.Tensor._make_subclass(member.kind, value, trained)
     made.__dict__.update(tensor.__dict__)
     return made
 

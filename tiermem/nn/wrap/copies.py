@@ -6,7 +6,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -47,7 +47,8 @@ class CopyInterceptor(Interceptor):
                 continue
             made = id(tensor) not in moves and is_made_in(tensor, device)  # by a forward
             if id(tensor) in stay or (made and device.type != "cpu"):
-                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
+                own = memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
+                own.__dict__.update(deepcopy(tensor.__dict__, memo))
         copied = self.inner(memo)
         memo.setdefault(id(self.module), copied)
         names, formers = getattr(copied, "__dict__", {}), _formers(self.module)
@@ -74,11 +75,15 @@ def _formers(module: nn.Module) -> dict[str, Any]:
 def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Does what ``copy.deepcopy`` does with a module that has no ``__deepcopy__``."""
     reduced: Any = module.__reduce_ex__(4)
-    make, arguments, *state = reduced[:3]
+    make, arguments, state, items, pairs, setter = (*reduced, *[None] * 4)[:6]
     copied = make(*deepcopy(arguments, memo))
     memo[id(module)] = copied  # before what may refer to it
-    for each in (one for one in state if one is not None):
-        copied.__setstate__(deepcopy(each, memo))
+    if state is not None:
+        (setter or type(copied).__setstate__)(copied, deepcopy(state, memo))
+    for item in items or ():
+        copied.append(deepcopy(item, memo))
+    for key, value in pairs or ():
+        copied[deepcopy(key, memo)] = deepcopy(value, memo)
     return copied
 
 
@@ -214,8 +219,18 @@ def _is_copied(frame: types.FrameType) -> bool:
 def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
     """Returns a module's state without interceptors, and with what these took the place of."""
     formers = {n: v.former for n, v in state.items() if isinstance(v, Interceptor)}
-    kept = {name: value for name, value in state.items() if name not in formers}
-    return kept | {name: former for name, former in formers.items() if former is not None}
+    kept = copy(state)  # of its class, say an OrderedDict
+    for name in formers:
+        del kept[name]
+    return _changed(kept, {name: value for name, value in formers.items() if value is not None})
+
+
+def _changed(state: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy with other values for some names."""
+    made = copy(state)
+    for name, value in changes.items():
+        made[name] = value  # by its class, not by dict
+    return made
 
 
 def as_unwrapped(state: Any, pickled: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
@@ -228,16 +243,16 @@ def as_unwrapped(state: Any, pickled: Callable[[Any], Any], depth: int = _DEPTH)
     """
     if isinstance(state, HeldDict | torch.Tensor):
         return pickled(state)
-    if not depth or type(state) not in (dict, list, tuple):
+    if not depth or not (isinstance(state, dict) or type(state) in (list, tuple)):
         return state
-    if type(state) is dict:
+    if isinstance(state, dict):
         if any(isinstance(value, Interceptor) for value in state.values()):
             state = _without_ours(state)
         made = {name: as_unwrapped(value, pickled, depth - 1) for name, value in state.items()}
-        same = all(made[name] is state[name] for name in made)
-    else:
-        made = type(state)(as_unwrapped(value, pickled, depth - 1) for value in state)
-        same = all(one is other for one, other in zip(made, state, strict=True))
+        changes = {name: value for name, value in made.items() if value is not state[name]}
+        return _changed(state, changes) if changes else state
+    made = type(state)(as_unwrapped(value, pickled, depth - 1) for value in state)
+    same = all(one is other for one, other in zip(made, state, strict=True))
     return state if same else made  # a list that several modules have is the same one for all
 
 

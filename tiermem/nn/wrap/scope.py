@@ -186,6 +186,12 @@ class Interceptor:
             del self.module.__dict__[self.method]
 
     def __reduce__(self) -> Any:
+        if self.method.startswith("_"):  # all names of a module are here, not one that is kept
+            raise WrapError(
+                f"class {type(self.module).__name__} has its modules pickled in a way of its own "
+                "that tiers do not know (all of their attributes are inside another object): they "
+                "cannot be pickled while they are wrapped; call tier.unwrap(module) first"
+            )
         # where a program has it apart from its module: as the bound method of that
         return getattr, (self.module, self.method)
 
