@@ -182,7 +182,7 @@ def _tied(group: Group, member: Member, value: torch.Tensor) -> torch.Tensor:
     if before is not None and _same(before, storage):
         place = value.storage_offset(), value.shape, value.stride()
         with unrecorded():
-            return torch.empty(0, dtype=value.dtype).set_(before, *place)
+            return torch.empty(0, dtype=value.dtype, device="cpu").set_(before, *place)
     group.pickled[member.index] = StorageWeakRef(storage)
     return value
 
@@ -191,5 +191,5 @@ def _same(first: torch.UntypedStorage, second: torch.UntypedStorage) -> bool:
     """Whether two storages on the host have the same bytes."""
     if first.nbytes() != second.nbytes():
         return False
-    both = [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in (first, second)]
+    both = [torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in (first, second)]
     return torch.equal(*both)
