@@ -191,5 +191,7 @@ def _same(first: torch.UntypedStorage, second: torch.UntypedStorage) -> bool:
     """Whether two storages on the host have the same bytes."""
     if first.nbytes() != second.nbytes():
         return False
-    both = [torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in (first, second)]
+    both = [
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage) for storage in (first, second)
+    ]
     return torch.equal(*both)
