@@ -242,6 +242,17 @@ def test_it_gives_back_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.manager.close()
 
 
+def test_nothing_is_packed_where_kernels_do_not_see_dram(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home_packing, "_OF_HBM", 16)
+    bench = Bench()
+    with bench.manager.lock:
+        before = bench.used()
+        monkeypatch.setattr(bench.manager.parts.copy, "seen", lambda _: None)
+        assert not bench.packing.begin()
+        assert bench.used() == before
+    bench.manager.close()
+
+
 def test_a_block_that_has_no_place_gets_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(home_packing, "_OF_HBM", 16)
     bench = Bench()

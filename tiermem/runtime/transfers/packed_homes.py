@@ -42,18 +42,25 @@ class PackedHomes:
         return self._flags is not None
 
     def begin(self, seen: int | None) -> bool:
-        """Has blocks written home packed from now on; returns whether that can be done.
+        """Has blocks written home packed from now on, if that can be done.
 
         Args:
             seen: Address of device memory, ``flags_nbytes`` of DRAM's capacity, for what kernels
                 are to know of homes; none where they look at what the host knows.
+
+        Returns:
+            Whether it can: not where DRAM has no room to spare, or kernels do not see it at the
+            addresses that the host has for it.
         """
         if self._flags is None:
-            extent = self._homes.lend(flags_nbytes(self._homes.dram.capacity))
+            extent = self._homes.lend(flags_nbytes(self._homes.dram.capacity), spare=True)
             if extent is None:
                 return False
-            self._flags = extent
-            self._raw = self._homes.arena.bytes_of(extent).data_ptr()
+            flags = self._homes.arena.bytes_of(extent)
+            if self._copy.seen(flags) is None:  # kernels look at homes as well
+                self._homes.release(Tier.DRAM, extent)
+                return False
+            self._flags, self._raw = extent, flags.data_ptr()
         self._seen = seen or self._raw
         self._forms.clear()
         self.packs = True
