@@ -2947,16 +2947,15 @@ MUTATIONS = (
             (
                 "the host looks at homes as they lie",
                 "tiermem/runtime/transfers/block_io.py",
-                "            transfers.homes.open(record.home_extent)\n"
-                "            return transfers.homes.arena",
-                "            return transfers.homes.arena",
+                "            return transfers.homes.opened(",
+                "            return transfers.homes.arena.bytes_of(",
                 ("tests/unit/test_home_packing.py",),
             ),
             (
                 "a save looks at homes as they lie",
                 "tiermem/saving/later.py",
-                "                manager.parts.homes.open(record.home_extent)\n",
-                "",
+                "manager.parts.homes.opened(",
+                "manager.parts.homes.arena.bytes_of(",
                 ("tests/unit/test_home_packing.py",),
             ),
             (

@@ -65,9 +65,12 @@ class Pair:
                 losses.append(loss.detach())
             assert_same(*losses, f"loss {number}")
 
-    def same_state(self) -> None:
+    def same_weights(self) -> None:
         for name, value in self.plain.state_dict().items():
             assert_same(value, self.model.state_dict()[name], name)
+
+    def same_state(self) -> None:
+        self.same_weights()
         theirs = self.optimizer.state_dict()["state"]
         for key, values in self.own.state_dict()["state"].items():
             for name, value in values.items():
@@ -180,8 +183,7 @@ def test_the_model_comes_back() -> None:
     with pair.tier:
         pair.train(0, 10)
         assert pair.packed
-    for name, value in pair.plain.state_dict().items():
-        assert_same(value, pair.model.state_dict()[name], name)
+    pair.same_weights()
 
 
 def test_an_optimizer_that_is_closed_leaves_nothing_packed() -> None:
@@ -193,8 +195,7 @@ def test_an_optimizer_that_is_closed_leaves_nothing_packed() -> None:
         assert not homes.packed
         names = [record.block.name for record in pair.tier._manager.parts.table]
         assert home_packing._NAME not in names
-        for name, value in pair.plain.state_dict().items():
-            assert_same(value, pair.model.state_dict()[name], name)
+        pair.same_weights()
 
 
 def test_what_needs_its_room_has_it() -> None:

@@ -259,9 +259,8 @@ class SaveHandle:
         if record.home_extent is not None and record.at_home is Residency.VALID:
             if record.home is Tier.DRAM:
                 manager.parts.copy.wait(manager.parts.transfers.home_ready.get(entry.block.id))
-                manager.parts.homes.open(record.home_extent)
-                entry.place = record.home_extent
-                entry.home = manager.parts.homes.arena.bytes_of(record.home_extent)
+                home = manager.parts.homes.opened(record.home_extent)
+                entry.place, entry.home = record.home_extent, home
             return
         whole = manager.block_io.whole(entry.block)
         if not self._copy(entry, whole):

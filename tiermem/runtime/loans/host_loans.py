@@ -149,7 +149,6 @@ class HostLoans:
         record = self._parts.table[block.id]
         if record.home is not Tier.DRAM or record.home_extent is None:
             return []
-        self._parts.homes.open(record.home_extent)
         with outside_inference():
-            whole = self._parts.homes.arena.bytes_of(record.home_extent)
+            whole = self._parts.homes.opened(record.home_extent)
             return [view_of(whole, spec) for spec in block.tensors]

@@ -278,6 +278,11 @@ class Homes:
         if extent.offset in self.packed and self.unpack is not None:
             self.unpack(extent)
 
+    def opened(self, extent: Extent) -> torch.Tensor:
+        """Returns the bytes of a home in DRAM for the host to look at, 1-D uint8."""
+        self.open(extent)
+        return self.arena.bytes_of(extent)
+
     def part_of(self, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
         """Returns some bytes of a home in DRAM, 1-D uint8; kept as long as that is.
 

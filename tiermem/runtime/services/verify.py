@@ -31,8 +31,7 @@ def differs_from_home(manager: BlockManager, block: Block) -> bool:
         if record.home is Tier.DRAM:
             transfers = manager.parts.transfers
             transfers.copy.wait(transfers.home_ready.get(block.id))
-            manager.parts.homes.open(extent)
-            home = manager.parts.homes.arena.bytes_of(extent)
+            home = manager.parts.homes.opened(extent)
         else:
             home = torch.empty(block.nbytes, dtype=torch.uint8, device="cpu")
             mover = manager.parts.transfers.need_mover()

@@ -74,8 +74,7 @@ class BlockIo:
             return transfers.slots.current[block.id].bytes, False
         if record.home is Tier.DRAM and record.home_extent is not None:
             transfers.copy.wait(transfers.home_ready.get(block.id))
-            transfers.homes.open(record.home_extent)
-            return transfers.homes.arena.bytes_of(record.home_extent), False
+            return transfers.homes.opened(record.home_extent), False
         if record.home_extent is not None:
             return self.read_home(block), True
         return torch.empty(block.nbytes, dtype=torch.uint8, device="cpu"), True
@@ -111,8 +110,7 @@ class BlockIo:
         record = transfers.table[block.id]
         if record.home is Tier.DRAM and record.home_extent is not None:
             transfers.copy.wait(transfers.home_ready.get(block.id))
-            transfers.homes.open(record.home_extent)
-            home = transfers.homes.bytes_of(record.home_extent)
+            home = transfers.homes.opened(record.home_extent)
         else:
             home = self.read_home(block)
         slot = transfers.slots.current[block.id]

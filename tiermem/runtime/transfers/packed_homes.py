@@ -7,7 +7,6 @@ the host looks at it. :attr:`tiermem.runtime.memory.homes.Homes.packed` says whi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from tiermem.core.block import Extent, Tier
 from tiermem.core.packedhome import ALIGNED, TILE, PackedHome, first_flag, flags_nbytes
@@ -81,7 +80,6 @@ class PackedHomes:
             self._copy.synchronize()
             extent, self._flags = self._flags, None
             self._homes.release(Tier.DRAM, extent)
-        self._forms.clear()
 
     def form_for(self, record: Record, home: Extent) -> PackedHome | None:
         """Returns where a block is written to, packed, and notes that its home is to lie so.
@@ -127,7 +125,7 @@ class PackedHomes:
             self._copy.open_home(form)
             del self._homes.packed[home.offset]
 
-        undisturbed(partial(open_it))  # cut short, it would be neither packed nor as it is
+        undisturbed(open_it)  # cut short, it would be neither packed nor as it is
 
     def _owned(self) -> Iterator[tuple[Tier, Extent]]:
         if self._flags is not None:
