@@ -224,7 +224,7 @@ def test_leaving_with_after_an_interrupt_gives_the_model_back(tmp_path) -> None:
     """A call that was cut short in its last lines holds nothing that keeps the model in."""
     model = torch.nn.Sequential(*[torch.nn.Linear(24, 24) for _ in range(3)])
     before = [p.detach().clone() for p in model.parameters()]
-    site = ("nn/groups/group.py", _line_of(Group.let_go_locked, "in pointing.hidden:"), "", 1)
+    site = ("nn/groups/group.py", _line_of(Group.let_go_locked, "change(pointing.hidden)"), "", 1)
     with pytest.raises(Interrupt), tiermem.TierManager("cpu", hbm="64KiB", dram="8MiB") as tier:
         tier.wrap(model)
         with Tracer(site, depth=0):

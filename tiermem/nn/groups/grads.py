@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress, repeat
+from operator import attrgetter, eq, gt, itemgetter
 from sys import getrefcount
 from typing import Any
 from weakref import getweakrefcount
 
 import torch
 
+from tiermem.core.alike import (
+    all_are,
+    all_none,
+    all_same,
+    any_none,
+    set_all,
+    set_each,
+    without_none,
+)
 from tiermem.errors import CapacityError
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.quiet import unrecorded
@@ -23,6 +34,7 @@ from tiermem.nn.groups.gradunit import Change, GradRun, GradUnit, make_first
 from tiermem.nn.groups.need import beside_optimizer, check_gradients
 from tiermem.nn.tensors.lazy import (
     ALONE,
+    ALONE_IN_LIST,
     LazyTensor,
     Ways,
     flush,
@@ -32,8 +44,18 @@ from tiermem.nn.tensors.lazy import (
     is_viewed,
     orphan,
     refresh,
+    stand_ins_of,
 )
 from tiermem.runtime.memory.slots import Slot
+
+_param, _grad = attrgetter("param"), attrgetter("param.grad")
+_lazy, _ways, _marks = attrgetter("lazy"), attrgetter("ways"), attrgetter("marks")
+_unit, _unit_index = attrgetter("unit"), attrgetter("unit_index")
+_has_grad, _displaced = attrgetter("has_grad"), attrgetter("displaced")
+_dtype, _own_dtype = attrgetter("dtype"), attrgetter("placeholder.dtype")
+_attributes, _kept = attrgetter("__dict__"), attrgetter("_kept")
+_first, _second = itemgetter(0), itemgetter(1)
+_references: Callable[[Any], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
 class GradStore:
@@ -146,16 +168,13 @@ class GradStore:
 
     def clear(self, *entries: Entry) -> None:
         """Clears gradients of parameters; references to them keep their values."""
-        units: list[GradUnit] = []
-        for entry in entries:
-            unit = entry.unit
-            if unit is not None and unit not in units[-1:]:
-                units.append(unit)
-                self.pay(unit)
+        units = without_none([*dict.fromkeys(map(_unit, entries))])
+        for unit in units:
+            self.pay(unit)
         self.norms.invalidate(entries)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
-                for entry in entries:
+                for entry in () if self._clear_unheld(entries) else entries:
                     stand_in: Any = entry.lazy
                     held = True
                     if isinstance(stand_in, LazyTensor):
@@ -174,11 +193,33 @@ class GradStore:
             for unit in units:
                 self._clear_if_empty(unit)
 
+    @staticmethod
+    def _clear_unheld(entries: Sequence[Entry]) -> bool:
+        """Clears gradients to whose stand-ins there are no references; returns whether it did."""
+        stand_ins = [*map(_lazy, entries)]
+        if not all_are(map(type, stand_ins), LazyTensor):
+            return False
+        if not all_none(map(_grad, entries)):
+            if not all_same(map(_grad, entries), stand_ins):
+                return False
+            set_all(map(_param, entries), "grad", None)
+        counts, uses = map(getrefcount, stand_ins), map(_references, stand_ins)
+        if any(map(gt, counts, repeat(ALONE_IN_LIST + 1))) or any(map(gt, uses, repeat(1))):
+            return False
+        ways = [*map(_ways, entries)]
+        set_all(entries, "lazy", None)
+        set_all(entries, "has_grad", False)
+        if any_none(ways) or any(map(getweakrefcount, stand_ins)):
+            return True
+        marks = map(len, map(_attributes, stand_ins))
+        if all(map(eq, marks, map(_marks, ways))):
+            set_each(ways, "spare", stand_ins)
+        return True
+
     def _clear_if_empty(self, unit: GradUnit) -> None:
         """Gives up the blocks of a unit of which no gradient is there."""
-        for entry in unit.entries:
-            if entry.has_grad:
-                return
+        if any(map(_has_grad, unit.entries)):
+            return
         unit.forget_changes()
         for block in unit.blocks:
             take_over = self.kept_for.get(block.id)
@@ -194,7 +235,7 @@ class GradStore:
         """
         with torch._C.DisableTorchFunctionSubclass():
             for key, unit in list(self._stored.items()):
-                found = [e for e in unit.entries if e.has_grad]
+                found = [*compress(unit.entries, map(_has_grad, unit.entries))]
                 if not found:
                     del self._stored[key]
                 elif found[0].param.grad is None and not self.owed(unit):
@@ -239,6 +280,9 @@ class GradStore:
         """Does what :meth:`sync` does with each of some parameters."""
         as_left = not self.displaced
         with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
+            calm = as_left and not any(map(_displaced, entries))
+            if calm and (is_stored_alone(entries) or _has_nothing(entries)):
+                return
             for entry in entries if as_left else ():
                 stand_in: Any = entry.lazy
                 viewed = entry.has_grad and stand_in._kept is not None
@@ -405,7 +449,7 @@ class GradStore:
         if unit.runs:
             self._store_runs(unit, *found[0])
             return
-        stored = [entry for entry, _ in found]
+        stored = [*map(_first, found)]
         again = in_a_row and not unit.pending  # a part of the last use of its block
         slot = self.manager.again(unit.block) if again else self.open(unit)
         written = False
@@ -413,19 +457,19 @@ class GradStore:
             with unrecorded():
                 views = slot.views
                 written = True
-                first = [pair for pair in found if not pair[0].has_grad]
+                added = [pair for pair in found if pair[0].has_grad]
+                first = [pair for pair in found if not pair[0].has_grad] if added else found
                 if len(first) > 1:
-                    new = [gradient for _, gradient in first]
-                    torch._foreach_copy_([views[entry.unit_index] for entry, _ in first], new)
+                    new = [*map(_second, first)]
+                    there = map(views.__getitem__, map(_unit_index, map(_first, first)))
+                    torch._foreach_copy_([*there], new)
                 elif first:
                     views[first[0][0].unit_index].copy_(first[0][1])
-                for entry, gradient in found:
-                    if entry.has_grad:
-                        views[entry.unit_index].add_(gradient)
-                        refresh(entry.lazy, views[entry.unit_index])
+                for entry, gradient in added:
+                    views[entry.unit_index].add_(gradient)
+                    refresh(entry.lazy, views[entry.unit_index])
                 self.norms.take(stored, slot)
-            for entry in stored:
-                entry.has_grad = True
+            set_all(stored, "has_grad", True)
             self._stored[id(unit)] = unit
         finally:
             self.manager.release(unit.block, dirty=written)
@@ -466,6 +510,8 @@ class GradStore:
 
     def expose(self, *entries: Entry) -> None:
         """Makes each ``param.grad`` the lazy stand-in of the stored gradient."""
+        if not self._dtypes and self._expose_new(entries):
+            return
         for entry in entries:
             stand_in, ways = entry.lazy, entry.ways
             if stand_in is None:
@@ -475,6 +521,19 @@ class GradStore:
                 stand_in = entry.lazy = ways.stand_in()
             if entry.param.grad is not stand_in:
                 entry.param.grad = stand_in
+
+    @staticmethod
+    def _expose_new(entries: Sequence[Entry]) -> bool:
+        """Does that for gradients that had none, in the parameters' dtypes; returns whether so."""
+        ways = [*map(_ways, entries)]
+        if any_none(ways) or not all_none(map(_lazy, entries)):
+            return False
+        if not all_same(map(_dtype, ways), map(_own_dtype, entries)):
+            return False
+        stand_ins = stand_ins_of(ways)
+        set_each(entries, "lazy", stand_ins)
+        set_each(map(_param, entries), "grad", stand_ins)
+        return True
 
     def _ways_of(self, entry: Entry, dtype: torch.dtype) -> Ways:
         """Returns how the stand-ins of a parameter's gradient get at it; they keep nothing."""
@@ -499,3 +558,22 @@ class GradStore:
             stand_in._store(gradient)
         else:
             self.store(entry, gradient)
+
+
+def is_stored_alone(entries: Sequence[Entry]) -> bool:
+    """Whether each gradient is in the tiers, shown by its stand-in, and nobody has a view of it.
+
+    Args:
+        entries: The parameters; torch functions of subclasses are off.
+    """
+    if not all(map(_has_grad, entries)):
+        return False
+    stand_ins = [*map(_lazy, entries)]
+    if any_none(stand_ins) or not all_same(map(_grad, entries), stand_ins):
+        return False
+    return all_none(map(_kept, stand_ins))
+
+
+def _has_nothing(entries: Sequence[Entry]) -> bool:
+    """Whether no parameter has a gradient anywhere; torch functions of subclasses are off."""
+    return all_none(map(_grad, entries)) and not any(map(_has_grad, entries))

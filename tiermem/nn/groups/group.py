@@ -18,7 +18,7 @@ from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.entry import Entry, Member
 from tiermem.nn.groups.keptviews import put_away, put_off
 from tiermem.nn.groups.names import HeldDict
-from tiermem.nn.groups.pointing import Plain, Pointing
+from tiermem.nn.groups.pointing import Plain, Pointing, change
 from tiermem.nn.groups.replaced import bring_home, given_in_call, reshaped, take_home
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.groups.writes import Writes
@@ -222,8 +222,7 @@ class Group(Holder):
             self.holders.append(get_ident())
             if pointing.veiled and modes():
                 self._lift_veil()
-        for thing, kind in pointing.shown:  # ordinary ones, since their block is held
-            thing.__class__ = kind
+        change(pointing.shown)  # ordinary ones, since their block is held
         if slot is not pointing.slot:
             pointing.point(slot, plain=pointing.plain)
         slot.idle = self.soft = False
@@ -254,8 +253,7 @@ class Group(Holder):
             return False
         record.leases += 1
         record.copied = False
-        for thing, kind in pointing.shown:
-            thing.__class__ = kind
+        change(pointing.shown)
         slot.idle = self.soft = False
         self.holds, self.thread, self.stream = 1, get_ident(), stream
         parts.counters.hits += 1
@@ -313,9 +311,7 @@ class Group(Holder):
                     given=given,
                 )
             return
-        slot, versions = pointing.slot, 0
-        for param in writes.counted:  # Writes.count, in line
-            versions += param._version
+        slot, versions = pointing.slot, writes.count()
         written, refused = dirty or writes.always, None
         if (
             slot is None
@@ -340,8 +336,7 @@ class Group(Holder):
         self.holds = 0
         if pointing.watched:
             self.holders.clear()
-        for thing, kind in pointing.hidden:  # every operation on them is to bring the block first
-            thing.__class__ = kind
+        change(pointing.hidden)  # every operation on them is to bring the block first
         if slot is not None:
             slot.idle = not soft
             self.soft = soft
@@ -414,12 +409,10 @@ class Group(Holder):
 
     def may_be_written(self) -> bool:
         """Whether other code can write the bytes, or has written them since their last use."""
-        slot, versions = self.pointing.slot, 0
+        slot = self.pointing.slot
         if slot is not None and use_count(slot.storage) != slot.baseline + slot.pointed:
             return True
-        for param in self.writes.counted:  # Writes.count, in line
-            versions += param._version
-        return versions != self.writes.versions
+        return self.writes.count() != self.writes.versions
 
     def settle_views(self) -> None:
         """Takes the block for written if views have written it that an operation returned.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, gt, itemgetter
 from sys import getrefcount
 from typing import Any
 
 import torch
 
+from tiermem.core.alike import all_are, all_same, any_none, without_none
 from tiermem.errors import REFUSALS
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.compat.outside import OUTSIDE
@@ -17,8 +20,21 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.need import accumulates, check_gradients, is_caught
 from tiermem.nn.groups.newgrads import NewGradients
-from tiermem.nn.tensors.lazy import ALONE_IN_GRAD, LazyTensor, flush, is_shared
+from tiermem.nn.tensors.lazy import (
+    ALONE_IN_GRAD,
+    ALONE_IN_GRAD_AND_LIST,
+    LazyTensor,
+    flush,
+    is_shared,
+)
 from tiermem.runtime.services.sweep import BlockSweep
+
+_first, _grad = itemgetter(0), attrgetter("param.grad")
+_hooks = attrgetter("param._backward_hooks")
+_has_grad, _displaced = attrgetter("has_grad"), attrgetter("displaced")
+_shares, _materialized = attrgetter("shares"), attrgetter("materialized")
+_layout, _requires_grad = attrgetter("layout"), attrgetter("requires_grad")
+_dtype, _own_dtype = attrgetter("dtype"), attrgetter("placeholder.dtype")
 
 
 class IncomingGradients:
@@ -77,7 +93,9 @@ class IncomingGradients:
         """
         with torch._C.DisableTorchFunctionSubclass():
             for group in self._runtime.groups:
-                for entry in group.entries:
+                counts = map(len, without_none([*map(_hooks, group.entries)]))
+                several = any(map(gt, counts, repeat(1)))
+                for entry in group.entries if several else ():
                     hooks: Any = entry.param._backward_hooks if entry.tracked else None
                     if hooks is not None and len(hooks) > 1:  # None where torch has forgotten them
                         _come_last(entry, hooks)
@@ -161,8 +179,10 @@ class IncomingGradients:
         One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``,
         and so is one that was added to a part of a buffer for all gradients.
         """
-        found: list[tuple[Entry, torch.Tensor]] = []
-        for entry in entries:
+        gradients = _new_alone(entries)
+        found = [] if gradients is None else [*zip(entries, gradients, strict=True)]
+        del gradients  # references are counted
+        for entry in entries if not found else ():
             made_way, entry.displaced = entry.displaced, False
             shares, entry.shares = entry.shares, False
             gradient = entry.param.grad
@@ -183,7 +203,7 @@ class IncomingGradients:
             return []
         unit = found[0][0].unit
         self._store.add(found, in_a_row=unit is self._arriving)
-        stored = [entry for entry, _ in found]
+        stored = [*map(_first, found)]
         if unit is not self._arriving and not stored[0].group.resident:  # else it stays in HBM
             self._arrives(unit)
         return stored
@@ -205,6 +225,26 @@ class IncomingGradients:
         if self._pipeline is None:
             self._pipeline = BlockSweep(self.manager)
         self._pipeline.write(before.blocks, gradients=True)
+
+
+def _new_alone(entries: Sequence[Entry]) -> list[torch.Tensor] | None:
+    """Returns the gradients of parameters, if each is new, and nobody has a reference to it.
+
+    Args:
+        entries: The parameters; torch functions of subclasses are off.
+    """
+    if any(map(_has_grad, entries)) or any(map(_displaced, entries)) or any(map(_shares, entries)):
+        return None
+    gradients = [*map(_grad, entries)]
+    if any_none(gradients) or any(map(_materialized, entries)):
+        return None
+    if not all_are(map(_layout, gradients), torch.strided) or any(map(_requires_grad, gradients)):
+        return None
+    if not all_same(map(_dtype, gradients), map(_own_dtype, entries)):
+        return None
+    if any(map(gt, map(getrefcount, gradients), repeat(ALONE_IN_GRAD_AND_LIST))):
+        return None
+    return gradients
 
 
 class _Before(Hook[IncomingGradients, Entry]):

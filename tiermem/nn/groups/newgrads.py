@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tiermem.core.alike import set_all
 from tiermem.core.need import LARGEST_WHOLE
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
@@ -72,8 +73,7 @@ class NewGradients:
         """Takes in all that wait, on the stream on which they were computed."""
         waiting, self._waiting = self._waiting, []
         self._bytes = 0
-        for entry in waiting:
-            entry.waits = False
+        set_all(waiting, "waits", False)
         if self._stream_of is None or self._stream == self._stream_of(self._index):
             self._take_in(waiting)
             return

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled, nn
 
+from tiermem.core.alike import set_each
 from tiermem.core.block import Block
 from tiermem.nn.groups.entry import Member
 from tiermem.nn.groups.names import HeldDict, TieredDict
@@ -17,6 +18,8 @@ from tiermem.runtime.memory.slots import Slot
 
 ORDINARY = (nn.Parameter, torch.Tensor)
 """Classes that add nothing to what torch does with a tensor."""
+Classes = tuple[Sequence[Any], Sequence[type]]
+"""Tensors and dictionaries, and as many classes."""
 Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
 _address = torch._C.TensorBase.data_ptr
@@ -35,7 +38,7 @@ class Pointing:
         members: What lives in the block: parameters, then buffers.
         tensors: Those that are not materialized, which point here or there.
         plain: Whether those are of classes that intercept nothing while they are shown.
-        shown: Of which class each of them, and each dictionary, is while the block is held.
+        shown: Them and each dictionary, and of which class each is while the block is held.
         hidden: The same for while it is not.
         slot: Where they point; None where that is their placeholders.
         watched: Whether look-ups of them are seen although the block is held.
@@ -46,8 +49,8 @@ class Pointing:
     """
 
     __slots__ = (
-        "_apart", "_block", "_indices", "_names", "_shells", "hidden", "members", "plain", "rows",
-        "shown", "slot", "tensors", "veiled", "watched",
+        "_block", "_indices", "_names", "_placeholders", "_shells", "hidden", "members", "plain",
+        "rows", "shown", "slot", "tensors", "veiled", "watched",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -61,13 +64,13 @@ class Pointing:
         self._shells: Sequence[ShellParam] = ()
         self.tensors: Sequence[torch.Tensor] = ()
         self.plain = self.watched = self.veiled = False
-        self.shown: Sequence[tuple[Any, type]] = ()
-        self.hidden: Sequence[tuple[Any, type]] = ()
+        self.shown: Classes = (), ()
+        self.hidden: Classes = (), ()
         self.slot: Slot | None = None
         self.rows: dict[int, dict[str, Any]] = {}
         self._names: list[HeldDict] = []
         self._indices: Sequence[int] | None = ()  # None where they are all of the block's
-        self._apart: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()  # beside their placeholders
+        self._placeholders: Sequence[torch.Tensor] = ()  # of the tensors
 
     def begin(self, members: Sequence[Member], shells: Sequence[ShellParam] = ()) -> None:
         """Takes the tensors, all of which point at memory of their own.
@@ -101,20 +104,15 @@ class Pointing:
         indices = [member.index for member in managed]
         whole = indices == list(range(len(self._block.tensors)))
         self._indices = None if whole else indices
-        self._apart = [(member.tensor, member.placeholder) for member in managed]
+        self._placeholders = [member.placeholder for member in managed]
         names = self._names
         held = TieredDict if self.watched else HeldDict
         shells = [s for s in self._shells if not any(m.materialized for m in s.members)]
-        self.shown = [
-            *((m.tensor, m.kind) for m in managed),
-            *((s.param, s.kind) for s in shells),
-            *((n, held) for n in names),
-        ]
-        self.hidden = [
-            *((m.tensor, m.away) for m in managed),
-            *((s.param, s.away) for s in shells),
-            *((n, TieredDict) for n in names),
-        ]
+        things = [*self.tensors, *(s.param for s in shells), *names]
+        kinds = [*(m.kind for m in managed), *(s.kind for s in shells), *(held for _ in names)]
+        away = [*(m.away for m in managed), *(s.away for s in shells)]
+        self.shown = things, kinds
+        self.hidden = things, [*away, *(TieredDict for _ in names)]
         if self.veiled:
             self.shown = self.hidden
         self.plain = not self.veiled and all(member.kind in ORDINARY for member in managed)
@@ -133,12 +131,10 @@ class Pointing:
         if self._indices is not None:
             views = [views[index] for index in self._indices]
         if plain:
-            for tensor, view in zip(self.tensors, views, strict=True):
-                tensor.data = view
+            set_each(self.tensors, "data", views)
         else:
             with Plain():
-                for tensor, view in zip(self.tensors, views, strict=True):
-                    tensor.data = view
+                set_each(self.tensors, "data", views)
         before = self.slot
         if before is not None:
             before.pointed = 0
@@ -171,8 +167,7 @@ class Pointing:
             with outside_inference():
                 return self.away()
         with Plain():
-            for tensor, away in self._apart:
-                tensor.data = away
+            set_each(self.tensors, "data", self._placeholders)
         slot = self.slot
         if slot is not None:
             slot.pointed = 0
@@ -227,11 +222,11 @@ class Pointing:
 
     def hide(self) -> None:
         """Intercepts every operation on the tensors, whether or not their block is held."""
-        _change(self.hidden)
+        change(self.hidden)
 
     def show(self) -> None:
         """Ends :meth:`hide`."""
-        _change(self.shown)
+        change(self.shown)
 
 
 def _intercepts(kind: Any) -> bool:
@@ -240,7 +235,6 @@ def _intercepts(kind: Any) -> bool:
     return kind is not torch.Tensor and kind.__torch_function__ is not plain
 
 
-def _change(classes: Sequence[tuple[Any, type]]) -> None:
+def change(classes: Classes) -> None:
     """Sets the classes of tensors and dictionaries."""
-    for thing, kind in classes:
-        thing.__class__ = kind
+    set_each(classes[0], "__class__", classes[1])

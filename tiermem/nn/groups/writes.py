@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from tiermem.nn.compat.counters import increment_versions
+
+_version = attrgetter("_version")
 
 
 def refuse_changed(weight: torch.Tensor, version: int, block: str) -> None:
@@ -106,10 +109,7 @@ class Writes:
 
     def count(self) -> int:
         """Returns the sum of the version counters as it is now."""
-        total = 0
-        for param in self.counted:
-            total += param._version
-        return total
+        return sum(map(_version, self.counted))
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         """Counts a write of tensors made elsewhere in torch's version counters, and here."""

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from tiermem.core.alike import any_none, set_all
 from tiermem.errors import ParameterError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.tensors.placeholder import shared_placeholder
@@ -24,6 +26,8 @@ from tiermem.nn.tensors.shells import insides
 from tiermem.nn.tensors.standin import Opened, StandIn, writes
 from tiermem.runtime.memory.slots import use_count
 
+_spare_of, _has_of = attrgetter("spare"), attrgetter("_has")
+_attributes_of = attrgetter("__dict__")
 _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
 _TENSOR: Any = torch.Tensor
@@ -294,6 +298,17 @@ ALONE_IN_GRAD = _alone_in_grad()
 of who asks, and nowhere else. Not every version of torch counts its own."""
 
 
+def _alone_in_grad_and_list() -> int:
+    param = torch.zeros(1, requires_grad=True, device="cpu")
+    param.grad = torch.zeros(1, device="cpu")
+    gradients = [param.grad]
+    return next(map(sys.getrefcount, gradients))
+
+
+ALONE_IN_GRAD_AND_LIST = _alone_in_grad_and_list()
+"""The same of one in ``param.grad`` and in a list over which ``sys.getrefcount`` is mapped."""
+
+
 def _alone_here() -> int:
     thing = object()
     return sys.getrefcount(thing)
@@ -301,6 +316,15 @@ def _alone_here() -> int:
 
 ALONE = _alone_here()
 """The same of an object that is in one local variable of who asks, and nowhere else."""
+
+
+def _alone_in_list() -> int:
+    things = [object()]
+    return next(map(sys.getrefcount, things))
+
+
+ALONE_IN_LIST = _alone_in_list()
+"""The same of an object that is in a list over which ``sys.getrefcount`` is mapped."""
 
 
 def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
@@ -363,6 +387,16 @@ class Ways:
             tensor = torch.Tensor._make_subclass(LazyTensor, self._placeholder)
         tensor.__dict__.update(self._has)
         return tensor
+
+
+def stand_ins_of(ways: Sequence[Ways]) -> list[LazyTensor]:
+    """Returns a lazy tensor for each of some, as :meth:`Ways.stand_in` does."""
+    spares = [*map(_spare_of, ways)]
+    if any_none(spares):
+        return [way.stand_in() for way in ways]
+    set_all(ways, "spare", None)
+    any(map(dict.update, map(_attributes_of, spares), map(_has_of, ways)))
+    return spares
 
 
 def gone(

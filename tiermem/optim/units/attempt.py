@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 import torch
 
+from tiermem.core.alike import set_each
 from tiermem.core.block import Block, Tier
 from tiermem.core.residency import State as Residency
 from tiermem.errors import REFUSALS, StepError
@@ -30,6 +32,9 @@ from tiermem.runtime.transfers.deferred import Deferred
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
     from tiermem.optim.units.unit import State, StepUnit
+
+_first, _second, _grad = itemgetter(0), itemgetter(1), attrgetter("grad")
+_has_grad = attrgetter("has_grad")
 
 
 class Waiting:
@@ -99,7 +104,8 @@ class Attempt:
         self._manager = runtime.manager
         self._masters_made = unit.masters is not None and unit.masters.made
         with torch._C.DisableTorchFunctionSubclass():
-            self._gradients = [(param, param.grad) for param, _ in unit.members]
+            params = [*map(_first, unit.members)]
+            self._gradients = [*zip(params, map(_grad, params), strict=True)]
         self._undo: Undo | None = None
         self.one_call: OneCall | None = None
         self._complete: Callable[[], None] | None = None
@@ -187,7 +193,11 @@ class Attempt:
         self.shown = ()
         self._undo = None  # it holds views of the slots
         with torch._C.DisableTorchFunctionSubclass():
-            for (param, gradient), entry in zip(self._gradients, unit.entry_of, strict=False):
+            alone = len(unit.entries) == len(self._gradients) and all(map(_has_grad, unit.entries))
+            if alone or self._owed:  # those that were there before the step stay
+                set_each(map(_first, self._gradients), "grad", map(_second, self._gradients))
+            rest = () if alone or self._owed else self._gradients
+            for (param, gradient), entry in zip(rest, unit.entry_of, strict=False):
                 kept = self._owed or (entry is not None and entry.has_grad)
                 if (kept or not self.made) and param.grad is not gradient:
                     param.grad = gradient

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING
 
 from tiermem.nn.compat.counters import keep_versions
 
 if TYPE_CHECKING:
     from tiermem.optim.units.unit import StepUnit
+
+_first, _has_grad = itemgetter(0), attrgetter("has_grad")
 
 
 class CountedSteps:
@@ -47,12 +50,15 @@ class CountedSteps:
         """
         if self.ticket is ticket:
             return
-        params = [
-            param
-            for (param, number), entry in zip(unit.members, unit.entry_of, strict=True)
-            if (number not in self.uncounted or unit.has_master(param))
-            and ((entry is not None and entry.has_grad) or param.grad is not None)
-        ]
+        params = [*map(_first, unit.members)]
+        alone = len(unit.entries) == len(params) and all(map(_has_grad, unit.entries))
+        if self.uncounted or not alone:
+            params = [
+                param
+                for (param, number), entry in zip(unit.members, unit.entry_of, strict=True)
+                if (number not in self.uncounted or unit.has_master(param))
+                and ((entry is not None and entry.has_grad) or param.grad is not None)
+            ]
         self.ticket = ticket
         if unit.group is not None:
             unit.group.writes.add(params)
@@ -75,7 +81,7 @@ class CountedSteps:
     @contextmanager
     def unchanged(self, unit: StepUnit) -> Iterator[None]:
         """Leaves the counters as they are, for the step of :attr:`ticket` that is being made."""
-        kept = keep_versions([param for param, _ in unit.members])
+        kept = keep_versions([*map(_first, unit.members)])
         try:
             yield
         finally:

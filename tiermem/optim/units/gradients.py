@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from itertools import chain, compress
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import torch
 
+from tiermem.core.alike import all_are, set_all, without_none
 from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.grads import is_stored_alone
 from tiermem.nn.groups.gradunit import Change, GradUnit
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, ensure_there, is_viewed
 
 Unit = TypeVar("Unit", bound="UnitGradients")
+
+_first, _grad, _unit = itemgetter(0), attrgetter("grad"), attrgetter("unit")
+_has_grad, _gone = attrgetter("has_grad"), attrgetter("_gone")
 
 
 class UnitGradients:
@@ -28,8 +35,7 @@ class UnitGradients:
 
     def grad_units(self) -> list[GradUnit]:
         """Returns the blocks of gradients of these parameters; normally one."""
-        units = dict.fromkeys([entry.unit for entry in self.entries])
-        return [unit for unit in units if unit is not None]
+        return without_none([*dict.fromkeys(map(_unit, self.entries))])
 
     def entries_in(self, unit: GradUnit) -> list[Entry]:
         """Returns those of its parameters that have their gradients in a block."""
@@ -38,6 +44,8 @@ class UnitGradients:
     def has_own_gradients(self) -> bool:
         """Whether the managed gradients are those that are in the tiers, and nothing views them."""
         with torch._C.DisableTorchFunctionSubclass():
+            if is_stored_alone(self.entries):
+                return True
             for entry in self.entries:
                 stand_in: Any = entry.lazy if entry.has_grad else None
                 if stand_in is not None and stand_in._kept is not None:  # is_viewed, in line
@@ -64,11 +72,12 @@ class UnitGradients:
             self.change(runtime, _zero)
             return
         with torch._C.DisableTorchFunctionSubclass():  # once, not at every parameter
-            for param, _ in self.members:
-                param.grad = None
-        grads, there = runtime.grads, [entry for entry in self.entries if entry.has_grad]
+            set_all(map(_first, self.members), "grad", None)
+        grads, there = runtime.grads, [*compress(self.entries, map(_has_grad, self.entries))]
         owed = {unit for unit in self.grad_units() if grads.owed(unit)} if there else ()
-        grads.clear(*[e for e in there if e.unit not in owed])  # else once it has been used
+        if owed:  # those are cleared once they have been used
+            there = [entry for entry in there if entry.unit not in owed]
+        grads.clear(*there)
 
     def each_gradient(
         self,
@@ -127,7 +136,9 @@ class UnitGradients:
     def loose(self) -> list[torch.Tensor]:
         """Returns the gradients that are ordinary tensors."""
         with torch._C.DisableTorchFunctionSubclass():
-            found = [param.grad for param, _ in self.members]
+            found = [*map(_grad, map(_first, self.members))]
+            if all_are(map(type, found), LazyTensor):
+                return []
         return [g for g in found if g is not None and not isinstance(g, LazyTensor)]
 
     def unchange(self, change: Change) -> None:
@@ -146,11 +157,14 @@ def wanted(units: Sequence[Unit], runtime: ModuleRuntime) -> list[Unit]:
     Raises:
         StepError: If one was used up by another optimizer's step.
     """
-    runtime.grads.sync_all([entry for unit in units for entry in unit.entries])
+    runtime.grads.sync_all([*chain.from_iterable([unit.entries for unit in units])])
     found = []
     with torch._C.DisableTorchFunctionSubclass():
         for unit in units:
-            gradients = [p.grad for p, _ in unit.members if p.grad is not None]
+            gradients = without_none([*map(_grad, map(_first, unit.members))])
+            if all_are(map(type, gradients), LazyTensor) and not any(map(_gone, gradients)):
+                found += [unit] if gradients else []
+                continue
             for gradient in gradients:
                 if isinstance(gradient, LazyTensor) and gradient._gone:
                     ensure_there(gradient)

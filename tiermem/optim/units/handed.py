@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter, itemgetter
 
 import torch
+
+from tiermem.core.alike import all_same, any_none, set_each
+
+_first, _dtype = itemgetter(0), attrgetter("dtype")
 
 
 class HandedGradients:
@@ -48,6 +53,11 @@ class HandedGradients:
         if self.given:
             found = zip(members, gradients, strict=True)
             gradients = [self.given.get(id(param), gradient) for (param, _), gradient in found]
+        params = [*map(_first, members)]
+        plain = all_same(owns, params) and not any_none(gradients)
+        if plain and all_same(map(_dtype, gradients), map(_dtype, params)):
+            set_each(params, "grad", gradients)
+            return []
         cast = []
         for (param, _), own, given in zip(members, owns, gradients, strict=True):
             gradient = given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
     from tiermem.optim.units.late import Ahead, LateState
     from tiermem.optim.units.unit import StepUnit
+
+_version = attrgetter("_version")
 
 
 class Held:
@@ -198,4 +201,4 @@ class Held:
 
 def versions(tensors: Sequence[torch.Tensor]) -> int:
     """Returns how often the tensors of a block were written, as far as torch counts it."""
-    return sum([tensor._version for tensor in tensors])
+    return sum(map(_version, tensors))

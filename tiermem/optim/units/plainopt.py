@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from tiermem.core.alike import all_are, all_none, all_same
 from tiermem.errors import StepError
 from tiermem.nn.tensors.lazy import LazyTensor, Ways, flush, forget, refresh
 from tiermem.optim.rules.separable import Make, copied, settings_of
@@ -18,6 +20,27 @@ from tiermem.runtime.memory.slots import Slot
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
     from tiermem.optim.units.unit import Shown, State, StepUnit
+
+_kept = attrgetter("_kept")
+
+
+class _Settled(NamedTuple):
+    """The tensors of a state that a step has left in their places, by columns.
+
+    Attributes:
+        numbers: Of the members.
+        keys: Of the tensors, in the state of the member.
+        places: Their numbers in the block.
+        stand_ins: What stands for them between steps.
+    """
+
+    numbers: Sequence[int] = ()
+    keys: Sequence[str] = ()
+    places: Sequence[int] = ()
+    stand_ins: Sequence[LazyTensor] = ()
+
+
+_NOTHING = _Settled()
 
 
 class PlainOptimizer:
@@ -42,15 +65,15 @@ class PlainOptimizer:
         self._placed: list[tuple[int, Place]] = []  # and the number of its member
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
-        # of each tensor, once a step has left all in their places: the number of the member, the
+        # Of each tensor, once a step has left all in their places: the number of the member, the
         # key, its number in the block and its stand-in. References to the state itself are counted.
-        self._settled: list[tuple[int, str, int, LazyTensor]] = []
+        self._settled = _NOTHING
         self.numbers = list(dict.fromkeys(number for _, number in unit.members))
 
     @property
     def is_settled(self) -> bool:
         """Whether all of the state is in its places, as after most steps."""
-        return bool(self._settled)
+        return bool(self._settled.keys)
 
     def owns(self) -> list[torch.Tensor]:
         """Returns what the plain optimizer is given for each member, in order."""
@@ -73,7 +96,7 @@ class PlainOptimizer:
             kept = zip(self._members, self._states(), strict=True)
             self._carried = [(param, state) for (param, _), state in kept if state]
             by_own = self._optimizer.state
-            self._settled = []
+            self._settled = _NOTHING
             self._optimizer = None  # from here on the carried state counts
             self._owns = []
             by_own.clear()  # it has one owner
@@ -126,15 +149,11 @@ class PlainOptimizer:
         if slot is None:
             return
         views = slot.views
-        states = self._states() if self._settled else []
-        for number, key, first, stand_in in self._settled:
-            own = states[number]
-            if own is None or own.get(key) is not stand_in:
-                break
-            own[key] = views[first]
-        else:
-            if states:
-                return
+        settled = self._settled
+        owns = self._settled_states()
+        if owns and all_same(map(dict.get, owns, settled.keys), settled.stand_ins):
+            any(map(dict.__setitem__, owns, settled.keys, map(views.__getitem__, settled.places)))
+            return
         for state, place in self.stored_state():
             if state is not None and isinstance(state.get(place.key), LazyTensor):
                 plain = place.shell is None
@@ -160,7 +179,7 @@ class PlainOptimizer:
         views, stand_ins = slot.views, self._stand_ins
         if self._is_as_before(views, states, shown):
             return shown
-        self._settled = []
+        self._settled = _NOTHING
         part_exchanged([(states[number], place) for number, place in self._placed], views)
         settled: list[tuple[int, str, int, LazyTensor]] = []
         for number, place in self._placed:
@@ -190,22 +209,37 @@ class PlainOptimizer:
             own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
-        self._settled = settled if len(settled) == len(self._placed) else []
+        if settled and len(settled) == len(self._placed):
+            self._settled = _Settled(*zip(*settled, strict=True))
         return shown
 
     def _is_as_before(
         self, views: Sequence[torch.Tensor], states: Sequence[Any], shown: list[Shown]
     ) -> bool:
         """Puts the stand-ins back; whether nothing is new, as after most steps."""
-        for number, key, first, stand_in in self._settled:
-            own = states[number]
-            value = None if own is None else own.get(key)
-            if value is not views[first]:
-                return False
-            own[key] = stand_in
-            if stand_in._kept is not None:
-                shown.append((stand_in, value))
-        return bool(self._settled)
+        settled = self._settled
+        owns = self._settled_states(states)
+        values = [*map(views.__getitem__, settled.places)] if owns else []
+        if not (owns and all_same(map(dict.get, owns, settled.keys), values)):
+            return False
+        any(map(dict.__setitem__, owns, settled.keys, settled.stand_ins))
+        if not all_none(map(_kept, settled.stand_ins)):
+            found = zip(settled.stand_ins, values, strict=True)
+            shown += [(stand_in, value) for stand_in, value in found if stand_in._kept is not None]
+        return True
+
+    def _settled_states(self, states: Sequence[Any] | None = None) -> list[Any]:
+        """Returns the state that has each settled tensor; empty where there is another.
+
+        Args:
+            states: Of each member, if the caller has it.
+        """
+        settled = self._settled
+        if not settled.keys:
+            return []
+        states = self._states() if states is None else states
+        owns = [*map(states.__getitem__, settled.numbers)]
+        return owns if all_are(map(type, owns), dict) else []
 
     def publish(self, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
@@ -228,14 +262,11 @@ class PlainOptimizer:
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of the state."""
-        viewed = False
-        for stand_in in self._stand_ins.values():
-            viewed = viewed or stand_in._kept is not None
-        return viewed
+        return not all_none(map(_kept, self._stand_ins.values()))
 
     def flush(self) -> None:
         """Stores what was written through views of the state."""
-        for stand_in in self._stand_ins.values():
+        for stand_in in self._stand_ins.values() if self.is_viewed() else ():
             if stand_in._kept is not None:
                 flush(stand_in)
 
@@ -288,7 +319,7 @@ class PlainOptimizer:
             raise RuntimeError(f"{self._unit.name}: no state")
         self._unit.catch_up()
         slot = runtime.manager.acquire(self._unit.block)
-        self._settled = []
+        self._settled = _NOTHING
         try:
             with torch.no_grad():
                 if not place.put(value, slot.views):

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, islice, repeat
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from tiermem.core.alike import all_are, without_none
 from tiermem.core.block import align_up
 from tiermem.nn.tensors.lazy import LazyTensor
 from tiermem.nn.tensors.shells import insides
@@ -28,6 +30,8 @@ from tiermem.transfer.copy import host_copy
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 _KINDS = {torch.Tensor, LazyTensor}
+_values, _dtype, _device = methodcaller("values"), attrgetter("dtype"), attrgetter("device")
+_layout, _dim, _item = attrgetter("layout"), torch.Tensor.dim, torch.Tensor.item
 
 _is_inference = torch._C.TensorBase.is_inference
 
@@ -83,14 +87,18 @@ class Undo:
     def keep_values(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copies tensors outside the tiers; a few numbers of one kind with one call."""
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in tensors:
+        numbers = not any(map(_dim, tensors)) and all_are(map(_layout, tensors), torch.strided)
+        kinds = {*zip(map(_dtype, tensors), map(_device, tensors), strict=True)}
+        if numbers and len(kinds) == 1:  # as in most steps
+            alike[kinds.pop()] = [*tensors]
+        for tensor in () if alike else tensors:
             if tensor.dim() or tensor.layout is not torch.strided:
                 self._values = (*self._values, (tensor, tensor.detach().clone()))
             else:
                 alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for (_, device), found in alike.items():
             here = device.type == "cpu"
-            values = [t.item() for t in found] if here else torch.stack(found).detach()
+            values = [*map(_item, found)] if here else torch.stack(found).detach()
             self._numbers = (*self._numbers, (found, values))
 
     def keep_at_home(
@@ -127,13 +135,14 @@ class Undo:
         """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""
         entries = states_of(state, keys)
         # a dictionary for each parameter would be as many objects for the collector to look at
-        there = [entry for entry in entries if entry is not None]
-        values = [*chain.from_iterable([entry.values() for entry in there])]
+        there = without_none(entries)
+        values = [*chain.from_iterable(map(_values, there))]
         names = [*chain.from_iterable(there)]
         found = state, tuple(keys), entries, [*map(len, there)], names, values
         self._entries = (*self._entries, found)
-        ordinary = [value for value in values if type(value) is torch.Tensor]
-        for value in values if set(map(type, values)) - _KINDS else ():
+        kinds = [*map(type, values)]
+        ordinary = [*compress(values, map(is_, kinds, repeat(torch.Tensor)))]
+        for value in values if set(kinds) - _KINDS else ():
             if type(value) not in _KINDS and isinstance(value, torch.Tensor):
                 ordinary += [tensor for _, tensor in insides(value)]
         self.keep_values(ordinary)

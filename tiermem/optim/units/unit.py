@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
+from tiermem.core.alike import all_are, all_none, any_none, without_none
 from tiermem.core.block import Block
 from tiermem.errors import StepError
 from tiermem.nn.compat.outside import outside
@@ -40,6 +42,11 @@ Stored = tuple[int, Entry, GradUnit]
 """Number of a member, its entry, and where its gradient is in the tiers."""
 Shown = tuple[torch.Tensor | None, torch.Tensor]
 """What stands for a tensor, and the tensor."""
+
+_second, _third = itemgetter(1), itemgetter(2)
+_unit, _unit_index, _lazy = attrgetter("unit"), attrgetter("unit_index"), attrgetter("lazy")
+_has_grad, _materialized = attrgetter("has_grad"), attrgetter("materialized")
+_kept = attrgetter("_kept")
 
 
 class StepUnit(UnitGradients):
@@ -209,11 +216,7 @@ class StepUnit(UnitGradients):
         owed: bool,
     ) -> None:
         """Makes the step, or leaves the unit as it was."""
-        stored = [
-            (number, entry, entry.unit)
-            for number, entry in enumerate(self.entry_of)
-            if entry is not None and entry.has_grad and not entry.materialized and entry.unit
-        ]
+        stored = self._stored()
         holding = self.held(runtime, ahead=ahead)
         attempt = self.attempt = Attempt(self, runtime, holding, owed=owed)
         try:
@@ -240,6 +243,18 @@ class StepUnit(UnitGradients):
         except BaseException:
             attempt.end()
             raise
+
+    def _stored(self) -> list[Stored]:
+        """Returns the members whose gradients are in the tiers, in order."""
+        entries, units = self.entries, [*map(_unit, self.entries)]
+        alike = len(entries) == len(self.members) and all(map(_has_grad, entries))
+        if alike and not (any(map(_materialized, entries)) or any_none(units)):
+            return [*zip(range(len(units)), entries, units, strict=True)]
+        return [
+            (number, entry, entry.unit)
+            for number, entry in enumerate(self.entry_of)
+            if entry is not None and entry.has_grad and not entry.materialized and entry.unit
+        ]
 
     def _carry_out(self, attempt: Attempt, make: Callable[[], list[Shown]], ticket: object) -> None:
         """Makes a step, or the rest of it, and marks it as made."""
@@ -303,7 +318,12 @@ class StepUnit(UnitGradients):
         self, stored: Sequence[Stored], slots: dict[int, Slot], *, owed: bool
     ) -> list[torch.Tensor | None]:
         """Returns the gradient of each member: in what is held, else the program's own."""
-        gradients = [None if owed else param.grad for param, _ in self.members]
+        gradients: list[torch.Tensor | None] = [None] * len(self.members)
+        if stored and len(stored) == len(gradients) and all_are(map(_third, stored), stored[0][2]):
+            views = slots[id(stored[0][2].block)].views
+            return [*map(views.__getitem__, map(_unit_index, map(_second, stored)))]
+        if not owed:
+            gradients = [param.grad for param, _ in self.members]
         of: GradUnit | None = None
         for number, entry, unit in stored:
             if unit is not of:
@@ -322,7 +342,8 @@ class StepUnit(UnitGradients):
         shown = self.plain.take_in(runtime, slots.get(id(self.block)), state)
         if self.masters is not None:
             self.masters.derive()
-        for _, entry, unit in stored:
+        stand_ins = without_none([*map(_lazy, map(_second, stored))])
+        for _, entry, unit in () if all_none(map(_kept, stand_ins)) else stored:
             stand_in: Any = entry.lazy
             if stand_in is not None and stand_in._kept is not None:
                 shown.append((stand_in, slots[id(unit.block)].views[entry.unit_index]))
@@ -367,9 +388,8 @@ class StepUnit(UnitGradients):
         slot = runtime.manager.parts.slots.current.get(group.block.id)
         if slot is not None and slot.aliased:
             return False
-        for entry in self.entries:
-            if entry.materialized:
-                return False
+        if any(map(_materialized, self.entries)):
+            return False
         return self.has_own_gradients() and not self.is_viewed()
 
     def is_viewed(self) -> bool:
