@@ -148,6 +148,60 @@ def step_at_once(
     return True
 
 
+class Recipe:
+    """How the kernel makes a step of a parameter group, over tensors that are known to suit it."""
+
+    __slots__ = ("_counts", "_kernel", "_kind", "_numbers")
+
+    def __init__(self, kernel: AdamKernel, kind: _Kind, numbers: Numbers, counts: Writes) -> None:
+        """Notes what the step is made of and with, and how often torch counts its writes."""
+        self._kernel, self._kind, self._numbers, self._counts = kernel, kind, numbers, counts
+
+    def step(self, rows: Rows, steps: Sequence[torch.Tensor]) -> None:
+        """Makes it; of the tensors, writes are counted of the parameters alone.
+
+        Args:
+            rows: Ordinary tensors of one dtype and device; see :func:`are_alike`.
+            steps: The counters, which are on the host.
+        """
+        with _current(self._kind.device):
+            if steps:
+                torch._foreach_add_([*steps], _one(), alpha=1.0)
+            self._kernel.step(self._kind.dtype, self._numbers, rows)
+            for _ in range(self._counts[0]):
+                increment_versions(tuple(rows.params))
+
+
+def recipe_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], first: torch.Tensor, made: float
+) -> Recipe | None:
+    """Returns how the kernel makes a step of a group; None where torch has to make it.
+
+    Args:
+        optimizer: A plain one, whose ``step`` nobody sees.
+        group: The settings.
+        first: Of the dtype and on the device of all tensors.
+        made: How many steps were made before.
+    """
+    cls: Any = type(optimizer)
+    if cls not in _CLASSES or not (is_torchs(cls.step.__wrapped__) and is_torchs(cls._init_group)):
+        return None
+    if not (_has_plain_settings(group) and _is_by_foreach(group, first)):
+        return None
+    found = _kind_of(optimizer, group, first, made + 1) if _is_plain_time(optimizer) else None
+    if found is None or _tried.get(found[0]) is None:
+        return None
+    if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    kernel, counts = kernel_for(first.device), _tried[found[0]]
+    return None if kernel is None or counts is None else Recipe(kernel, *found, counts)
+
+
+def is_worth_it(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a step of so many elements is made by the kernel."""
+    return bool(sum(map(_numel, tensors)) >= _LEAST)
+
+
 @cache
 def _one() -> torch.Tensor:
     """Returns 1 as a tensor, as torch does: of a number it would make one for each counter."""
@@ -176,20 +230,13 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 
 def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | None:
     """Returns the step of a group; None where it cannot be made by the kernel."""
-    betas = group["betas"]
-    if any(group.get(name) for name in _OFF):
+    if not _has_plain_settings(group):
         return None
-    if not all(type(v) in (int, float) for v in (*betas, *(group[name] for name in _NUMBERS))):
-        return None
-    if not all(0 <= beta < 1 for beta in betas):
-        return None  # set later: torch has its own errors for these
     params = [param for param in group["params"] if param.grad is not None]
     if not params:
         return _Ready(_NONE, _NO_NUMBERS, group, _NO_ROWS, [])
     first = params[0]
-    if first.device.type != _DEVICE or first.dtype not in _DTYPES:
-        return None
-    if flavour_of(group, first.device) != "foreach":
+    if not _is_by_foreach(group, first):
         return None
     states = states_of(optimizer.state, params)
     if not all(states):
@@ -199,13 +246,29 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     grads: list[Any] = [param.grad for param in params]
     firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
     rows, steps = Rows(params, grads, firsts, seconds), [state["step"] for state in states]
-    if not _are_alike(rows) or len(set(map(_data_ptr, steps))) != len(steps):
+    if not are_alike(rows) or len(set(map(_data_ptr, steps))) != len(steps):
         return None  # a counter that parameters share is counted once for each of them
     made = {step.item() if step.device.type == "cpu" else -1.0 for step in steps}
     if len(made) != 1 or min(made) < 0:
         return None
     found = _kind_of(optimizer, group, first, made.pop() + 1)
     return None if found is None else _Ready(*found, group, rows, steps)
+
+
+def _has_plain_settings(group: dict[str, Any]) -> bool:
+    """Whether all that a step is made with is numbers, as the kernel takes them."""
+    betas = group["betas"]
+    if any(group.get(name) for name in _OFF):
+        return False
+    if not all(type(v) in (int, float) for v in (*betas, *(group[name] for name in _NUMBERS))):
+        return False
+    return all(0 <= beta < 1 for beta in betas)  # torch has its own errors for others, set later
+
+
+def _is_by_foreach(group: dict[str, Any], first: torch.Tensor) -> bool:
+    """Whether torch would step a group by ``foreach``, of a device and dtype of the kernel's."""
+    known = first.device.type == _DEVICE and first.dtype in _DTYPES
+    return known and flavour_of(group, first.device) == "foreach"
 
 
 def _kind_of(
@@ -252,7 +315,7 @@ def _try_early(
             _writes_of(kernel, found[0], group)
 
 
-def _are_alike(rows: Rows) -> bool:
+def are_alike(rows: Rows) -> bool:
     """Whether all tensors are ordinary ones of one dtype and device, each with all its elements.
 
     Nor may a gradient be what is written (``p.grad = p.data``), or that be written twice:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _kept = attrgetter("_kept")
 
 
-class _Settled(NamedTuple):
+class Settled(NamedTuple):
     """The tensors of a state that a step has left in their places, by columns.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Settled(NamedTuple):
     stand_ins: Sequence[LazyTensor] = ()
 
 
-_NOTHING = _Settled()
+_NOTHING = Settled()
 
 
 class PlainOptimizer:
@@ -51,6 +51,7 @@ class PlainOptimizer:
         places: Where the unit's block has each tensor of the state.
         private: Whether a step writes settings of its group in place, so that it is given copies.
         numbers: Which of the user's groups those of the plain optimizer are.
+        settled: The tensors of the state, once a step has left all in their places.
     """
 
     def __init__(self, unit: StepUnit, make: Make) -> None:
@@ -65,15 +66,14 @@ class PlainOptimizer:
         self._placed: list[tuple[int, Place]] = []  # and the number of its member
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
-        # Of each tensor, once a step has left all in their places: the number of the member, the
-        # key, its number in the block and its stand-in. References to the state itself are counted.
-        self._settled = _NOTHING
+        # references to the state itself are counted: it is not kept
+        self.settled = _NOTHING
         self.numbers = list(dict.fromkeys(number for _, number in unit.members))
 
     @property
     def is_settled(self) -> bool:
         """Whether all of the state is in its places, as after most steps."""
-        return bool(self._settled.keys)
+        return bool(self.settled.keys)
 
     def owns(self) -> list[torch.Tensor]:
         """Returns what the plain optimizer is given for each member, in order."""
@@ -87,16 +87,16 @@ class PlainOptimizer:
         if self._optimizer is None:
             kept = {id(param): state for param, state in self._carried}
             return [(kept.get(id(place.param)), place) for place in self.places if kept]
-        states = self._states()
+        states = self.states()
         return [(states[number], place) for number, place in self._placed]
 
     def carry(self) -> None:
         """Sets the state aside for a plain optimizer that is to be made in this one's place."""
         if self._optimizer is not None:
-            kept = zip(self._members, self._states(), strict=True)
+            kept = zip(self._members, self.states(), strict=True)
             self._carried = [(param, state) for (param, _), state in kept if state]
             by_own = self._optimizer.state
-            self._settled = _NOTHING
+            self.settled = _NOTHING
             self._optimizer = None  # from here on the carried state counts
             self._owns = []
             by_own.clear()  # it has one owner
@@ -149,8 +149,8 @@ class PlainOptimizer:
         if slot is None:
             return
         views = slot.views
-        settled = self._settled
-        owns = self._settled_states()
+        settled = self.settled
+        owns = self.settled_states()
         if owns and all_same(map(dict.get, owns, settled.keys), settled.stand_ins):
             any(map(dict.__setitem__, owns, settled.keys, map(views.__getitem__, settled.places)))
             return
@@ -165,7 +165,7 @@ class PlainOptimizer:
         Returns:
             What views of the stand-ins show.
         """
-        states = self._states()
+        states = self.states()
         shown = self._store_new(runtime, slot, states)
         self._publish(state, states)
         return shown
@@ -179,7 +179,7 @@ class PlainOptimizer:
         views, stand_ins = slot.views, self._stand_ins
         if self._is_as_before(views, states, shown):
             return shown
-        self._settled = _NOTHING
+        self.settled = _NOTHING
         part_exchanged([(states[number], place) for number, place in self._placed], views)
         settled: list[tuple[int, str, int, LazyTensor]] = []
         for number, place in self._placed:
@@ -210,15 +210,15 @@ class PlainOptimizer:
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
         if settled and len(settled) == len(self._placed):
-            self._settled = _Settled(*zip(*settled, strict=True))
+            self.settled = Settled(*zip(*settled, strict=True))
         return shown
 
     def _is_as_before(
         self, views: Sequence[torch.Tensor], states: Sequence[Any], shown: list[Shown]
     ) -> bool:
         """Puts the stand-ins back; whether nothing is new, as after most steps."""
-        settled = self._settled
-        owns = self._settled_states(states)
+        settled = self.settled
+        owns = self.settled_states(states)
         values = [*map(views.__getitem__, settled.places)] if owns else []
         if not (owns and all_same(map(dict.get, owns, settled.keys), values)):
             return False
@@ -228,22 +228,22 @@ class PlainOptimizer:
             shown += [(stand_in, value) for stand_in, value in found if stand_in._kept is not None]
         return True
 
-    def _settled_states(self, states: Sequence[Any] | None = None) -> list[Any]:
+    def settled_states(self, states: Sequence[Any] | None = None) -> list[Any]:
         """Returns the state that has each settled tensor; empty where there is another.
 
         Args:
             states: Of each member, if the caller has it.
         """
-        settled = self._settled
+        settled = self.settled
         if not settled.keys:
             return []
-        states = self._states() if states is None else states
+        states = self.states() if states is None else states
         owns = [*map(states.__getitem__, settled.numbers)]
         return owns if all_are(map(type, owns), dict) else []
 
     def publish(self, state: State) -> None:
         """Shows the state in the tiered optimizer's."""
-        self._publish(state, self._states())
+        self._publish(state, self.states())
 
     def _publish(self, state: State, states: Sequence[Any]) -> None:
         for (param, _), kept in zip(self._members, states, strict=True):
@@ -319,7 +319,7 @@ class PlainOptimizer:
             raise RuntimeError(f"{self._unit.name}: no state")
         self._unit.catch_up()
         slot = runtime.manager.acquire(self._unit.block)
-        self._settled = _NOTHING
+        self.settled = _NOTHING
         try:
             with torch.no_grad():
                 if not place.put(value, slot.views):
@@ -330,7 +330,7 @@ class PlainOptimizer:
         finally:
             runtime.manager.release(self._unit.block, dirty=True)
 
-    def _states(self) -> list[Any]:
+    def states(self) -> list[Any]:
         """Returns what the plain optimizer has of each member, None where it has nothing."""
         if self._optimizer is None:
             return [None for _ in self._members]

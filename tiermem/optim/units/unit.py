@@ -25,6 +25,7 @@ from tiermem.optim.rules.separable import Make
 from tiermem.optim.rules.torchsteps import states_of
 from tiermem.optim.units.attempt import Attempt
 from tiermem.optim.units.counted import CountedSteps
+from tiermem.optim.units.direct import DirectSteps
 from tiermem.optim.units.foreign import ForeignWrites
 from tiermem.optim.units.gradients import UnitGradients
 from tiermem.optim.units.handed import HandedGradients
@@ -65,6 +66,7 @@ class StepUnit(UnitGradients):
         host: Steps it on the host; None where the device does.
         plain: Its plain optimizer, and the state between steps.
         handed: The gradients that the plain optimizer is handed.
+        direct: Makes steps by a kernel where the tensors lie, without the plain optimizer.
         made: The ticket of the last step that was made.
         attempt: The step under way, or one that could not be taken back yet.
         late: The update that its state has missed, where a step has left it as it was.
@@ -94,6 +96,7 @@ class StepUnit(UnitGradients):
         self.late: LateState | None = None
         self.plain = PlainOptimizer(self, make)
         self.handed = HandedGradients()
+        self.direct = DirectSteps(self)
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
         """Returns what the plain optimizer is given for a parameter: itself, or its master."""
@@ -307,6 +310,8 @@ class StepUnit(UnitGradients):
         Returns:
             What stands for the tensors that were written, and their values.
         """
+        if scaling is None and outside(self.direct.make, optimizer, stored, slots):
+            return []
         gradients = self._gradients_in(stored, slots, owed=owed)
         slot = slots.get(id(self.block))
         cast = self.handed.hand_over(self.members, self.plain.owns(), gradients)
