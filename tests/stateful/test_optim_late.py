@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from support_adam_kernel import faked
 from support_examples import examples
 from support_nn import assert_same, check_table
 from torch import nn
 
 import tiermem
+from tiermem.optim.units.direct import DirectSteps
 
 WIDTH, LAYERS = 32, 6
 NBYTES = LAYERS * WIDTH * WIDTH * 4
@@ -24,6 +28,10 @@ CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+}
+BY_KERNEL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
 }
 CHANGES: dict[str, Any] = {
     "rate": lambda group: group.update(lr=group["lr"] * 0.5),
@@ -57,15 +65,16 @@ class Late(RuleBasedStateMachine):
     """Does everything to both loops; whatever the program sees has to agree."""
 
     left = drops = 0
+    classes = CLASSES
 
     @initialize(
-        kind=st.sampled_from(sorted(CLASSES)),
+        kind=st.runner().flatmap(lambda machine: st.sampled_from(sorted(machine.classes))),
         start=st.integers(0, 1000),
         dram=st.sampled_from([7, 9, 20]),
         share=st.sampled_from([1.0, 1.0, 0.5]),
     )
     def begin(self, kind: str, start: int, dram: int, share: float) -> None:
-        cls, given = CLASSES[kind]
+        cls, given = self.classes[kind]
         self.plain = layers(start)
         self.own = cls(self.plain.parameters(), **given)
         self.tier = tiermem.TierManager(
@@ -177,13 +186,44 @@ class Late(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "inside"):
-            Late.left += self.ahead.provisional.left
-            Late.drops += self.ahead.provisional.drops
+            type(self).left += self.ahead.provisional.left
+            type(self).drops += self.ahead.provisional.drops
             self.check(load=False)
             self.optimizer.close()
             rows = self.tier.residency()
             assert not [row for row in rows if row.block.endswith(" before")]
             self.tier.close()
+
+
+class LateByKernel(Late):
+    """The same with steps that the (fake) kernel of Adam makes where the tensors lie."""
+
+    left = drops = direct = updated = 0
+    classes = BY_KERNEL
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = ExitStack()
+        self.open.enter_context(faked())
+        patch = self.open.enter_context(pytest.MonkeyPatch.context())
+        make, update = DirectSteps.make, DirectSteps.update_state
+
+        def made(*given: Any) -> bool:
+            done = make(*given)
+            LateByKernel.direct += done
+            return done
+
+        def updated(*given: Any) -> bool:
+            done = update(*given)
+            LateByKernel.updated += done
+            return done
+
+        patch.setattr(DirectSteps, "make", made)
+        patch.setattr(DirectSteps, "update_state", updated)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.open.close()
 
 
 Late.TestCase.settings = settings(
@@ -198,3 +238,16 @@ class TestLate(Late.TestCase):  # type: ignore[name-defined,misc]
     def tearDownClass(cls) -> None:
         assert Late.left
         assert Late.drops
+
+
+LateByKernel.TestCase.settings = Late.TestCase.settings
+
+
+class TestLateByKernel(LateByKernel.TestCase):  # type: ignore[name-defined,misc]
+    """The same; and steps and updates of the state were made directly."""
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        assert LateByKernel.direct
+        assert LateByKernel.updated
+        assert LateByKernel.drops

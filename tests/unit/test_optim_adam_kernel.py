@@ -7,67 +7,20 @@ of the real one are compared in ``tests/gpu/test_adam_kernel.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_adam_kernel import FakeKernel, faked
 from torch import nn
 
-from tiermem.nn.compat.counters import keep_versions
 from tiermem.optim.rules import adamstep
-from tiermem.optim.rules.adamkernel import Numbers, Rows
 from tiermem.optim.rules.plainstep import run
 from tiermem.optim.rules.torchsteps import flavour_of
 
-
-class FakeKernel:
-    """Makes a step as torch's ``foreach`` does, on the CPU; may give one wrong bit."""
-
-    def __init__(self, *, wrong: bool = False) -> None:
-        self.steps = 0
-        self.wrong = wrong
-
-    def step(self, dtype: torch.dtype, numbers: Numbers, rows: Rows) -> None:
-        """Makes it."""
-        self.steps += 1
-        beta1, beta2, size, root, eps, decay, rest1, rest2 = numbers.values
-        del beta1
-        for param, grad, first, second in zip(*rows, strict=True):
-            kept = keep_versions([param, first, second])
-            with torch.no_grad():
-                used = -grad if numbers.maximize else grad
-                if numbers.decay and numbers.decoupled:
-                    param.mul_(decay)
-                elif numbers.decay:
-                    used = used.add(param, alpha=decay)
-                first.lerp_(used, rest1)
-                second.mul_(beta2).addcmul_(used, used, value=rest2)
-                below = second.sqrt().div_(root).add_(eps)
-                param.addcdiv_(first, below, value=size)
-                if self.wrong:
-                    param.view(-1)[:1].add_(1.0)
-            for counter in kept:
-                counter.__exit__(None, None, None)
-
-
 Made = Callable[..., torch.optim.Optimizer]
-
-
-@contextmanager
-def faked() -> Iterator[FakeKernel]:
-    """Has steps on the CPU made by a fake kernel, of whatever size."""
-    made = FakeKernel()
-    adamstep.forget()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamstep, "_DEVICE", "cpu")
-        patch.setattr(adamstep, "_LEAST", 0)
-        patch.setattr(adamstep, "_SIZES", (5, 8))
-        patch.setattr(adamstep, "kernel_for", lambda _: made)
-        yield made
-    adamstep.forget()
 
 
 @pytest.fixture
