@@ -56,6 +56,31 @@ def after_calls(code: CodeType) -> frozenset[int]:
     return frozenset(found) - uncut(code)
 
 
+def first_times(call: Callable[[], Any], files: Sequence[str]) -> list[int]:
+    """Runs ``call``; returns when it comes to each line for the first time.
+
+    Lines of loops are most of what a call comes by: cut short at one out of some lines, and not at
+    one out of some times, it is at more lines.
+
+    Args:
+        call: What to run.
+        files: As for :func:`cut_short`.
+
+    Returns:
+        Numbers for that, in their order, and one that is beyond the end.
+    """
+    found: dict[tuple[str, int], int] = {}
+    number = 0
+
+    def come_by(frame: FrameType) -> None:
+        nonlocal number
+        number += 1
+        found.setdefault((frame.f_code.co_filename, frame.f_lineno), number)
+
+    _watched(call, files, come_by)
+    return [*found.values(), 2 * number]
+
+
 def cut_short(call: Callable[[], Any], number: int, files: Sequence[str]) -> str:
     """Runs ``call``, raising before its ``number``-th line in some files of the package.
 
@@ -67,16 +92,34 @@ def cut_short(call: Callable[[], Any], number: int, files: Sequence[str]) -> str
     Returns:
         Which line it was; nothing where the call ended before it, or came to no such line.
     """
-    prefixes = tuple(f"{PACKAGE}/{name}" for name in files)
     lines, where = 0, ""
 
-    def local(frame: FrameType, event: str, _: Any) -> Any:
+    def come_by(frame: FrameType) -> None:
         nonlocal lines, where
-        if event == "line" and not where and frame.f_lasti not in uncut(frame.f_code):
-            lines += 1
-            if lines == number:
-                where = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
-                raise Stop
+        lines += 1
+        if lines == number:
+            where = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}"
+            raise Stop
+
+    _watched(call, files, come_by)
+    return where
+
+
+def _watched(
+    call: Callable[[], Any], files: Sequence[str], come_by: Callable[[FrameType], None]
+) -> None:
+    """Runs ``call``, and ``come_by`` before its lines until that raises."""
+    prefixes = tuple(f"{PACKAGE}/{name}" for name in files)
+    over = False
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal over
+        if event == "line" and not over and frame.f_lasti not in uncut(frame.f_code):
+            try:
+                come_by(frame)
+            except Stop:
+                over = True
+                raise
         return local
 
     def trace(frame: FrameType, _event: str, _: Any) -> Any:
@@ -90,4 +133,3 @@ def cut_short(call: Callable[[], Any], number: int, files: Sequence[str]) -> str
         pass
     finally:
         sys.settrace(before)
-    return where

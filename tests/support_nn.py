@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import tiermem
+from tiermem.nn.groups.need import _refusal as refusal
 from tiermem.nn.groups.need import check_gradients
 
 Build = Callable[[], nn.Module]
@@ -181,14 +182,16 @@ def wrap_tight(
         Manager, wrapped model, and its optimizer if settings are given.
     """
     budgets = {"hbm": 4096, "dram": tiers.dram}
+    refused: nn.Module | None = None
     for _ in range(24):
         tier = tiermem.TierManager(
             device="cpu", nvme=tiers.nvme, policy=tiers.policy, **budgets, **tiers.options
         )
+        _ask_for_forward(tier)
         try:
-            model = make()
+            refused = model = refused or make()
             tier.wrap(model, blocks)
-            stepper = None
+            refused = stepper = None
             if optimizer is not None and any(p.requires_grad for p in model.parameters()):
                 stepper = tier.optimizer(groups(model), optimizer[0], **optimizer[1])
             if trained:
@@ -211,6 +214,18 @@ def wrap_tight(
             )
         return tier, model, stepper
     raise AssertionError("the least budget was never enough")
+
+
+def _ask_for_forward(tier: tiermem.TierManager) -> None:
+    """Spares refusals of a model what training would take: :func:`asked` does not look at it."""
+    program = tier._runtime.program
+    whole = program.refuse_model
+
+    def refuse_model(error: tiermem.CapacityError) -> tiermem.CapacityError:
+        forward = program.budgets(gradients=False)
+        return refusal(error, "To call the model", forward) if forward else whole(error)
+
+    program.refuse_model = refuse_model  # type: ignore[method-assign]
 
 
 def _wrap_with(

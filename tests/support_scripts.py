@@ -48,20 +48,37 @@ def run_script(path: Path, arguments: Sequence[str], folder: Path, seconds: int)
         AssertionError: If it fails or takes too long (it ended with -9 then), with all that it
             printed.
     """
-    outputs = [folder / ".stdout", folder / ".stderr"]
-    arguments = list(arguments)
-    process = _context().Process(target=_run, args=(path, arguments, folder, outputs, seconds))
-    process.start()
+    return run_at_once(path, [arguments], folder, seconds)[0]
+
+
+def run_at_once(
+    path: Path, lines: Sequence[Sequence[str]], folder: Path, seconds: int
+) -> list[str]:
+    """Runs a script several times at once, each with a command line of its own; see above."""
+    started = []
     try:
-        process.join()  # what hangs is for pytest's own limit
+        for number, arguments in enumerate(lines):
+            outputs = [folder / f".stdout{number}", folder / f".stderr{number}"]
+            given = path, list(arguments), folder, outputs, seconds
+            process = _context().Process(target=_run, args=given)
+            process.start()
+            started.append((process, outputs))
+        for process, _ in started:
+            process.join()  # what hangs is for pytest's own limit
     finally:
-        process.kill()
-        process.join()
-    texts = [output.read_text() if output.exists() else "" for output in outputs]
-    for output in outputs:
-        output.unlink(missing_ok=True)
-    assert process.exitcode == 0, f"ended with {process.exitcode}\n" + "".join(texts)
-    return texts[0]
+        for process, _ in started:
+            process.kill()
+            process.join()
+    printed = [
+        [output.read_text() if output.exists() else "" for output in outputs]
+        for _, outputs in started
+    ]
+    for _, outputs in started:
+        for output in outputs:
+            output.unlink(missing_ok=True)
+    for (process, _), texts in zip(started, printed, strict=True):
+        assert process.exitcode == 0, f"ended with {process.exitcode}\n" + "".join(texts)
+    return [texts[0] for texts in printed]
 
 
 @functools.cache

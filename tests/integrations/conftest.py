@@ -1,4 +1,4 @@
-"""What tests of integrations share: optimizer classes are tried once."""
+"""What tests of integrations share: other optimizer classes than torch's are tried once, too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def _tried_once(name: str, make: Any, settings: Any, *rest: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def classes_are_tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the many optimizers of these tests cheap: a trial is half of what one costs."""
+def classes_are_tried_once(
+    classes_are_tried_once: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Makes the many optimizers of these tests cheap: torch's as everywhere, of some all."""
     if any(name in request.module.__name__ for name in ("zero_infinity", "test_lora")):
         monkeypatch.setattr(tried, "check_separable", _tried_once)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,12 +15,16 @@ import support_replicas as replicas
 import torch
 import torch.distributed as dist
 from support_nn import assert_same, same_bits, seed
+from support_scripts import run_at_once
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import tiermem
 
 HERE = Path(replicas.__file__)
+SECONDS = 240
+"""Of processor time, for a process."""
+
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here"
 )
@@ -62,24 +65,9 @@ def test_reduced_gradients_stay_ordinary_tensors_where_there_is_room(tight: bool
 
 
 def test_several_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE)]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in running:
-            out, error = process.communicate(timeout=240)
-            assert out.split() == ["equal", str(len(replicas.CASES))], error
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+    lines = [[str(rank), "2", str(tmp_path / "store")] for rank in range(2)]
+    for out in run_at_once(HERE, lines, tmp_path, SECONDS):
+        assert out.split() == ["equal", str(len(replicas.CASES))]
 
 
 @pytest.fixture

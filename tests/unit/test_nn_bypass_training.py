@@ -69,16 +69,18 @@ class Model(nn.Module):
 def crowd(tier: tiermem.TierManager) -> nn.Module:
     """Makes HBM too small, and uses all of it; returns the model that does."""
     torch.manual_seed(3)
-    layers = -(-tier._manager.parts.table.hbm.capacity // (64 * 64 * 4))
-    other = tier.wrap(nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))))
+    capacity = tier._manager.parts.table.hbm.capacity
+    width = 256 if capacity > 1 << 20 else 64  # a thousand layers would take long
+    layers = -(-capacity // (width * width * 4))
+    other = tier.wrap(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
     use(other)
     return other
 
 
-def use(other: nn.Module) -> None:
+def use(other: Any) -> None:
     with torch.no_grad():
         for _ in range(2):
-            other(torch.ones(1, 64))
+            other(torch.ones(1, other[0].in_features))
 
 
 def same_gradients(model: nn.Module, plain: nn.Module) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from tiermem.errors import ConfigError
 
 LIMIT = 16 * 2**20
 """Bytes read at most."""
+_NOT_PYTHONS = {"site-packages", "dist-packages", "test", "tests"}
+"""Folders below the standard library's that are not looked into."""
 
 
 class Corpus:
@@ -75,7 +78,7 @@ def load_corpus(paths: Sequence[str] = (), limit: int = LIMIT) -> Corpus:
         files = [file for path in paths for file in _files(Path(path))]
         source = ", ".join(paths)
     else:
-        files = list(_standard_library())
+        files = _standard_library()
         source = "the Python standard library"
     parts: list[bytes] = []
     room = limit
@@ -106,10 +109,10 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def _standard_library() -> Iterator[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(root.rglob("*.py")):
-        inside = file.relative_to(root).parts
-        # Only what Python itself brings: the same bytes wherever that Python is.
-        if not {"site-packages", "dist-packages", "test", "tests"}.intersection(inside):
-            yield file
+def _standard_library() -> list[Path]:
+    """Returns only what Python itself brings: the same bytes wherever that Python is."""
+    found: list[Path] = []
+    for folder, inside, names in os.walk(sysconfig.get_path("stdlib")):
+        inside[:] = [name for name in inside if name not in _NOT_PYTHONS]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)

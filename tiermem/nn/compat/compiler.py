@@ -20,6 +20,7 @@ WHOLE_GRAPH = (
 """What to say where one graph is asked for of several blocks."""
 
 _hidden: set[str] = set()
+_looked_through: tuple[int, str] = (0, "")
 _callback: Callable[[], Any] | None = getattr(
     torch._C._dynamo.eval_frame, "get_eval_frame_callback", None
 )
@@ -35,15 +36,24 @@ def hide_from_compiler() -> None:
 
     The compiler leaves a marked function to the interpreter and goes on with what it calls.
     """
+    global _looked_through
+    names = list(sys.modules)  # of a program with transformers there are thousands, the newest last
+    found = len(names), names[-1]
+    if found == _looked_through:
+        return
     skip = _skipper()
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "tiermem" and name not in _hidden:
+    for name in names:
+        if name.partition(".")[0] != "tiermem" or name in _hidden:
+            continue
+        module = sys.modules.get(name)  # another thread may have removed it
+        if module is not None:
             _hidden.add(name)
             for function in _functions(module):
                 function.__dict__["_torchdynamo_disable"] = True
                 function.__dict__["_torchdynamo_disable_msg"] = WHOLE_GRAPH
                 for code in _nested(function.__code__):
                     skip(code)
+    _looked_through = found
 
 
 def _skipper() -> Callable[[types.CodeType], Any]:
