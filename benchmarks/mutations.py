@@ -39,6 +39,7 @@ _USED_APART = "tests/unit/test_nn_used_apart.py"
 _KEPT_VIEWS = ("tests/unit/test_nn_kept_views.py",)
 _SCRIPTS = ("tests/unit/test_nn_scripts.py",)
 _ADAM = ("tests/unit/test_optim_adam_kernel.py",)
+_DIRECT = ("tests/unit/test_optim_direct.py",)
 _EDITS = ("tests/unit/test_optim_edits.py",)
 _BYPASS, _BYPASSED = "tiermem/nn/wrap/bypass.py", ("tests/unit/test_nn_bypass.py",)
 _TRAINED = ("tests/unit/test_nn_bypass_training.py",)
@@ -883,6 +884,35 @@ _ELSEWHERE = (
             ),
         )
     ),
+    *(
+        Mutation(f"adam, directly: {name}", "tiermem/optim/units/direct.py", old, new, tests)
+        for name, old, new, tests in (
+            (
+                "steps that were made unequally often are made with one number",
+                "        if len(made) != 1 or len(",
+                "        if len(",
+                _DIRECT,
+            ),
+            (
+                "hooks of the class are not called",
+                "        if not is_bare(optimizer):\n            return False\n        states:",
+                "        states:",
+                _DIRECT,
+            ),
+            (
+                "ordinary gradients are passed over",
+                "        if not settled.keys or len(stored) != len(members) or len(",
+                "        if not settled.keys or not stored or len(",
+                _DIRECT,
+            ),
+            (
+                "state is updated with other settings",
+                "settings[unit.plain.numbers[0]], first, 0.0)",
+                "{**settings[unit.plain.numbers[0]], 'betas': (0.5, 0.5)}, first, 0.0)",
+                ("tests/stateful/test_optim_late.py",),
+            ),
+        )
+    ),
     Mutation(
         "adam: later steps are not tried in the first",
         "tiermem/optim/rules/adamstep.py",
@@ -942,8 +972,8 @@ _ELSEWHERE = (
     Mutation(
         "adam: a group of few elements has the whole step made by torch",
         "tiermem/optim/rules/adamstep.py",
-        "    if not _are_alike(rows) or len(",
-        "    if not _are_alike(rows) or sum(map(_numel, params)) < _LEAST or len(",
+        "    if not are_alike(rows) or len(",
+        "    if not are_alike(rows) or sum(map(_numel, params)) < _LEAST or len(",
         _ADAM,
     ),
     Mutation(
@@ -1138,8 +1168,8 @@ _ELSEWHERE = (
     Mutation(
         "state that was replaced is taken for what the last step has left",
         "tiermem/optim/units/plainopt.py",
-        "            if value is not views[first]:\n",
-        "            if value is None:\n",
+        "        if not (owns and all_same(map(dict.get, owns, settled.keys), values)):\n",
+        "        if not owns:\n",
         ("tests/unit/test_optim_groups.py",),
     ),
     Mutation(

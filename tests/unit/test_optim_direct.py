@@ -133,17 +133,22 @@ def test_settings_of_each_step_are_used(loops: Made) -> None:
     pair.check()
 
 
+def _vector(model: Any) -> nn.Parameter:
+    """Returns a parameter that shares its unit with others."""
+    bias: nn.Parameter = model[0][0].bias
+    return bias
+
+
 def _ordinary(model: Any, _optimizer: Any) -> None:
-    param = next(iter(model.parameters()))
-    param.grad = torch.ones(param.shape)
+    _vector(model).grad = torch.ones(WIDTH)
 
 
 def _none(model: Any, _optimizer: Any) -> None:
-    next(iter(model.parameters())).grad = None
+    _vector(model).grad = None
 
 
-def _counter(_model: Any, optimizer: Any) -> None:
-    next(iter(optimizer.state.values()))["step"] += 1
+def _counter(model: Any, optimizer: Any) -> None:
+    optimizer.state[_vector(model)]["step"] += 1
 
 
 def _hook(_model: Any, optimizer: Any) -> None:
@@ -155,6 +160,7 @@ def _hook(_model: Any, optimizer: Any) -> None:
 def test_what_a_program_does_in_between_is_followed(loops: Made, change: Any) -> None:
     pair = loops()
     pair.step(3)
+    assert pair.direct
     pair.step(2, between=change)
     pair.step(2)
     pair.check()
@@ -164,7 +170,7 @@ def test_a_view_of_the_state_is_kept_up_to_date(loops: Made) -> None:
     pair = loops()
     pair.step(3)
     views = [
-        optimizer.state[next(iter(model.parameters()))]["exp_avg"][:2]
+        optimizer.state[_vector(model)]["exp_avg"][:2]
         for model, optimizer in ((pair.plain, pair.own), (pair.model, pair.optimizer))
     ]
     pair.step(2)
@@ -188,6 +194,17 @@ def test_other_settings_are_left_to_torch(loops: Made, settings: dict[str, Any])
     pair = loops(**settings)
     pair.step(4)
     assert pair.asked and not pair.direct
+    pair.check()
+
+
+def test_the_profiler_sees_torchs_operations(loops: Made) -> None:
+    pair = loops(overlap=False)
+    pair.step(3)
+    pair.direct = 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        pair.step()
+    assert not pair.direct
+    assert any("foreach_addcdiv" in row.key for row in found.key_averages())
     pair.check()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from tiermem.core.alike import all_are, all_none, all_same
+from tiermem.core.alike import all_are, all_same
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.optim.rules.adamkernel import Rows
 from tiermem.optim.rules.adamstep import are_alike, is_worth_it, recipe_of
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _ALIGNED = 64  # elements
 _FIRST, _SECOND, _STEP = "exp_avg", "exp_avg_sq", "step"
 _param, _entry, _unit = itemgetter(0), itemgetter(1), itemgetter(2)
-_unit_index, _kept = attrgetter("unit_index"), attrgetter("_kept")
+_unit_index = attrgetter("unit_index")
 _data_ptr, _numel = torch.Tensor.data_ptr, torch.Tensor.numel
 _is_contiguous, _item = torch.Tensor.is_contiguous, torch.Tensor.item
 
@@ -115,8 +115,6 @@ class DirectSteps:
         owns = plain.settled_states(states)
         if not (owns and all_same(map(dict.get, owns, settled.keys), settled.stand_ins)):
             return False
-        if not all_none(map(_kept, settled.stand_ins)):
-            return False  # views of them follow what is written
         params = [*map(_param, members)]
         steps: list[Any] = [state.get(_STEP) for state in states]
         if not all_are(map(type, steps), torch.Tensor) or any(map(torch.Tensor.dim, steps)):
@@ -144,7 +142,6 @@ class DirectSteps:
         self,
         gradients: GradUnit,
         settings: Sequence[dict[str, Any]],
-        made: float | None,
         grads: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
     ) -> bool:
@@ -153,7 +150,6 @@ class DirectSteps:
         Args:
             gradients: Whose they are.
             settings: Of the step, by parameter group.
-            made: How many steps were made before it; None where that is not one number.
             grads: Views of the block that has the gradients.
             kept: Views of the block of state.
 
@@ -161,7 +157,7 @@ class DirectSteps:
             Whether it is made; else nothing is done.
         """
         unit, lay = self._unit, self._lay
-        if lay is None or made is None or lay.gradients is not gradients:
+        if lay is None or lay.gradients is not gradients:
             return False
         if lay.settled is not unit.plain.settled or len(unit.plain.numbers) != 1:
             return False
@@ -169,7 +165,8 @@ class DirectSteps:
         first = grads[lay.grads[0]]
         if not is_bare(optimizer):
             return False
-        recipe = recipe_of(optimizer, settings[unit.plain.numbers[0]], first, made)
+        # the number of the step has a part in the weights alone
+        recipe = recipe_of(optimizer, settings[unit.plain.numbers[0]], first, 0.0)
         if recipe is None:
             return False
         # what is written in the place of weights is of no use to anybody

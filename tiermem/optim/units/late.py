@@ -190,9 +190,9 @@ class LateState:
         if unit.block is None:
             return
         kept, views = slots[id(unit.block)].views, slots[id(self.block)].views
-        made = self._numbers.common_number() if len(self._entries) == len(unit.members) else None
-        given = self._gradients, self.settings, made, views, kept
-        if outside(unit.direct.update_state, *given):
+        whole = len(self._entries) == len(unit.members)
+        given = self._gradients, self.settings, views, kept
+        if whole and outside(unit.direct.update_state, *given):
             return
         there = {id(entry): views[entry.unit_index] for entry in self._entries}
         groups = [{**settings_of(self.settings[n]), "params": []} for n in plain.numbers]

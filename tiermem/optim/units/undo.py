@@ -164,14 +164,6 @@ class Undo:
             found.append(None if before is None else {n: was.get(id(v), v) for n, v in before})
         return found
 
-    def common_number(self) -> float | None:
-        """Returns the value of all numbers that were noted; None where there are others."""
-        if self._values or len(self._numbers) != 1:
-            return None
-        _, were = self._numbers[0]
-        values = set() if isinstance(were, torch.Tensor) else {*were}
-        return values.pop() if len(values) == 1 else None
-
     def keep_shown(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
         """Notes of which parameters a tiered optimizer shows state at all."""
         new = [key for key in keys if key not in state]
