@@ -1098,22 +1098,22 @@ _ELSEWHERE = (
     Mutation(
         "a stand-in that a program has marked stands for the next gradient",
         "tiermem/nn/groups/grads.py",
-        " = stand_in if len(stand_in.__dict__) == ways.marks else None\n",
-        " = stand_in\n",
+        "        if all(map(eq, marks, map(_marks, ways))):\n",
+        "        if marks:\n",
         ("tests/unit/test_nn_lazy.py",),
     ),
     Mutation(
         "a stand-in that a program watches stands for the next gradient",
         "tiermem/nn/groups/grads.py",
-        "if not (held or ways is None or getweakrefcount(stand_in)):",
-        "if not (held or ways is None):",
+        "        if any_none(ways) or any(map(getweakrefcount, stand_ins)):\n",
+        "        if any_none(ways):\n",
         ("tests/unit/test_nn_lazy.py",),
     ),
     Mutation(
         "a stand-in that a program holds stands for the next gradient",
         "tiermem/nn/groups/grads.py",
-        "if not (held or ways is None or getweakrefcount(stand_in)):",
-        "if not (stand_in is None or ways is None or getweakrefcount(stand_in)):",
+        "        if any(map(gt, counts, repeat(ALONE_IN_LIST + 1))) or any(",
+        "        if any(",
         ("tests/unit/test_nn_lazy.py",),
     ),
     Mutation(

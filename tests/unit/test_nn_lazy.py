@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.nn.tensors.lazy import is_held
+from tiermem.nn.tensors.lazy import LazyTensor, is_held
 
 
 class Owner:
@@ -45,16 +45,19 @@ def test_a_stand_in_is_used_again_where_no_program_could_tell(
         made.append(given)
         return make(*given)
 
-    model = nn.Linear(4, 4)
-    x = torch.ones(2, 4)
-    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    x = torch.ones(2, 64)
+    with tiermem.TierManager(
+        "cpu", hbm="56KiB", dram="1MiB"
+    ) as tier:  # else they are left to torch
         tier.wrap(model)
 
         def step() -> torch.Tensor:
             model.zero_grad()
             model(x).sum().backward()
-            assert model.weight.grad is not None
-            return model.weight.grad
+            gradient = model[0].weight.grad
+            assert isinstance(gradient, LazyTensor)
+            return gradient
 
         step()
         monkeypatch.setattr(torch.Tensor, "_make_subclass", staticmethod(making))
@@ -71,7 +74,7 @@ def test_a_stand_in_is_used_again_where_no_program_could_tell(
         held = step()
         before = held.clone()
         with torch.no_grad():
-            model.weight.grad[0].zero_()  # type: ignore[index]
+            model[0].weight.grad[0].zero_()
         changed = held.clone()
         assert step() is not held
         assert torch.equal(held, changed) and not torch.equal(held, before)

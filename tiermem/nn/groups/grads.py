@@ -176,7 +176,6 @@ class GradStore:
             with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
                 for entry in () if self._clear_unheld(entries) else entries:
                     stand_in: Any = entry.lazy
-                    held = True
                     if isinstance(stand_in, LazyTensor):
                         if entry.param.grad is stand_in:
                             entry.param.grad = None
@@ -186,9 +185,6 @@ class GradStore:
                             orphan(stand_in)
                     entry.lazy = None  # after references to it have the value
                     entry.has_grad = False
-                    ways = entry.ways
-                    if not (held or ways is None or getweakrefcount(stand_in)):
-                        ways.spare = stand_in if len(stand_in.__dict__) == ways.marks else None
         finally:
             for unit in units:
                 self._clear_if_empty(unit)
@@ -207,8 +203,8 @@ class GradStore:
         if any(map(gt, counts, repeat(ALONE_IN_LIST + 1))) or any(map(gt, uses, repeat(1))):
             return False
         ways = [*map(_ways, entries)]
+        set_all(entries, "has_grad", False)  # first: cut short here, they are used again
         set_all(entries, "lazy", None)
-        set_all(entries, "has_grad", False)
         if any_none(ways) or any(map(getweakrefcount, stand_ins)):
             return True
         marks = map(len, map(_attributes, stand_ins))
