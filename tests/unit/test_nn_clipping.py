@@ -321,6 +321,19 @@ def test_a_scale_is_undone_by_units_at_first_and_norms_are_taken_behind_it() -> 
         pair.check_state()
 
 
+def test_norms_are_taken_behind_a_scale_that_is_another_each_time() -> None:
+    """Then it is undone in all gradients at once, and they are measured there."""
+    with scaling(growth=1) as pair:
+        for number in range(5):
+            scaled_backward(pair, number)
+            unscaled(pair)
+            clip = partial(pair.both, lambda model, _: CLIPS["by norm"](model), what="norm")
+            used = brought_up(pair.tier, clip)
+            assert not used or number < 2
+            scaled_step(pair)
+        pair.check_state()
+
+
 @pytest.mark.parametrize("clip", ["by norm", ""])
 def test_scales_that_change_and_gradients_that_are_not_finite(clip: str) -> None:
     """The scale grows after every second step, and is halved for an infinity or a NaN."""
