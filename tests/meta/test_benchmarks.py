@@ -353,6 +353,15 @@ def test_rounds(tmp_path) -> None:
     assert all(" up, " in row[f"round {number}"] for number in (1, 2, 3))
 
 
+def test_phases(tmp_path) -> None:
+    line = "layers --device cpu --set tiny --tokens 8 --warm 1 --steps 2 --out out.json"
+    found = run("bench_phases.py", tmp_path, *line.split())
+    plain, tiered = check_rows(found, "GB", "whole ms", "forward ms", "step ms")
+    assert (plain["how"], tiered["how"]) == ("plain", "tiermem")
+    parts = sum(tiered[f"{phase} ms"] for phase in ("forward", "backward", "step"))
+    assert 0 < parts < 2 * tiered["whole ms"]
+
+
 @needs_transformers
 @pytest.mark.parametrize("only", ["amp", pytest.param("", marks=pytest.mark.thorough)])
 def test_usual_scripts(only: str, tmp_path) -> None:
