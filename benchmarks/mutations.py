@@ -5009,8 +5009,8 @@ MUTATIONS = (
     Mutation(
         "a step that waited takes gradients away that were given since",
         "tiermem/optim/units/attempt.py",
-        "kept = self._owed or (entry is not None and entry.has_grad)",
-        "kept = entry is not None and entry.has_grad",
+        "kept = self._owed or alone",
+        "kept = alone",
         ("tests/unit/test_optim_auto.py",),
     ),
     Mutation(

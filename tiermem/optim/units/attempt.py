@@ -194,12 +194,13 @@ class Attempt:
         self._undo = None  # it holds views of the slots
         with torch._C.DisableTorchFunctionSubclass():
             alone = len(unit.entries) == len(self._gradients) and all(map(_has_grad, unit.entries))
-            if alone or self._owed:  # those that were there before the step stay
+            kept = self._owed or alone  # those that were there before the step
+            if kept:
                 set_each(map(_first, self._gradients), "grad", map(_second, self._gradients))
-            rest = () if alone or self._owed else self._gradients
-            for (param, gradient), entry in zip(rest, unit.entry_of, strict=False):
-                kept = self._owed or (entry is not None and entry.has_grad)
-                if (kept or not self.made) and param.grad is not gradient:
+            rest = () if kept else zip(self._gradients, unit.entry_of, strict=False)
+            for (param, gradient), entry in rest:
+                stays = (entry is not None and entry.has_grad) or not self.made
+                if stays and param.grad is not gradient:
                     param.grad = gradient
         self.holding.close(written=self.made)
         self._waiting.end()
