@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support_adam_kernel import FakeKernel, faked
+from support_late_state import pair_of
 from support_nn import assert_same
 from torch import nn
 
@@ -234,3 +235,22 @@ def test_whoever_looks_at_torchs_operations_sees_them(loops: Made) -> None:
         pair.step(2)
     assert torch._foreach_addcdiv_ in seen and not pair.direct
     pair.check()
+
+
+def test_an_update_of_late_state_that_fails_half_way_leaves_nothing(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = DirectSteps.update_state
+
+    def half_way(*given: Any) -> bool:
+        assert update(*given)
+        raise torch.OutOfMemoryError("no memory")
+
+    with pair_of(torch.optim.AdamW, {"lr": 0.01, "foreach": True}) as pair:
+        pair.step(5)
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectSteps, "update_state", half_way)
+            with pytest.raises(torch.OutOfMemoryError):
+                pair.optimizer.finish()
+        assert pair.late and kernel.steps
+        pair.check()
