@@ -15,11 +15,10 @@ import argparse
 import resource
 import statistics
 import time
-import traceback
 from typing import Any
 
 import torch
-from common import failure, report
+from common import report, rows_of
 from llama import give_back, nbytes_of
 from torch import nn
 from zoo import KINDS
@@ -135,14 +134,9 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     device = torch.device(options.device)
-    rows: list[Row] = []
-    for name in options.models:
-        try:
-            rows += measure(name, options, device)
-        except Exception as error:
-            traceback.print_exc()
-            rows.append({"model": name, "note": failure(error)})
-        give_back(device)
+    rows = rows_of(
+        options.models, lambda name: measure(name, options, device), lambda: give_back(device)
+    )
     report("Phases of a training step, host and device", rows, options.out, tall=True)
 
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import argparse
 import time
-import traceback
 from typing import Any
 
 import torch
-from common import failure, report
+from common import report, rows_of
 from llama import give_back, nbytes_of
 from torch import nn
 from zoo import KINDS
@@ -133,14 +132,9 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
     options = parser.parse_args()
     device = torch.device(options.device)
-    rows: list[Row] = []
-    for name in options.models:
-        try:
-            rows.append(measure(name, options, device))
-        except Exception as error:
-            traceback.print_exc()
-            rows.append({"model": name, "note": failure(error)})
-        give_back(device)
+    rows = rows_of(
+        options.models, lambda name: [measure(name, options, device)], lambda: give_back(device)
+    )
     report("First rounds of training with defaults", rows, options.out, tall=True)
 
 

@@ -9,7 +9,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,29 @@ def integration(name: str) -> Any:
         if error.name != "tiermem.integrations":
             raise
         return importlib.import_module(f"integrations.{name}")
+
+
+def rows_of(
+    models: Sequence[str],
+    measure: Callable[[str], Sequence[dict[str, Any]]],
+    after: Callable[[], object],
+) -> list[dict[str, Any]]:
+    """Measures one model after the other; one that fails is a row that says so.
+
+    Args:
+        models: Names.
+        measure: Returns the rows of a model.
+        after: Called after each.
+    """
+    rows: list[dict[str, Any]] = []
+    for name in models:
+        try:
+            rows += measure(name)
+        except Exception as error:
+            traceback.print_exc()
+            rows.append({"model": name, "note": failure(error)})
+        after()
+    return rows
 
 
 def failure(error: BaseException) -> str:

@@ -937,7 +937,7 @@ _ELSEWHERE = (
     Mutation(
         "adam: writes are not counted",
         "tiermem/optim/rules/adamstep.py",
-        "            _count(one.rows, counts or (0, 0, 0))\n",
+        "            _count(rows, self._counts)\n",
         "",
         _ADAM,
     ),

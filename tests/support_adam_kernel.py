@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,25 @@ class FakeKernel:
                     param.view(-1)[:1].add_(1.0)
             for counter in kept:
                 counter.__exit__(None, None, None)
+
+
+class Looks(torch.overrides.TorchFunctionMode):
+    """Sees torch's functions.
+
+    Attributes:
+        seen: Those that were called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[Any] = []
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Calls the function."""
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -47,9 +47,8 @@ def test_a_stand_in_is_used_again_where_no_program_could_tell(
 
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     x = torch.ones(2, 64)
-    with tiermem.TierManager(
-        "cpu", hbm="56KiB", dram="1MiB"
-    ) as tier:  # else they are left to torch
+    # where all fits, gradients are left to torch
+    with tiermem.TierManager("cpu", hbm="56KiB", dram="1MiB") as tier:
         tier.wrap(model)
 
         def step() -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_adam_kernel import FakeKernel, faked
+from support_adam_kernel import FakeKernel, Looks, faked
 from torch import nn
 
 from tiermem.optim.rules import adamstep
@@ -248,19 +248,10 @@ def test_a_subclass_or_few_elements_are_left_to_torch(
 
 
 def test_whoever_looks_at_torchs_operations_sees_them(kernel: FakeKernel) -> None:
-    seen = []
-
-    class Looks(torch.overrides.TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
     pair = twins(torch.optim.AdamW, foreach=True)
-    with Looks():
+    with Looks() as looks:
         step_both(pair)
-    assert torch._foreach_addcdiv_ in seen and not kernel.steps
+    assert torch._foreach_addcdiv_ in looks.seen and not kernel.steps
     assert left(*pair[0]) == left(*pair[1])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support_adam_kernel import FakeKernel, faked
+from support_adam_kernel import FakeKernel, Looks, faked
 from support_late_state import pair_of
 from support_nn import assert_same
 from torch import nn
@@ -108,7 +108,7 @@ def test_every_step_but_the_first_ones_is_made_directly(loops: Made, cls: Any) -
     pair.check()
 
 
-def test_writes_of_weights_are_counted_as_torch_counts_them(loops: Made) -> None:
+def test_writes_of_weights_are_counted(loops: Made) -> None:
     pair = loops()
     pair.step(2)
     before = [[p._version for p in m.parameters()] for m in (pair.plain, pair.model)]
@@ -218,22 +218,13 @@ def test_few_elements_are_left_to_torch(loops: Made, monkeypatch: pytest.MonkeyP
 
 
 def test_whoever_looks_at_torchs_operations_sees_them(loops: Made) -> None:
-    seen = []
-
-    class Looks(torch.overrides.TorchFunctionMode):
-        def __torch_function__(
-            self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
     pair = loops(overlap=False)
     pair.step(3)
     assert pair.direct
     pair.direct = 0
-    with Looks():
+    with Looks() as looks:
         pair.step(2)
-    assert torch._foreach_addcdiv_ in seen and not pair.direct
+    assert torch._foreach_addcdiv_ in looks.seen and not pair.direct
     pair.check()
 
 

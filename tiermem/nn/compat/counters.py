@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +20,14 @@ def _takes_several(call: Callable[[Any], object]) -> bool:
 
 
 _INCREMENTS, _KEEPS = map(_takes_several, (torch.autograd.graph.increment_version, _unchanged))
+
+
+_version = attrgetter("_version")
+
+
+def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
+    """Returns how often tensors were written, as far as torch counts it."""
+    return sum(map(_version, tensors))
 
 
 def increment_versions(tensors: Sequence[torch.Tensor]) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 
-from tiermem.nn.compat.counters import increment_versions
-
-_version = attrgetter("_version")
+from tiermem.nn.compat.counters import increment_versions, sum_of_versions
 
 
 def refuse_changed(weight: torch.Tensor, version: int, block: str) -> None:
@@ -109,7 +106,7 @@ class Writes:
 
     def count(self) -> int:
         """Returns the sum of the version counters as it is now."""
-        return sum(map(_version, self.counted))
+        return sum_of_versions(self.counted)
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
         """Counts a write of tensors made elsewhere in torch's version counters, and here."""

@@ -8,6 +8,7 @@ from collections.abc import Container, Sequence
 import torch
 from torch import nn
 
+from tiermem.nn.compat.counters import sum_of_versions
 from tiermem.nn.compat.shapes import follow
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.tensors.lazy import LazyTensor
@@ -18,7 +19,6 @@ from tiermem.optim.host.proof import stand_in
 from tiermem.optim.host.room import HostRoom
 from tiermem.optim.rules.casts import cast
 from tiermem.optim.rules.plainstep import run
-from tiermem.optim.units.held import versions
 from tiermem.optim.units.places import part_exchanged
 from tiermem.optim.units.undo import Undo, cannot_fail_midway
 from tiermem.optim.units.unit import StepUnit
@@ -98,7 +98,7 @@ class HostUpdate:
         found = [gradients.get(id(param)) for param, _ in unit.members]
         beside = self._give_gradients(job, owns, found, weights)
         seen = [u for u in job.gradients.units() if unit.sees(u)]
-        counts = [versions(job.views[u.block.id]) for u in seen]
+        counts = [sum_of_versions(job.views[u.block.id]) for u in seen]
         undo.keep_entries(optimizer.state, list(self.owns.values()))
         undo.keep_settings(optimizer)
         if not job.elsewhere and not cannot_fail_midway(optimizer):
@@ -124,7 +124,7 @@ class HostUpdate:
             unit.masters.made = True
         written = {block.id for block in [*unit.kept_blocks(), job.blocks[-1]]}
         for u, before in zip(seen, counts, strict=True):
-            if unit.handed.spoils or versions(job.views[u.block.id]) != before:
+            if unit.handed.spoils or sum_of_versions(job.views[u.block.id]) != before:
                 written.add(u.block.id)
         return written
 

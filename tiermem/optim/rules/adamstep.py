@@ -116,8 +116,7 @@ def step_at_once(
     Returns:
         Whether the step is made; else nothing is done.
     """
-    cls: Any = type(optimizer)
-    if cls not in _CLASSES or not (is_torchs(own) and is_torchs(cls._init_group)):
+    if not _is_torchs_own(optimizer, own):
         return False
     groups = optimizer.param_groups
     if sum(map(_numel, chain.from_iterable(group["params"] for group in groups))) < _LEAST:
@@ -142,9 +141,7 @@ def step_at_once(
         if None in writes:
             return False
         for one, counts in zip(ready, writes, strict=True):
-            torch._foreach_add_(one.steps, _one(), alpha=1.0)
-            kernel.step(one.kind.dtype, one.numbers, one.rows)
-            _count(one.rows, counts or (0, 0, 0))
+            Recipe(kernel, one.kind, one.numbers, counts or (0, 0, 0)).step(one.rows, one.steps)
     return True
 
 
@@ -158,7 +155,7 @@ class Recipe:
         self._kernel, self._kind, self._numbers, self._counts = kernel, kind, numbers, counts
 
     def step(self, rows: Rows, steps: Sequence[torch.Tensor]) -> None:
-        """Makes it; of the tensors, writes are counted of the parameters alone.
+        """Makes it, and counts it as torch does.
 
         Args:
             rows: Ordinary tensors of one dtype and device; see :func:`are_alike`.
@@ -168,8 +165,7 @@ class Recipe:
             if steps:
                 torch._foreach_add_([*steps], _one(), alpha=1.0)
             self._kernel.step(self._kind.dtype, self._numbers, rows)
-            for _ in range(self._counts[0]):
-                increment_versions(tuple(rows.params))
+            _count(rows, self._counts)
 
 
 def recipe_of(
@@ -183,8 +179,7 @@ def recipe_of(
         first: Of the dtype and on the device of all tensors.
         made: How many steps were made before.
     """
-    cls: Any = type(optimizer)
-    if cls not in _CLASSES or not (is_torchs(cls.step.__wrapped__) and is_torchs(cls._init_group)):
+    if not _is_torchs_own(optimizer, type(optimizer).step.__wrapped__):  # type: ignore[attr-defined]
         return None
     if not (_has_plain_settings(group) and _is_by_foreach(group, first)):
         return None
@@ -210,6 +205,17 @@ def _one() -> torch.Tensor:
 
 
 # -- inside ----------------------------------------------------------------
+
+
+def _is_torchs_own(optimizer: torch.optim.Optimizer, own: Callable[..., Any]) -> bool:
+    """Whether an optimizer is of a class of the kernel's, with torch's own methods.
+
+    Args:
+        optimizer: A plain one.
+        own: Its class's ``step``.
+    """
+    cls: Any = type(optimizer)
+    return cls in _CLASSES and is_torchs(own) and is_torchs(cls._init_group)
 
 
 def _is_plain_time(optimizer: torch.optim.Optimizer) -> bool:

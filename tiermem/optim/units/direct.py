@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tiermem.core.alike import all_are, all_same
+from tiermem.core.block import align_up
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.optim.rules.adamkernel import Rows
 from tiermem.optim.rules.adamstep import are_alike, is_worth_it, recipe_of
@@ -34,9 +35,9 @@ _data_ptr, _numel = torch.Tensor.data_ptr, torch.Tensor.numel
 _is_contiguous, _item = torch.Tensor.is_contiguous, torch.Tensor.item
 
 
-def _rooms(counts: Sequence[int]) -> list[int]:
+def rooms_for(counts: Sequence[int]) -> list[int]:
     """Returns so many elements each, rounded up: kernels are quick with whole vectors."""
-    return [-(-count // _ALIGNED) * _ALIGNED for count in counts]
+    return [align_up(count, _ALIGNED) for count in counts]
 
 
 class _Lay(NamedTuple):
@@ -170,7 +171,7 @@ class DirectSteps:
         if recipe is None:
             return False
         # what is written in the place of weights is of no use to anybody
-        ends = [*accumulate(_rooms(lay.counts), initial=0)]
+        ends = [*accumulate(rooms_for(lay.counts), initial=0)]
         room = torch.empty(ends[-1], dtype=first.dtype, device=first.device)
         found = lay.rows((), grads, kept)
         shapes = zip(found.grads, ends[:-1], strict=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from tiermem.core.block import Block
 from tiermem.core.residency import Record
+from tiermem.nn.compat.counters import sum_of_versions
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.runtime.memory.slots import Slot
@@ -18,8 +15,6 @@ if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
     from tiermem.optim.units.late import Ahead, LateState
     from tiermem.optim.units.unit import StepUnit
-
-_version = attrgetter("_version")
 
 
 class Held:
@@ -106,7 +101,9 @@ class Held:
         for u, slot in zip(self.gradients, self._slots, strict=False):
             if u.pending:
                 runtime.grads.settle(u, slot)
-        self._versions = [versions(slot.views) for slot in self._slots[: len(self.gradients)]]
+        self._versions = [
+            sum_of_versions(slot.views) for slot in self._slots[: len(self.gradients)]
+        ]
         unit.handed.scaled = False
         self._opened = True
         slots = {id(slot.block): slot for slot in self._slots}
@@ -195,10 +192,7 @@ class Held:
         if not written or index >= len(self.gradients):
             return written
         unit, handed = self._unit, self._unit.handed
-        may_be = handed.spoils or handed.scaled or self._versions[index] != versions(slot.views)
+        may_be = (
+            handed.spoils or handed.scaled or self._versions[index] != sum_of_versions(slot.views)
+        )
         return may_be and unit.sees(self.gradients[index])
-
-
-def versions(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns how often the tensors of a block were written, as far as torch counts it."""
-    return sum(map(_version, tensors))

@@ -29,13 +29,13 @@ from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.optim.rules.plainstep import run
 from tiermem.optim.rules.separable import settings_of
+from tiermem.optim.units.direct import rooms_for
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.undo import Undo
 from tiermem.runtime.memory.slots import Slot
 from tiermem.runtime.transfers.deferred import Deferred
 
 _AT_HOME = Residency.VALID
-_ALIGNED = 64  # elements: kernels are quick with tensors that begin at whole vectors
 
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
@@ -266,7 +266,7 @@ def _stand_ins(gradients: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         return [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
     [(dtype, device)] = kinds
     counts = [gradient.numel() for gradient in gradients]
-    rooms = [-(-count // _ALIGNED) * _ALIGNED for count in counts]
+    rooms = rooms_for(counts)
     runs = torch.zeros(sum(rooms), dtype=dtype, device=device).split(rooms)
     return [
         nn.Parameter(run[:count].view(like.shape))
