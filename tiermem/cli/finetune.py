@@ -263,8 +263,9 @@ def pick_tiers(
     context = context_nbytes(device)
     stand_in, trained = _with_adapters(folder, lora)
     numbers = sum(param.numel() * param.element_size() for param in trained)
+    held = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     # Clipping and the step hold one gradient's worth beside what the tiers hold.
-    hbm = cap - context - activations - numbers
+    hbm = cap - context - held - activations - numbers
     found = least_budgets(
         stand_in,
         torch.optim.AdamW,
@@ -275,8 +276,9 @@ def pick_tiers(
         policy=policy_of(arguments),
     )
     if hbm < found.least_hbm:
-        least = found.least_hbm + context + activations + numbers
+        least = found.least_hbm + context + held + activations + numbers
         cuda = f"CUDA itself takes {format_size(context)}, " if context else ""
+        cuda += f"torch has taken {format_size(held)} already, " if held else ""
         raise CapacityError(
             f"--hbm {format_size(cap)} is a cap on the whole process: {cuda}activations of "
             f"{plan.batch} x {plan.context} tokens take {format_size(activations)}, the adapters' "
