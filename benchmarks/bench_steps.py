@@ -309,6 +309,29 @@ class End(Layer):
         return _Work.apply(x + x @ self.weight @ self.weight.T, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class Experts(Layer):
+    """Experts that are stacked in two parameters, all of them used.
+
+    Attributes:
+        first: (experts, width, 2 * hidden).
+        second: (experts, hidden, width).
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__([])
+        self.first = nn.Parameter(torch.rand(experts, width, 2 * hidden) / width)
+        self.second = nn.Parameter(torch.rand(experts, hidden, width) / hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Runs all of them.
+
+        Args:
+            x: (batch, width).
+        """
+        gate, up = (x @ self.first).chunk(2, dim=-1)
+        return _Work.apply(x + (gate * up @ self.second).sum(0), self)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def vit() -> tuple[list[Layer], list[float], int]:
     """Returns 64 layers, their shares of the compute, and by what their weights are smaller."""
     layers = [part for _ in range(32) for part in (Layer([80, 80], 4), Layer([80, 320, 80]))]
@@ -336,7 +359,13 @@ def tied() -> tuple[list[Layer], list[float], int]:
     return [End(matrix), *layers, End(matrix)], [0.01, *parts, 0.24], 206
 
 
-MODELS = {"vit": vit, "layers": small, "llama": llama, "tied": tied}
+def experts() -> tuple[list[Layer], list[float], int]:
+    """Returns 6 layers of attention and 8 stacked experts, likewise."""
+    layers = [part for _ in range(6) for part in (Layer([120, 120], 4), Experts(8, 120, 245))]
+    return layers, [0.1 / 6, 0.9 / 6] * 6, 250
+
+
+MODELS = {"vit": vit, "layers": small, "llama": llama, "tied": tied, "experts": experts}
 
 
 @contextmanager
@@ -402,7 +431,7 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
         tier.wrap(model)
         fused = {"fused": True} if on_host else {}  # as foreach, a CPU has no such steps
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4, **fused)
-        x = torch.rand(1, next(layers[1].children()).in_features)
+        x = torch.rand(1, next(p for layer in layers for p in layer.children()).in_features)
         last = options.steps // 2
         for number in range(options.steps):
             if number == last:

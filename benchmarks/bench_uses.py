@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tiermem.core import need
+from tiermem.core import need, parts
 from tiermem.nn.groups import hostbound, partition, resident
 from tiermem.runtime import assembly
 from tiermem.runtime.lookahead.walks import Reach
@@ -310,6 +310,8 @@ def smaller(by: int, vectors: int = 1) -> Iterator[None]:
         (hostbound, "_FASTEST"),
         (need, "_LEAST_UNIT"),
         (need, "LARGEST_WHOLE"),
+        (parts, "_LEAST"),
+        (parts, "_USUAL"),
     ]
     kept = [getattr(module, name) for module, name in places]
     try:

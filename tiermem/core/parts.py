@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tiermem.core.block import ALIGNMENT, align_up
 
-_MOST = 0.8
+_MOST = 0.2
 """Share of the HBM beside weights and gradient above which a parameter's state and master are
-stepped in parts. With an eighth, training at 16,384 tokens was some percent slower on an H200, not
-faster as simulated."""
+stepped in parts: what comes as a whole needs a place that nothing else is in."""
 _EACH = 16
 """A large one takes one in so many of that room: three parts fit beside what else streams."""
 _FEWER, _USUAL = 6, 64 << 20

@@ -596,6 +596,9 @@ class StepsAhead:
         began, packing = time.perf_counter_ns(), self._runtime.home_packing
         packing.stays = True
         try:
+            # they go home in any case: before what the steps write, while state comes up
+            gradients = [found.block for unit in units for found in unit.grad_units()]
+            self._backward.pipeline.write(gradients, gradients=True)
             leave = partial(self.late.leave, self._backward.settings)
             made = self.provisional.make(group, units, self._state, self._make_one, leave)
         except (StorageError, CapacityError):
