@@ -341,7 +341,8 @@ class TierManager:
         self._optimizers += 1
         known = {record.block.id for record in self._manager.parts.table}
         runtime = self._runtime
-        lists: list[list[Any]] = [runtime.backward.on_begin, runtime.keepers]
+        watched = runtime.backward.on_begin, runtime.away.on_look
+        lists: list[list[Any]] = [*watched, runtime.keepers]
         begun = [len(found) for found in lists]
         try:
             return TieredOptimizer(

@@ -146,6 +146,44 @@ def test_room_that_others_hold_in_forward_is_not_counted_on() -> None:
         twins.check()
 
 
+def _add_data(target: torch.Tensor, param: torch.Tensor) -> None:
+    target.data.add_(0.1 * param.data)
+
+
+def _lerp(target: torch.Tensor, param: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.lerp_(param, 0.1)
+
+
+@pytest.mark.parametrize("begins", [0, 3])
+@pytest.mark.parametrize("follow", [_add_data, _lerp])
+def test_room_that_looks_between_steps_hold_is_not_counted_on(follow: Any, begins: int) -> None:
+    """Another model's weight is held as one is looked at: no step may wait to be made then."""
+
+    def train(model: nn.Module, target: nn.Module, optimizer: Any) -> None:
+        for number in range(begins + 4):
+            torch.manual_seed(number)
+            model(torch.randn(4, 96)).square().mean().backward()
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)  # so none is made ahead
+            optimizer.step()
+            optimizer.zero_grad()
+            pairs = zip(target.parameters(), model.parameters(), strict=True)
+            for one, other in pairs if number >= begins else ():
+                follow(one, other)
+
+    def build() -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Sequential(*[nn.Linear(96, 96) for _ in range(6)]) for _ in range(2)]
+
+    plain = build()
+    train(*plain, torch.optim.Adam(plain[0].parameters()))
+    with tiermem.TierManager(device="cpu", hbm="156KiB", dram="16MiB") as tier:
+        model, target = map(tier.wrap, build())
+        train(model, target, tier.optimizer(model, torch.optim.Adam))
+        for mine, other in zip((model, target), plain, strict=True):
+            assert_same(dict(other.state_dict()), dict(mine.state_dict()), "weights")
+
+
 def test_a_class_that_is_not_torchs_own_raises_in_step() -> None:
     with Twins(Net, DRAM, FailsMidway, {"lr": 0.1}) as twins:
         for number in range(3):
@@ -350,13 +388,14 @@ def test_a_step_that_cannot_be_made_in_forward_is_made_before_it(
 def test_an_optimizer_that_is_closed_or_refused_looks_at_no_backward() -> None:
     with tiermem.TierManager(device="cpu", hbm="2MiB", dram="16MiB") as tier:
         model = tier.wrap(Net(torch.float32))
+        watched = tier._runtime.backward.on_begin, tier._runtime.away.on_look
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.01)
-        assert len(tier._runtime.backward.on_begin) == 1
+        assert [len(found) for found in watched] == [1, 1]
         with pytest.raises(tiermem.StepError):
             tier.optimizer(model, torch.optim.LBFGS)
-        assert len(tier._runtime.backward.on_begin) == 1
+        assert [len(found) for found in watched] == [1, 1]
         optimizer.close()
-        assert not tier._runtime.backward.on_begin
+        assert not any(watched)
 
 
 def test_other_words_are_refused() -> None:

@@ -108,6 +108,17 @@ def test_state_before_the_first_step(overlap: Any, in_parts: bool) -> None:
         twins.check()
 
 
+def test_an_emptied_state_is_in_the_state_dict(in_parts: bool) -> None:
+    with twins_of() as twins:
+        train(twins, 0)
+        for optimizer, param in both(twins, LARGE):
+            optimizer.state[param] = {}
+        plain, mine = twins.by_hand.optimizer.state_dict(), twins.optimizer.state_dict()
+        assert_same(plain["state"], mine["state"], "state")
+        train(twins, 1)
+        twins.check()
+
+
 def test_what_is_loaded_is_no_others(in_parts: bool) -> None:
     """A rate that is a tensor is written in place, by a scheduler say: of one optimizer alone."""
     with twins_of(lr=torch.tensor(0.01)) as first, twins_of(lr=torch.tensor(0.01)) as second:

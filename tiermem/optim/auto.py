@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import LazyTensor, is_held
 from tiermem.optim.rules.probe import settings_of
@@ -55,19 +56,28 @@ class AutoOverlap:
         self._steady: set[int] = set()
         self._failed = False
         self._holders = 0
-        self._seen_nbytes = 0  # of HBM that a backward before found in use by others
+        self._seen_nbytes = 0  # of HBM that a backward or a look before found in use by others
+        self._needed = 0  # bytes of HBM for the largest step that waits
+        self._finish: Callable[[], None] | None = None
         # steps that were asked for by a look instead of a forward
         self._owed = self._early = 0
         self._pause = self._last_pause = 0
 
-    def begin(self, state: State) -> None:
-        """Begins to watch backwards; no user has seen the tiered optimizer's state yet."""
-        self._holders = sys.getrefcount(state)
+    def begin(self, state: State, finish: Callable[[], None]) -> None:
+        """Begins to watch backwards and looks; no user has seen the optimizer's state yet.
+
+        Args:
+            state: The tiered optimizer's.
+            finish: Makes all steps that wait.
+        """
+        self._holders, self._finish = sys.getrefcount(state), finish
         self._runtime.backward.on_begin.append(self.backward_begins)
+        self._runtime.away.on_look.append(self.look_begins)
 
     def close(self) -> None:
-        """Stops watching backwards."""
+        """Stops watching backwards and looks."""
         self._runtime.backward.on_begin.remove(self.backward_begins)
+        self._runtime.away.on_look.remove(self.look_begins)
 
     def choose(
         self,
@@ -101,6 +111,7 @@ class AutoOverlap:
             self._holders = min(self._holders, count)
         elif count > self._holders:
             return
+        self._needed = 0
         kinds = {number: kind_of(group) for number, group in enumerate(groups)}
         steady = {number for number, kind in kinds.items() if self._tried.get(number) == kind}
         room = self._room()
@@ -112,6 +123,7 @@ class AutoOverlap:
                 and not (looked_into and _is_seen(unit, state))
             ):
                 self.waiting.add(id(unit))
+                self._needed = max(self._needed, self._takes(unit))
 
     def may_begin(self, *, looked_into: bool, draws: bool) -> bool:
         """Whether steps may be made before they are asked for, as far as the class goes.
@@ -172,6 +184,29 @@ class AutoOverlap:
         if self._known and not self._table.all_fit:  # else a graph may have all blocks
             self._seen_nbytes = max(self._seen_nbytes, self._seen_now())
 
+    def look_begins(self, group: Group) -> None:
+        """Has steps made before a look at a weight between passes that would leave them no room.
+
+        A program may hold two weights at once (``target.data.add_(param.data)``), one of which a
+        step may wait for: that would find HBM in pieces. The next round will be alike.
+
+        Args:
+            group: What is looked at.
+        """
+        if not self._known or self._table.all_fit:
+            return
+        get, current = self._table.get, self._runtime.manager.parts.slots.current
+        records = [record for record in map(get, current) if record is not None]
+        leased = sum(r.block.nbytes for r in records if r.leases and not r.fixed)
+        held = self._seen_now() + leased
+        self._seen_nbytes = max(self._seen_nbytes, held)
+        owed = self._runtime.manager.parts.deferred
+        if self._finish is None or held or not owed or group.block.id in owed:
+            return  # a step that the look itself asks for comes before its weights are held
+        free = self._table.hbm.capacity - self._table.fixed_nbytes(now=True) - group.block.nbytes
+        if self._needed > free // 2:  # the larger of two pieces, at the least
+            self._finish()
+
     def _is_early(self) -> bool:
         """Whether the program looks at the weights after each step, so that waiting is in vain."""
         if self._owed:
@@ -204,11 +239,15 @@ class AutoOverlap:
 
     def _fits(self, unit: StepUnit, room: int) -> bool:
         """Whether a step can be made in a forward, in which a CUDA graph may be captured."""
-        group, table = unit.group, self._table
-        if group is None or table[group.block.id].fixed:
+        group = unit.group
+        if group is None or self._table[group.block.id].fixed:
             return False
-        needed = [block for block in unit.at_once() if not table[block.id].fixed]
-        return sum(block.nbytes for block in needed) - group.block.nbytes <= room
+        return self._takes(unit) - group.block.nbytes <= room
+
+    def _takes(self, unit: StepUnit) -> int:
+        """Returns the bytes of HBM that a step works on beside what lives there."""
+        needed = [block for block in unit.at_once() if not self._table[block.id].fixed]
+        return sum(block.nbytes for block in needed)
 
     def _seen_now(self) -> int:
         current, table = self._runtime.manager.parts.slots.current, self._table

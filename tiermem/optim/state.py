@@ -369,10 +369,13 @@ def take_in_edits(
     for unit in units:
         if isinstance(unit, PartedUnit):
             if unit.is_edited(state):
-                kept = state.get(unit.members[0][0], {})
-                values = {key: _value_of(value) for key, value in kept.items()}
+                param = unit.members[0][0]
+                kept = state.get(param)
+                values = {key: _value_of(value) for key, value in (kept or {}).items()}
                 take = partial(_take_part, runtime, groups, None)
                 unit.take_state(runtime, state, values or None, take)
+                if kept is not None and not values:
+                    state[param] = kept  # keeps its place among the others
             continue
         for param, _ in unit.members:
             optimizer = unit.plain.optimizer_for(groups)

@@ -86,7 +86,7 @@ class StepTiming:
     def begin(self) -> None:
         """Begins to watch what the program does with the state; no user has seen it yet."""
         if self.auto is not None:
-            self.auto.begin(self._units.state)
+            self.auto.begin(self._units.state, self.finish)
 
     def extend(self, planned: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
         """Takes new units on; other optimizers leave their blocks to ``step()``.

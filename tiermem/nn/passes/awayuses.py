@@ -35,6 +35,7 @@ class AwayUses:
         addresses: The addresses that users were given for tensors.
         soft: Groups that are left pointed at their blocks, by their ids, in that order.
         counted: Whether torch counts all that the code of the modules writes, as far as is known.
+        on_look: Called before each look at weights that are away, between passes.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -46,6 +47,7 @@ class AwayUses:
         self.soft: dict[int, Group] = {}
         self._viewed: list[Group] = []
         self.counted = True
+        self.on_look: list[Callable[[Group], None]] = []
 
     @property
     def saved(self) -> SavedHooks:
@@ -61,6 +63,7 @@ class AwayUses:
             return  # an operation on it says that there is no room; its shape can be asked for
         self._close(group)
         inside = self.here.is_in_pass()
+        self._look(group)
         while True:
             try:
                 group.point_softly(dirty=not inside)
@@ -85,6 +88,7 @@ class AwayUses:
         self.manager.threads.note()
         self._close(group)
         self.note_apart(group)
+        self._look(group)
         self._runtime.backward.enter()
         while True:
             try:
@@ -203,6 +207,12 @@ class AwayUses:
         if group.left_open is not None:
             with self.manager.lock:
                 group.left_open()
+
+    def _look(self, group: Group) -> None:
+        """Tells of a look at weights between passes, before they come up."""
+        if self.on_look and not self.here.is_in_pass():
+            for tell in self.on_look:
+                tell(group)
 
     def _keep_soft(self, group: Group) -> None:
         """Leaves a group pointed at its block.

@@ -69,8 +69,11 @@ class PartsState:
                 refresh(kept[key], self._load(runtime, key))
 
     def copies(self, runtime: ModuleRuntime, state: State) -> Iterator[tuple[torch.Tensor, State]]:
-        """Yields the parameter with copies of its state in host memory, if it has any."""
-        if not state.get(self._param):
+        """Yields the parameter with copies of its state in host memory, if it has any.
+
+        An empty state is one as well, which torch's ``state_dict()`` has.
+        """
+        if state.get(self._param) is None:
             return
         self.flush()
         values = numbers_of(state[self._param])
