@@ -357,3 +357,27 @@ def test_what_is_cut_short_as_it_begins_takes_no_room(monkeypatch: pytest.Monkey
         assert not bench.packing.has_room
         assert bench.used() == before
     bench.manager.close()
+
+
+def test_what_is_cut_short_as_it_gives_its_dram_back_packs_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut_short(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        packing, homes = pair.optimizer._timing.ahead._left._packing, pair.tier._manager.parts.homes
+        with monkeypatch.context() as patch, pair.tier._manager.lock:
+            patch.setattr(HomePacking, "give_way", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                packing._give_dram_back()
+        pair.optimizer._runtime.repair()
+        taken = homes.lend(homes.dram.capacity - homes.dram.used - (1 << 14), spare=True)
+        assert taken is not None
+        before = homes.arena.bytes_of(taken).fill_(7).clone()
+        pair.train(10, 4)
+        assert bool((homes.arena.bytes_of(taken) == before).all())
+        assert not packing.is_on
+        pair.same_state()
