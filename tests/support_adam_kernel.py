@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,16 +27,18 @@ class FakeKernel:
         self.steps += 1
         beta1, beta2, size, root, eps, decay, rest1, rest2 = numbers.values
         del beta1
+        assert all(map(torch.Tensor.data_ptr, chain(*rows)))  # the kernel is given addresses
         for param, grad, first, second in zip(*rows, strict=True):
             kept = keep_versions([param, first, second])
             with torch.no_grad():
                 used = -grad if numbers.maximize else grad
                 if numbers.decay and numbers.decoupled:
-                    param.mul_(decay)
+                    torch._foreach_mul_([param], decay)  # mul_ rounds bfloat16 otherwise
                 elif numbers.decay:
                     used = used.add(param, alpha=decay)
                 first.lerp_(used, rest1)
-                second.mul_(beta2).addcmul_(used, used, value=rest2)
+                torch._foreach_mul_([second], beta2)
+                second.addcmul_(used, used, value=rest2)
                 below = second.sqrt().div_(root).add_(eps)
                 param.addcdiv_(first, below, value=size)
                 if self.wrong:

@@ -171,6 +171,39 @@ def test_a_home_comes_up_once_it_is_there(seed: int) -> None:
         assert torch.equal(torch.from_numpy(home), words[0])
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_home_is_opened_after_writes_of_another_were_cut_short(
+    monkeypatch: pytest.MonkeyPatch, times: int, late: bool
+) -> None:
+    def cut_short(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with small_tiles():
+        device = SimulatedDevice(Random(0))
+        engine = StreamCopyEngine(device, UP, DOWN, FILES, UNPACK, PACK)
+        tile, tiles = packedhome.TILE, 100
+        nbytes = tiles * tile
+        room, home, flags = (np.zeros(count, dtype=np.uint8) for count in (16 * tile, nbytes, 128))
+        engine.use_room(torch.from_numpy(room[: 12 * tile]), Extent(0, 12 * tile))
+        source = torch.randint(-(1 << 15), 1 << 15, (nbytes // 2,), dtype=torch.int16)
+        words = source.view(torch.uint8)
+        form = PackedHome(home.ctypes.data, tiles, 0, flags.ctypes.data, flags.ctypes.data)
+        engine.down_home(form, words, Extent(1 << 20, nbytes), None)
+        device.synchronize()
+        other = np.zeros(nbytes, dtype=np.uint8)
+        others = PackedHome(other.ctypes.data, tiles, 0, flags.ctypes.data, flags.ctypes.data)
+        for _ in range(times):
+            with monkeypatch.context() as patch:
+                patch.setattr(device, "copy_behind" if late else "pack_home", cut_short)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.down_home(others, words, Extent(1 << 21, nbytes), None)
+        device.synchronize()
+        engine.open_home(form)
+        assert torch.equal(torch.from_numpy(home), words)
+        assert not room[12 * tile :].any()  # which others have
+
+
 def packed_bench() -> Streamed:
     """Returns a bench of which every home lies packed, and nothing is in HBM or under way."""
     bench = Streamed(Case(seed=3, slots=2, blocks=4, depth=0, lag=2, late=None, poison=True))

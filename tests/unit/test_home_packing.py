@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support_interrupts import deep, depth_here
 from support_nn import assert_same
 from support_packed_homes import packing_always, small_tiles
 from support_streams import PAGE, SHAPE, manager_over
@@ -357,3 +360,66 @@ def test_what_is_cut_short_as_it_begins_takes_no_room(monkeypatch: pytest.Monkey
         assert not bench.packing.has_room
         assert bench.used() == before
     bench.manager.close()
+
+
+def test_what_is_cut_short_as_it_gives_its_dram_back_packs_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut_short(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    pair = Pair(lr=1e-2)
+    with pair.tier:
+        pair.train(0, 10)
+        packing, homes = pair.optimizer._timing.ahead._left._packing, pair.tier._manager.parts.homes
+        with monkeypatch.context() as patch, pair.tier._manager.lock:
+            patch.setattr(HomePacking, "give_way", cut_short)
+            with pytest.raises(KeyboardInterrupt):
+                packing._give_dram_back()
+        pair.optimizer._runtime.repair()
+        taken = homes.lend(homes.dram.capacity - homes.dram.used - (1 << 14), spare=True)
+        assert taken is not None
+        before = homes.arena.bytes_of(taken).fill_(7).clone()
+        pair.train(10, 4)
+        assert bool((homes.arena.bytes_of(taken) == before).all())
+        assert not packing.is_on
+        pair.same_state()
+
+
+def test_a_home_is_opened_whole_at_the_end_of_a_threads_stack() -> None:
+    tier = tiermem.TierManager("cpu", hbm="64KiB", dram="1MiB")
+    manager = tier._manager
+    homes, wrong, raised = manager.parts.homes, [], []
+
+    def open_it(headroom: int) -> None:
+        with manager.lock:
+            record = manager.record(block)
+            extent = record.home_extent
+            assert extent is not None
+            try:
+                levels = sys.getrecursionlimit() - depth_here() - headroom
+                deep(levels, lambda: homes.open(extent))
+            except RecursionError:
+                raised.append(headroom)
+            if extent.offset not in homes.packed or headroom == 24:
+                wrong.extend(homes.opened(extent) != 7)
+
+    with manager.lock:
+        [block] = manager.add_blocks([("b", Role.PARAM, [SHAPE])])
+        manager.write_home(block, [torch.zeros(PAGE, dtype=torch.uint8)])
+        assert HomePacking(manager).begin()
+        manager.record(block).packs = True
+    for headroom in range(2, 25):
+        with manager.lock:
+            manager.acquire(block).views[0].fill_(7)
+            manager.release(block, dirty=True)
+            manager.parts.transfers.drain(manager.record(block))
+            manager.parts.evictor.evict(manager.record(block))
+        thread = threading.Thread(target=open_it, args=(headroom,))
+        thread.start()
+        thread.join()
+        with manager.lock:
+            assert bool((manager.acquire(block).views[0] == 7).all()), headroom
+            manager.release(block)
+    assert raised and max(raised) < 24 and not any(wrong)
+    tier.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 import tiermem
 from tiermem.optim.rules import adamstep
+from tiermem.optim.rules.plainstep import run
+from tiermem.optim.units import unit as units
 from tiermem.optim.units.direct import DirectSteps
 
 WIDTH, LAYERS = 32, 6
@@ -245,3 +248,37 @@ def test_an_update_of_late_state_that_fails_half_way_leaves_nothing(
                 pair.optimizer.finish()
         assert pair.late and kernel.steps
         pair.check()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_that_several_threads_use(
+    loops: Made, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    pair = loops(overlap=False)
+
+    def shrink(model: Any, _optimizer: Any = None) -> None:
+        with torch.no_grad():
+            model[0][0].weight.mul_(0.9)
+
+    def no_memory(optimizer: torch.optim.Optimizer) -> None:
+        run(optimizer)
+        raise torch.OutOfMemoryError("no memory")
+
+    pair.step(3)
+    for model in (pair.plain, pair.model):
+        thread = threading.Thread(target=shrink, args=(model,))
+        thread.start()
+        thread.join()
+    pair.step(1, between=shrink)
+    pair.backward()
+    if fails:
+        with monkeypatch.context() as patch:
+            patch.setattr(units, "run", no_memory)
+            patch.setattr(DirectSteps, "make", lambda *_: False)
+            with pytest.raises(torch.OutOfMemoryError):
+                pair.optimizer.step()
+    pair.own.step()
+    pair.optimizer.step()
+    assert pair.direct
+    assert not pair.tier._runtime.groups[0].lender.addresses._of  # no step has asked for any
+    pair.check()

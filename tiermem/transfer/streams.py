@@ -318,7 +318,7 @@ class StreamCopyEngine:
         while event is None or first < home.tiles:
             tiles = min(self._tiles, home.tiles - first)
             rest = home.rest if first + tiles == home.tiles else 0
-            place, free = self._places.pop(0)
+            place, free = self._places[0]
             if free is not None:
                 calls.wait(kernels, free)
             calls.pack_home(
@@ -333,7 +333,8 @@ class StreamCopyEngine:
             )
             to, nbytes = home.address + first * PACKED_TILE, tiles * PACKED_TILE + rest
             event = calls.copy_behind(self._down, (kernels,), to, place, nbytes)
-            self._places.append((place, event))
+            # at once: cut short anywhere, each place is still there for whoever opens a home next
+            self._places = [*self._places[1:], (place, event)]
             first += tiles
         self._falling.add(extent, event)
         return event

@@ -7,7 +7,7 @@ each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import chain
@@ -197,6 +197,11 @@ def is_worth_it(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(sum(map(_numel, tensors)) >= _LEAST)
 
 
+def are_ordinary(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether nothing intercepts operations on tensors, as where several threads use a weight."""
+    return set(map(type, tensors)) <= _PLAIN
+
+
 @cache
 def _one() -> torch.Tensor:
     """Returns 1 as a tensor, as torch does: of a number it would make one for each counter."""
@@ -328,12 +333,13 @@ def are_alike(rows: Rows) -> bool:
     ``foreach`` reads it again in between. By calls of C alone: there are four for each parameter,
     in every step.
     """
-    written = [*map(_data_ptr, chain(rows.params, rows.firsts, rows.seconds))]
     every = [*rows.params, *rows.grads, *rows.firsts, *rows.seconds]
+    if not are_ordinary(every):  # first: others may answer the rest themselves
+        return False
+    written = [*map(_data_ptr, chain(rows.params, rows.firsts, rows.seconds))]
     counts = [*map(_numel, rows.params)]
     return (
-        set(map(type, every)) <= _PLAIN
-        and len(set(map(_dtype, every))) == 1
+        len(set(map(_dtype, every))) == 1
         and len(set(map(_get_device, every))) == 1
         and all(map(_is_contiguous, every))
         and not any(map(_is_inference, every))

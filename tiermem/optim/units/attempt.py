@@ -295,12 +295,13 @@ class Attempt:
         unit = self._unit
         if unit.group is not None:
             views = self._manager.parts.slots.current[unit.group.block.id].views
-            for entry in unit.entries:
-                view = views[entry.index]
-                if entry.materialized:
-                    continue
-                if is_placeholder(entry.param) or entry.param.data_ptr() != view.data_ptr():
-                    entry.param.data = view
+            with torch._C.DisableTorchFunctionSubclass():  # several threads may use the weights
+                for entry in unit.entries:
+                    view = views[entry.index]
+                    if entry.materialized:
+                        continue
+                    if is_placeholder(entry.param) or entry.param.data_ptr() != view.data_ptr():
+                        entry.param.data = view
         if unit.masters is not None and self._masters_made:
             slot = None if unit.masters.block is None else slots[id(unit.masters.block)]
             unit.masters.rederive(slot)

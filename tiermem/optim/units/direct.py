@@ -19,7 +19,7 @@ from tiermem.core.alike import all_are, all_same
 from tiermem.core.block import align_up
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.optim.rules.adamkernel import Rows
-from tiermem.optim.rules.adamstep import are_alike, is_worth_it, recipe_of
+from tiermem.optim.rules.adamstep import are_alike, are_ordinary, is_worth_it, recipe_of
 from tiermem.optim.rules.plainstep import is_bare
 from tiermem.runtime.memory.slots import Slot
 
@@ -117,6 +117,8 @@ class DirectSteps:
         if not (owns and all_same(map(dict.get, owns, settled.keys), settled.stand_ins)):
             return False
         params = [*map(_param, members)]
+        if not are_ordinary(params):
+            return False
         steps: list[Any] = [state.get(_STEP) for state in states]
         if not all_are(map(type, steps), torch.Tensor) or any(map(torch.Tensor.dim, steps)):
             return False

@@ -1,14 +1,13 @@
-"""Calls that no exception from a signal handler can interrupt: opening files, maps and threads.
+"""Calls that no exception can cut short: opening files, maps and threads, unpacking homes.
 
-Python runs signal handlers in the main thread alone. So such a call is made by another one, and the
-main thread waits for it whatever comes meanwhile. It is for calls that come to an end by
-themselves and soon.
+Python runs signal handlers in the main thread alone, and any thread may be at its stack's end. So
+such a call is made by a thread of its own, which is waited for whatever comes meanwhile. It is for
+calls that come to an end by themselves and soon.
 """
 
 from __future__ import annotations
 
 import _thread
-import threading
 from collections.abc import Callable
 
 
@@ -21,9 +20,6 @@ def undisturbed(call: Callable[[], object]) -> None:
     Raises:
         BaseException: What ``call`` raised, or else what came while it ran.
     """
-    if threading.current_thread() is not threading.main_thread():
-        call()
-        return
     raised: list[BaseException] = []
     over: list[bool] = []
     ended = _thread.allocate_lock()

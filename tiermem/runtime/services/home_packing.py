@@ -124,7 +124,8 @@ class HomePacking:
     def repair(self) -> None:
         """Begins anew with its room, after an exception anywhere; nothing is under way."""
         parts, block = self._parts, self._block
-        if block is not None and parts.table.get(block.id) is not None:
+        has_dram = parts.transfers.packed_homes.has_dram  # else it was being given back
+        if has_dram and block is not None and parts.table.get(block.id) is not None:
             slot = parts.slots.current[block.id]
             parts.copy.use_room(slot.bytes[: self._places], slot.extent)
             return
