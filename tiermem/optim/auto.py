@@ -30,6 +30,7 @@ _SWITCHES = {"weight_decay", "momentum"}
 """Those of them with which classes take another way where they are zero."""
 _MOST_PAUSE = 64
 _REFERENCES = 2  # to a storage: the tensor's, and the object that asks
+_LOOKS = 8  # blocks looked at last: of those looked at before, programs hold no views mostly
 
 
 class AutoOverlap:
@@ -59,6 +60,7 @@ class AutoOverlap:
         self._seen_nbytes = 0  # of HBM that a backward or a look before found in use by others
         self._needed = 0  # bytes of HBM for the largest step that waits
         self._finish: Callable[[], None] | None = None
+        self._looked_at: dict[int, None] = {}  # ids of blocks, the last one looked at is the last
         # steps that were asked for by a look instead of a forward
         self._owed = self._early = 0
         self._pause = self._last_pause = 0
@@ -195,10 +197,12 @@ class AutoOverlap:
         """
         if not self._known or self._table.all_fit:
             return
-        get, current = self._table.get, self._runtime.manager.parts.slots.current
-        records = [record for record in map(get, current) if record is not None]
-        leased = sum(r.block.nbytes for r in records if r.leases and not r.fixed)
-        held = self._seen_now() + leased
+        looked_at = self._looked_at
+        held = sum(map(self._held_nbytes, looked_at))
+        looked_at.pop(group.block.id, None)
+        looked_at[group.block.id] = None
+        if len(looked_at) > _LOOKS:
+            del looked_at[next(iter(looked_at))]
         self._seen_nbytes = max(self._seen_nbytes, held)
         owed = self._runtime.manager.parts.deferred
         if self._finish is None or held or not owed or group.block.id in owed:
@@ -248,6 +252,14 @@ class AutoOverlap:
         """Returns the bytes of HBM that a step works on beside what lives there."""
         needed = [block for block in unit.at_once() if not self._table[block.id].fixed]
         return sum(block.nbytes for block in needed)
+
+    def _held_nbytes(self, block_id: int) -> int:
+        """Returns the bytes of a block that a program holds by a view or in an operation."""
+        record = self._table.get(block_id)
+        slot = self._runtime.manager.parts.slots.current.get(block_id)
+        if record is None or slot is None or record.fixed:
+            return 0
+        return slot.extent.nbytes if record.leases or slot.aliased else 0
 
     def _seen_now(self) -> int:
         current, table = self._runtime.manager.parts.slots.current, self._table
