@@ -17,9 +17,13 @@ from support_optim import Net, Twins, loss_of, two_groups
 from torch import nn
 
 import tiermem
+from tiermem.core.block import Block
+from tiermem.core.residency import Record
 from tiermem.optim.ahead import Habit
 from tiermem.optim.balance import Choice, Load, Passes, Speed, best_choice, host_helps
 from tiermem.optim.host.spread import Rates
+from tiermem.runtime.services.sweep import BlockSweep
+from tiermem.runtime.transfers.transfers import Transfers
 
 
 @pytest.mark.parametrize("master", [torch.float32, None])
@@ -442,4 +446,37 @@ def test_a_view_that_was_kept_once_keeps_steps_from_being_made_ahead_once() -> N
             pair.backward(number)
             assert ahead(pair) == units(pair)
             pair.step()
+        pair.check()
+
+
+def test_gradients_go_home_before_what_their_step_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where copies down hide behind compute; else they would be last in the queue."""
+    begin = BlockSweep.__init__
+    written: list[Block] = []
+    drain = Transfers.drain
+
+    def as_on_cuda(self: BlockSweep, manager: Any) -> None:
+        begin(self, manager)
+        self._dram = True
+
+    def noted(self: Transfers, record: Record) -> None:
+        if torch._C._current_graph_task_id() != -1:  # in backward
+            written.append(record.block)
+        drain(self, record)
+
+    with warm() as pair:
+        monkeypatch.setattr(BlockSweep, "__init__", as_on_cuda)
+        pair.backward(0)
+        pair.step()
+        monkeypatch.setattr(Transfers, "drain", noted)
+        pair.backward(1)
+        assert ahead(pair) == units(pair)
+        first = {block.id: number for number, block in reversed([*enumerate(written)])}
+        last = {block.id: number for number, block in enumerate(written)}
+        made = pair.optimizer._timing.ahead.provisional.units
+        for unit in made:
+            gradients = [first[found.block.id] for found in unit.grad_units()]
+            others = [last.get(b.id, len(written)) for b in (unit.group.block, *unit.kept_blocks())]
+            assert max(gradients) < min(others)
+        pair.step()
         pair.check()
