@@ -56,6 +56,17 @@ def classes_are_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def the_collector_is_spared() -> None:
+    """Spares the collector what stays of earlier modules: imports, caches, what is remembered.
+
+    Programs collect where memory is short, sweeps after each interrupt. Looked through each time,
+    what thousands of tests have left behind took most of their time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-variant", action="store_true", help="run those of one_in(n), too")
 
