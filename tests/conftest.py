@@ -23,6 +23,9 @@ torch.set_num_threads(1)
 # A shell starts what runs beside it with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Collecting makes much and drops nothing: a third of its time went into looking for garbage.
+gc.disable()
+
 _OF_PROCESSES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _SLOW_OK = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -54,6 +57,17 @@ def classes_are_tried_once(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         remember_trials(request.module.__name__, patch)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def the_collector_is_spared() -> None:
+    """Spares the collector what stays of earlier modules: imports, caches, what is remembered.
+
+    Programs collect where memory is short, sweeps after each interrupt. Looked through each time,
+    what thousands of tests have left behind took most of their time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,5 +110,6 @@ def _other_variants(items: list[pytest.Item]) -> set[pytest.Item]:
 
 def pytest_collection_finish() -> None:
     """Spares the collector, and children that are forked, what was imported and collected."""
+    gc.enable()
     gc.collect()
     gc.freeze()

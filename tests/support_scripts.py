@@ -1,6 +1,6 @@
-"""Runs scripts as processes of their own that need not import torch and transformers again.
+"""Runs scripts as processes of their own that need not import torch, tiermem and others again.
 
-Each is forked from a server that has imported both, and no more: nothing of a test, nor of
+Each is forked from a server that has imported those, and no more: nothing of a test, nor of
 another script, is in it.
 """
 
@@ -24,7 +24,15 @@ _SERVER = "TIERMEM_TESTS_SERVER"
 
 if _SERVER in os.environ:  # this is the server, which imports this module first
     os.environ["OMP_NUM_THREADS"] = "1"
-    for name in ("torch._dynamo", "transformers.models.llama.modeling_llama", "tiermem"):
+    for name in (
+        "torch._dynamo",
+        "transformers.models.llama.modeling_llama",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_agg",
+        "tiermem.tier",
+        "tiermem.optim",
+        "tiermem.loading",
+    ):
         with suppress(ImportError):
             import_module(name)
     sys.modules["torch"].set_num_threads(1)

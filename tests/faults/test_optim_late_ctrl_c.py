@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support_ctrl_c import cut_short
+from support_ctrl_c import cut_short, first_times
 from support_late_state import WIDTH, Pair, pair_of
 from support_nn import assert_same
 
 from tiermem.optim import ahead
 
-STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "61"))
-"""Every so many lines are tried; with 1 all of them."""
+STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "16"))
+"""Every so many lines are tried as they are come by first; with 1 all of them, all times."""
+OFTEN = 25
+"""Every so many times the stride lines are tried, too, whichever time it is."""
 LINES = ["optim/", "nn/groups/grads", "transfers/deferred", "core/residency"]
 
 
@@ -41,9 +44,13 @@ class Loop:
         self.pair.own.zero_grad()
 
 
-def backward(loop: Loop, number: int) -> str:
+Cut = Callable[[Callable[[], Any]], str]
+"""Makes a call and cuts it short; returns where, or nothing."""
+
+
+def backward(loop: Loop, cut: Cut) -> str:
     loss, optimizer = loop.forward(), loop.pair.optimizer
-    where = cut_short(loss.backward, number, LINES)
+    where = cut(loss.backward)
     if where:
         optimizer.zero_grad()
         loop.loss().backward()
@@ -52,42 +59,64 @@ def backward(loop: Loop, number: int) -> str:
     return where
 
 
-def step(loop: Loop, number: int) -> str:
+def step(loop: Loop, cut: Cut) -> str:
     optimizer = loop.pair.optimizer
     loop.forward().backward()
-    where = cut_short(optimizer.step, number, LINES)
+    where = cut(optimizer.step)
     if where:
         optimizer.step()
     optimizer.zero_grad()
     return where
 
 
-def clear(loop: Loop, number: int) -> str:
+def clear(loop: Loop, cut: Cut) -> str:
     optimizer = loop.pair.optimizer
     loop.forward().backward()
     optimizer.step()
-    where = cut_short(optimizer.zero_grad, number, LINES)
+    where = cut(optimizer.zero_grad)
     optimizer.zero_grad()
     return where
 
 
-def look(loop: Loop, number: int) -> str:
+def look(loop: Loop, cut: Cut) -> str:
     optimizer = loop.pair.optimizer
     loop.forward().backward()
     optimizer.step()
     optimizer.zero_grad()
-    where = cut_short(optimizer.finish, number, LINES)
-    if where and number % 2:
+    where = cut(optimizer.finish)
+    if where and loop.pair.number % 2:
         optimizer.finish()
     return where
 
 
-CUT: dict[str, Callable[[Loop, int], str]] = {
+CUT: dict[str, Callable[[Loop, Cut], str]] = {
     "backward": backward,
     "step": step,
     "zero_grad": clear,
     "a look": look,
 }
+
+
+def numbers_of(what: str, loop: Loop, first: int) -> list[int]:
+    """Returns numbers of lines to be cut short at, from one on, and one beyond the end.
+
+    Lines are come by a dozen times, once for each layer. Two rounds are looked at: every other
+    one leaves the state of a unit. Variants begin at different lines: together they try more.
+    """
+    found = list[int]()
+
+    def look(call: Callable[[], Any]) -> str:
+        found.extend(first_times(call, LINES))
+        return ""
+
+    for _ in range(2):
+        CUT[what](loop, look)
+        loop.end()
+        loop.pair.step(2)
+    end = max(found)
+    if STRIDE == 1:
+        return [*range(1, end + 1)]
+    return sorted({*sorted(set(found))[first::STRIDE], *range(1, end // 2, OFTEN * STRIDE), end})
 
 
 @pytest.mark.parametrize("what", sorted(CUT))
@@ -98,12 +127,13 @@ def test_a_round_cut_short_is_gone_on_with(
 ) -> None:
     monkeypatch.setattr(ahead, "_IN_VAIN", 1 << 30)  # a round in vain now and then is no reason
     with pair_of(torch.optim.AdamW, settings) as pair:
-        loop, number, where = Loop(pair), 1, "-"
+        loop = Loop(pair)
         pair.step(4)
-        while where:
+        numbers = numbers_of(what, loop, STRIDE // 2 * ("fused" in settings))
+        for number in numbers:
             pair.step(2)
             assert pair.late
-            where = CUT[what](loop, number)
+            where = CUT[what](loop, partial(cut_short, number=number, files=LINES))
             loop.end()
             try:
                 for mine, theirs in zip(
@@ -114,6 +144,5 @@ def test_a_round_cut_short_is_gone_on_with(
                     pair.check()
             except AssertionError as error:
                 raise AssertionError(f"after Ctrl-C at {where}, line {number}") from error
-            number += STRIDE
-        assert number > 100
+        assert numbers[-1] > 100 and not where
         pair.check()
