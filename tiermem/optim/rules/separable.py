@@ -418,7 +418,10 @@ class _Trial:
                 return odd
         for first, second, optimizer in zip(self._together, self._apart, parts, strict=True):
             if not _same(first.detach(), second.detach()):
-                return "its update of one parameter depends on the others, or on random numbers"
+                return (
+                    "its update of one parameter depends on the others, on random numbers, or on "
+                    "what it keeps in an attribute of its own (self.state[param] is the place)"
+                )
             if not _same(dict(whole.state.get(first, {})), dict(optimizer.state.get(second, {}))):
                 return "its state of one parameter depends on the others"
         return ""
