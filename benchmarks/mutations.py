@@ -3428,7 +3428,7 @@ MUTATIONS = (
     Mutation(
         "bypass: what a checkpoint saved without hooks it saves without them again",
         "tiermem/nn/passes/leftout.py",
-        "        before, left_out.of = left_out.of, self.of\n",
+        "        before, left_out.of = left_out.of, of\n",
         "        before = left_out.of\n",
         _TRAINED,
     ),
@@ -3547,9 +3547,37 @@ MUTATIONS = (
     Mutation(
         "bypass: a layer by itself in a checkpoint saves the same both times",
         "tiermem/nn/passes/saved.py",
-        "        again.of = model\n        return True",
+        "        again.leave_to(model)\n        return True",
         "        return False",
         _TRAINED,
+    ),
+    Mutation(
+        "close: what announces a backward keeps no model",
+        "tiermem/nn/wrap/scope.py",
+        "tensor.register_hook(_Announcement(runtime.backward, scope))",
+        "tensor.register_hook(lambda _: runtime.backward.comes_to(scope))",
+        ("tests/unit/test_close.py",),
+    ),
+    Mutation(
+        "close: what a checkpoint computes again keeps no model",
+        "tiermem/nn/passes/leftout.py",
+        "        self._of = ref(model)\n",
+        "        self._of = lambda: model\n",
+        ("tests/unit/test_close.py",),
+    ),
+    Mutation(
+        "close: a graph reaches no model that was discarded",
+        "tiermem/tier.py",
+        "        self._runtime.program.models.clear()\n",
+        "",
+        ("tests/unit/test_close.py",),
+    ),
+    Mutation(
+        "close: nor one whose graphs were left to torch",
+        "tiermem/tier.py",
+        "            wrapped.bypass.end(for_good=True)\n",
+        "            pass\n",
+        ("tests/unit/test_close.py",),
     ),
     Mutation(
         "bypass: it does not begin within a checkpoint",

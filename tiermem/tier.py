@@ -572,6 +572,10 @@ class TierManager:
             finish(self._manager, self._leaving)
         self._manager.close()
         self._leaving = []
+        # what graphs keep of the tiers, unseen by the garbage collector, must not keep a model
+        for wrapped in self._wrapped.values():
+            wrapped.bypass.end(for_good=True)
+        self._runtime.program.models.clear()
         self._wrapped.clear()
         self._runtime.models.owner = None
         if self._saving is not None and self._saving.done():  # not the parent's, in a forked child

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support_nn import assert_same, seed
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tiermem
 from tiermem.io.engine import IoOp
@@ -456,3 +457,53 @@ def test_where_dropped_models_take_the_room_the_error_says_how_to_free_it(
         tier.wrap(nn.Linear(64, 64))
         with pytest.raises(tiermem.CapacityError, match=r"dropped or not \(tier.unwrap\(model\)"):
             tier.wrap(nn.Linear(64, 64))
+
+
+class Keeping(nn.Module):
+    """Keeps an output, and so a graph: the collector does not see what that refers to."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.again, self.keeps, self.kept = again, True, torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False) if self.again else self.first(x)
+        if self.keeps:
+            self.kept = x
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    ("graph", "end"),
+    [
+        *[("trained", end) for end in ("dropped", "closed", "discarded")],
+        *[(graph, end) for graph in ("begun", "earlier") for end in ("closed", "discarded")],
+        ("checkpoint", "closed"),
+    ],
+)
+def test_a_graph_that_a_model_keeps_keeps_no_model(graph: str, end: str) -> None:
+    """One that backward has been through, or not; ``earlier``: from before graphs were torch's."""
+    left = graph in ("earlier", "checkpoint")
+    seed(1)
+    model = Keeping(again=graph == "checkpoint")
+    tier = tiermem.TierManager("cpu", hbm="8MiB", dram="8MiB")
+    tier.wrap(model)
+    optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.01)
+    if graph == "earlier":
+        model(torch.ones(2, 8))
+        model.keeps = False
+    for _ in range(4 if left else 1):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    if graph in ("begun", "checkpoint"):
+        model(torch.ones(2, 8))
+    (wrapped,) = tier._wrapped.values()
+    assert wrapped.bypass.active == left
+    if end != "dropped":
+        tier.close(discard=end == "discarded")
+    gone = [weakref.ref(each) for each in (model, model.first, optimizer, tier, tier._manager)]
+    del model, optimizer, tier, wrapped
+    for _ in range(3):  # what a graph refers to goes with the model, and is seen the next time
+        gc.collect()
+    assert not any(each() for each in gone)

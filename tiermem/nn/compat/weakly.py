@@ -13,11 +13,11 @@ Entered = TypeVar("Entered")
 
 
 class Hook(Generic[Owner, Entered]):
-    """Something that torch calls for a parameter, and that keeps neither its entry nor its owner.
+    """Something that torch calls for a tensor, and that keeps neither its entry nor its owner.
 
-    The garbage collector does not see torch's references to hooks that run after accumulation: a
-    hook that kept the parameter would keep it for ever. What derives from it does nothing where
-    either is gone.
+    The garbage collector does not see torch's references to hooks that run after accumulation, nor
+    a graph's: a hook that kept the parameter would keep it for ever. What derives from it does
+    nothing where either is gone.
     """
 
     __slots__ = ("_entry", "_owner")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 
@@ -48,21 +48,33 @@ taken_out: WeakSet[LeavesOut] = WeakSet()
 class Again:
     """An unpack hook of a checkpoint: it computes a part again in the way in which it began.
 
+    The graph keeps it where the garbage collector does not see it, so it keeps no model.
+
     Attributes:
-        of: The model whose graph it is, where that was left to torch.
         covered: Whether hooks of tiermem's have seen what was saved.
         counted: The blocks of which a weight was counted and not kept: hooks and id of each.
     """
 
-    __slots__ = ("_unpack", "counted", "covered", "of")
+    __slots__ = ("_of", "_unpack", "counted", "covered")
 
     def __init__(self, of: LeavesOut | None, unpack: Callable[[Any], torch.Tensor]) -> None:
-        self.of, self.covered, self._unpack = of, False, unpack
+        self.covered, self._unpack = False, unpack
+        self._of: ref[LeavesOut] | None = None
+        if of is not None:
+            self.leave_to(of)
         self.counted: set[tuple[Any, int]] = set()
+
+    def may_leave_to(self, model: LeavesOut) -> bool:
+        """Whether what is saved may be left to torch, as part of a model's graph."""
+        return not self.covered and (self._of is None or self._of() is model)
+
+    def leave_to(self, model: LeavesOut) -> None:
+        """Notes that what is saved, of the graph of this model, is left to torch."""
+        self._of = ref(model)
 
     def __call__(self, packed: Any) -> torch.Tensor:
         """Unpacks; the first time that computes the whole part."""
-        if self.of is None:
+        if self._of is None:
             for model in list(taken_out) if self.covered else ():
                 model.put_back()
             outer, left_out.again = left_out.again, self
@@ -71,9 +83,11 @@ class Again:
             finally:
                 left_out.again = outer
             return found
-        before, left_out.of = left_out.of, self.of
+        of = self._of()
+        before, left_out.of = left_out.of, of
         try:
-            self.of.begin_again()
+            if of is not None:  # else it computes nothing of the tiers' any more
+                of.begin_again()
             return self._unpack(packed)
         finally:
             left_out.of = before

@@ -123,9 +123,9 @@ class SavedHooks:
         """
         outer = top_pair()
         again = None if outer is None else outer[1]
-        if not isinstance(again, Again) or again.covered or again.of not in (None, model):
+        if not isinstance(again, Again) or not again.may_leave_to(model):
             return False
-        again.of = model
+        again.leave_to(model)
         return True
 
     @staticmethod

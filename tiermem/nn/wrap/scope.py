@@ -13,7 +13,6 @@ import time
 import types
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import partial
 from itertools import groupby
 from sys import getrefcount
 from threading import get_ident
@@ -26,7 +25,9 @@ from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.refusing import read_elsewhere, was_refused
+from tiermem.nn.compat.weakly import Hook
 from tiermem.nn.groups.group import Group
+from tiermem.nn.passes.backward import BackwardPass
 from tiermem.nn.passes.leftout import left_out
 from tiermem.nn.passes.runtime import ModuleRuntime, outputs_with_grad
 from tiermem.runtime.base.functorch import transforming
@@ -83,6 +84,7 @@ class Scope:
     """
 
     __slots__ = (
+        "__weakref__",
         "_uses",
         "around",
         "begins",
@@ -387,7 +389,7 @@ class CallInterceptor(Interceptor):
             return
         plain = type(result) is torch.Tensor and result.requires_grad
         for tensor in [result] if plain else outputs_with_grad(result)[:1]:
-            tensor.register_hook(partial(_announce, runtime, scope))
+            tensor.register_hook(_Announcement(runtime.backward, scope))
 
 
 def _count_alone() -> int:
@@ -467,8 +469,20 @@ def _let_go(groups: Sequence[Group], *, seen: bool = False) -> None:
         group.let_go_locked(seen=seen)
 
 
-def _announce(runtime: ModuleRuntime, scope: Scope, _gradient: torch.Tensor) -> None:
-    runtime.backward.comes_to(scope)
+class _Announcement(Hook[BackwardPass, Scope]):
+    """A hook of a module's output, which says that backward has come to the module.
+
+    A graph keeps it where the garbage collector does not see it, after backward as well. A model
+    that keeps an output of its own (a loss beside the others) would keep itself for ever.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        """Called with the output's gradient."""
+        backward, scope = self._owner(), self._entry()
+        if backward is not None and scope is not None:
+            backward.comes_to(scope)
 
 
 class LeftInterceptor(Interceptor):
