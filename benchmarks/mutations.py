@@ -3810,6 +3810,13 @@ MUTATIONS = (
         ("tests/unit/test_optim_spread.py",),
     ),
     Mutation(
+        "ahead: gradients go home as they do without a step",
+        "tiermem/optim/ahead.py",
+        "            self._backward.pipeline.write(gradients, gradients=True)\n",
+        "",
+        ("tests/unit/test_optim_ahead.py",),
+    ),
+    Mutation(
         "balance: the link is taken to be as fast down as up",
         "tiermem/optim/ahead.py",
         "if rates is not None and rates.both_ways is not None:",

@@ -444,6 +444,16 @@ def test_steps(tmp_path) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
 @pytest.mark.thorough
+def test_steps_of_stacked_experts(tmp_path) -> None:
+    """They are link-bound: a step takes as long as the copies of at least what cannot stay."""
+    line = "experts --computes 0.045+0.09 --steps 6 --out out.json"
+    (row,) = check_rows(run("bench_steps.py", tmp_path, *line.split()), "step ms", "up, weights")
+    assert row["computes ms"] < row["busiest link ms"] < row["step ms"]
+    assert row["up, weights"] >= 3 and row["down, weights"] >= 3
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+@pytest.mark.thorough
 def test_walks(tmp_path) -> None:
     found = output("count_walks.py", tmp_path, "--lines", "1", "--json", "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
