@@ -99,7 +99,7 @@ class AutoOverlap:
             looked_into: Whether users were given the state.
             draws: Whether the class draws random numbers.
         """
-        self.waiting = set()
+        self.waiting, self._needed = set(), 0
         if not self._known or self._failed or draws or self._is_early():
             return
         if any(unit.group is not None and unit.group.freed for unit in units):
@@ -113,7 +113,6 @@ class AutoOverlap:
             self._holders = min(self._holders, count)
         elif count > self._holders:
             return
-        self._needed = 0
         kinds = {number: kind_of(group) for number, group in enumerate(groups)}
         steady = {number for number, kind in kinds.items() if self._tried.get(number) == kind}
         room = self._room()
@@ -121,11 +120,11 @@ class AutoOverlap:
             if (
                 unit.made is not None
                 and all(number in steady for _, number in unit.members)
-                and self._fits(unit, room)
+                and (needed := self._needed_by(unit, room)) is not None
                 and not (looked_into and _is_seen(unit, state))
             ):
                 self.waiting.add(id(unit))
-                self._needed = max(self._needed, self._takes(unit))
+                self._needed = max(self._needed, needed)
 
     def may_begin(self, *, looked_into: bool, draws: bool) -> bool:
         """Whether steps may be made before they are asked for, as far as the class goes.
@@ -241,17 +240,16 @@ class AutoOverlap:
         room = self._table.hbm.capacity - self._table.fixed_nbytes(now=True) - held
         return 0 if seen else room
 
-    def _fits(self, unit: StepUnit, room: int) -> bool:
-        """Whether a step can be made in a forward, in which a CUDA graph may be captured."""
-        group = unit.group
-        if group is None or self._table[group.block.id].fixed:
-            return False
-        return self._takes(unit) - group.block.nbytes <= room
+    def _needed_by(self, unit: StepUnit, room: int) -> int | None:
+        """Returns the bytes of HBM that a step in a forward works on, beside what lives there.
 
-    def _takes(self, unit: StepUnit) -> int:
-        """Returns the bytes of HBM that a step works on beside what lives there."""
-        needed = [block for block in unit.at_once() if not self._table[block.id].fixed]
-        return sum(block.nbytes for block in needed)
+        None where it cannot be made there, in which a CUDA graph may be captured.
+        """
+        group, table = unit.group, self._table
+        if group is None or table[group.block.id].fixed:
+            return None
+        needed = sum(block.nbytes for block in unit.at_once() if not table[block.id].fixed)
+        return needed if needed - group.block.nbytes <= room else None
 
     def _held_nbytes(self, block_id: int) -> int:
         """Returns the bytes of a block that a program holds by a view or in an operation."""

@@ -63,7 +63,8 @@ class AwayUses:
             return  # an operation on it says that there is no room; its shape can be asked for
         self._close(group)
         inside = self.here.is_in_pass()
-        self._look(group)
+        if not inside:
+            self._tell_of_look(group)
         while True:
             try:
                 group.point_softly(dirty=not inside)
@@ -88,7 +89,8 @@ class AwayUses:
         self.manager.threads.note()
         self._close(group)
         self.note_apart(group)
-        self._look(group)
+        if self.on_look and not self.here.is_in_pass():
+            self._tell_of_look(group)
         self._runtime.backward.enter()
         while True:
             try:
@@ -208,11 +210,10 @@ class AwayUses:
             with self.manager.lock:
                 group.left_open()
 
-    def _look(self, group: Group) -> None:
+    def _tell_of_look(self, group: Group) -> None:
         """Tells of a look at weights between passes, before they come up."""
-        if self.on_look and not self.here.is_in_pass():
-            for tell in self.on_look:
-                tell(group)
+        for tell in self.on_look:
+            tell(group)
 
     def _keep_soft(self, group: Group) -> None:
         """Leaves a group pointed at its block.
