@@ -66,6 +66,11 @@ def the_collector_is_spared() -> None:
     Programs collect where memory is short, sweeps after each interrupt. Looked through each time,
     what thousands of tests have left behind took most of their time.
     """
+    _freeze()
+
+
+def _freeze() -> None:
+    """Has the collector look no more through what stays of all that there is."""
     gc.collect()
     gc.freeze()
 
@@ -111,5 +116,4 @@ def _other_variants(items: list[pytest.Item]) -> set[pytest.Item]:
 def pytest_collection_finish() -> None:
     """Spares the collector, and children that are forked, what was imported and collected."""
     gc.enable()
-    gc.collect()
-    gc.freeze()
+    _freeze()

@@ -86,7 +86,7 @@ def test_bits_are_those_of_the_resident_model(
 
     monkeypatch.setattr(CopiedRuns, "was", asked)
     losses, weights = tiered(share, poisons)
-    assert sum(early) > 100, "hardly any copy came without a wait for compute"
+    assert sum(early) > 150, "hardly any copy came without a wait for compute"
     plain = build()
     expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3))
     assert all(map(torch.equal, losses, expected))
