@@ -21,6 +21,8 @@ from torch import nn
 import tiermem
 
 DRAM = 256 << 20
+device = torch.device("cpu")
+"""On which models run; the sweep sets it."""
 SLOW = 20
 """Times the plain model's time from which it is said how slow one is."""
 
@@ -103,6 +105,7 @@ def try_case(case: Case, parts: list[str], folder: Path) -> Iterator[tuple[str, 
         yield "wrap", {"kind": "skipped", "why": str(error)[:600]}
         return
     took = time.monotonic() - began
+    make, inputs = _on_device(make, inputs)
     todo: dict[str, Callable[[], str]] = {}
     if "wrap" in parts:
         todo["wrap"] = lambda: wrapped(make, inputs)
@@ -134,6 +137,17 @@ def try_case(case: Case, parts: list[str], folder: Path) -> Iterator[tuple[str, 
         gc.collect()
 
 
+def _on_device(make: Callable[[], Any], inputs: Inputs) -> tuple[Callable[[], Any], Inputs]:
+    """Has a model made, and its inputs drawn, as they are on the CPU, and moved to the device."""
+    from torch.utils._pytree import tree_map_only
+
+    def moved(length: int) -> dict[str, Any]:
+        given: dict[str, Any] = tree_map_only(torch.Tensor, lambda t: t.to(device), inputs(length))
+        return given
+
+    return lambda: make().to(device), moved
+
+
 def _trace() -> str:
     return traceback.format_exc()[-5000:]
 
@@ -159,8 +173,12 @@ def run_eval(model: Any, inputs: Inputs) -> list[Any]:
 
 
 def _cloned(value: Any) -> list[tuple[str, Any]]:
-    seen = [(p, v.detach().clone() if isinstance(v, torch.Tensor) else v) for p, v in leaves(value)]
-    return [(p, v) for p, v in seen if not isinstance(v, str)]
+    return [(p, _kept(v)) for p, v in leaves(value) if not isinstance(v, str)]
+
+
+def _kept(value: Any) -> Any:
+    """Returns a value as it is now; a tensor's on the CPU."""
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def run_generate(model: Any, inputs: Inputs) -> Any:
@@ -185,7 +203,7 @@ def run_training(model: Any, optimizer: Any, inputs: Inputs, steps: int = 3) -> 
         if loss is None:
             raise SkippedError("no output has a gradient")
         loss.backward()
-        seen.append(loss.detach().clone())
+        seen.append(_kept(loss))
         optimizer.step()
         optimizer.zero_grad()
     return seen
@@ -194,13 +212,9 @@ def run_training(model: Any, optimizer: Any, inputs: Inputs, steps: int = 3) -> 
 def tensors_of(model: nn.Module) -> dict[str, Any]:
     """Returns state, buffers that are not in it, and which parameters are one."""
     state = {
-        f"state {k}": v.detach().clone()
-        for k, v in model.state_dict().items()
-        if isinstance(v, torch.Tensor)
+        f"state {k}": _kept(v) for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)
     }
-    state.update(
-        {f"buffer {k}": v.detach().clone() for k, v in model.named_buffers(remove_duplicate=False)}
-    )
+    state.update({f"buffer {k}": _kept(v) for k, v in model.named_buffers(remove_duplicate=False)})
     first: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         state[f"tie {name}"] = first.setdefault(id(param), name)
@@ -233,7 +247,7 @@ def elsewhere(model: nn.Module, shift: int = 1) -> nn.Module:
         if id(param) in seen or not param.is_contiguous():
             continue
         seen[id(param)] = param
-        room = torch.empty(param.numel() + shift, dtype=param.dtype)
+        room = torch.empty(param.numel() + shift, dtype=param.dtype, device=param.device)
         moved = room[shift:].view(param.shape)
         moved.copy_(param.detach())
         param.data = moved
@@ -354,7 +368,7 @@ def under_budget(
         model = make()
         tied = tensors_of(model)
         try:
-            with tiermem.TierManager(device="cpu", hbm=hbm, dram=dram) as tier:
+            with tiermem.TierManager(device=device, hbm=hbm, dram=dram) as tier:
                 tier.wrap(model)
                 with comparing("wrapped"):
                     assert_same(
@@ -401,7 +415,7 @@ def _from_pretrained(cls: Any, folder: Path, dtype: torch.dtype | None = None) -
         raise SkippedError(f"from_pretrained: {said(error)}") from error
     for param in model.parameters():
         param.data = param.data.clone(memory_format=torch.preserve_format)
-    return model
+    return model.to(device)
 
 
 def with_enough(hbm: int, compare: Callable[[int], None]) -> None:
@@ -446,7 +460,7 @@ def loaded(cls: Any, make: Callable[[], Any], inputs: Inputs, folder: Path) -> s
     after = tensors_of(plain)
 
     def compare(hbm: int) -> None:
-        with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+        with tiermem.TierManager(device=device, hbm=hbm, dram=DRAM) as tier:
             seed(40)
             model: Any = tiermem.load_checkpoint(cls, folder, tier=tier)
             if not torch.equal(torch.get_rng_state(), generator):
@@ -544,7 +558,7 @@ def adapted(cls: Any, inputs: Inputs, folder: Path, how: How = How()) -> str:
     lora = tiermem.Lora(r=4, alpha=8, target_modules=targets, dropout=how.dropout)
 
     def compare(hbm: int) -> None:
-        with tiermem.TierManager(device="cpu", hbm=hbm, dram=DRAM) as tier:
+        with tiermem.TierManager(device=device, hbm=hbm, dram=DRAM) as tier:
             seed(50)
             more = {} if how.dtype is None else {"dtype": how.dtype}
             model: Any = tiermem.load_checkpoint(cls, folder, tier=tier, lora=lora, **more)
@@ -635,10 +649,10 @@ def _adapter_steps(model: Any, optimizer: Any, inputs: Inputs, how: How) -> Any:
             loss = scalar_of(model(**given))
             assert loss is not None
             loss.backward()
-            seen.append(loss.detach().clone())
+            seen.append(_kept(loss))
         seen.append(
             {
-                _PREFIX.sub("", name): param.grad.detach().clone()
+                _PREFIX.sub("", name): _kept(param.grad)
                 for name, param in sorted(model.named_parameters(), key=_plain_name)
                 if param.grad is not None
             }
@@ -648,7 +662,7 @@ def _adapter_steps(model: Any, optimizer: Any, inputs: Inputs, how: How) -> Any:
     return [
         *seen,
         {
-            _PREFIX.sub("", name): param.detach().clone()
+            _PREFIX.sub("", name): _kept(param)
             for name, param in sorted(model.named_parameters(), key=_plain_name)
             if param.requires_grad
         },

@@ -8,7 +8,8 @@ process of its own: forward passes, ``generate``, three steps of AdamW, ``state_
 beside peft (``lora``), on peft's own choice of modules, or on all linear layers where it has none.
 Part ``ways`` trains adapters in several dtypes, with several optimizers and with gradient
 checkpointing. ``--only llama`` tries the classes with that in their name; ``--kinds torch
-diffusers`` modules of torch in odd shapes and models of diffusers.
+diffusers`` modules of torch in odd shapes and models of diffusers. ``--device cuda`` runs all
+of them on a GPU, plain ones too.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from typing import Any
 import torch
 
 warnings.simplefilter("ignore")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that children may use the GPU
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
 
+import support_sweep  # noqa: E402
 import transformers  # noqa: E402
 from support_process import beside_each_other  # noqa: E402
 from support_sweep import Case, of_diffusers, of_torch, of_transformers, try_case  # noqa: E402
@@ -151,6 +154,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", default="0/1", help="which of the cases: 1/4 is every fourth")
     parser.add_argument("--jobs", type=int, default=1, help="sweeps at a time")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cuda, say")
     parser.add_argument(
         "--log", type=Path, help="file to which outcomes are added; goes on after it"
     )
@@ -161,6 +165,7 @@ def main() -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     warm()
+    support_sweep.device = args.device
     share, of = map(int, args.share.split("/"))
     cases = listed(args.kinds, random.Random(args.seed))
     cases = [
