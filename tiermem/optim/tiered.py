@@ -169,7 +169,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             What ``closure`` returned.
         """
         if more or settings:
-            refuse_arguments(self._tried.cls.__name__, more, settings)
+            refuse_arguments(self._tried.cls, closure, more, settings)
         if torch.is_inference_mode_enabled():  # a later step, inside backward, writes what is made
             with outside_inference():
                 return self._step(closure)  # not step(): its hooks are called by now
