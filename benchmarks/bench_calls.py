@@ -21,15 +21,14 @@ import argparse
 import copy
 import statistics
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
-from common import failure, report
+from common import report, rows_of
 from llama import give_back, on_host
 from raw import raw_copy
 from torch import Tensor
@@ -99,10 +98,8 @@ def later(times: Sequence[float], bound: float) -> Row:
     return {"later": bound / usual, "first of later": usual / times[0]}
 
 
-def measure(
-    name: str, options: argparse.Namespace, device: torch.device, keep: Callable[[Row], None]
-) -> None:
-    """Measures one model; ``keep`` is called with a row for each length."""
+def measure(name: str, options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Measures one model; yields a row for each length."""
     kind = KINDS[name]
     torch.manual_seed(0)
     model = kind.build(options.set, device)
@@ -133,7 +130,7 @@ def measure(
             measured = Measured(inside[tokens], raw, expected[tokens])
             row = {"model": name, "tokens": tokens, "GB": nbytes / 1e9}
             calls = partial(model, **given), resident
-            keep(row | in_turn(calls, watch, measured, options.calls, device))
+            yield row | in_turn(calls, watch, measured, options.calls, device)
         tier.close(discard=True)
 
 
@@ -212,14 +209,11 @@ def main() -> None:
     device = torch.device(options.device)
     if options.no_packing:
         Packer.pack = lambda *_: 0  # type: ignore[method-assign]
-    rows: list[Row] = []
-    for name in options.models:
-        try:
-            measure(name, options, device, rows.append)
-        except Exception as error:
-            traceback.print_exc()
-            rows.append({"model": name, "note": failure(error)})
-        give_back(device)
+    rows = rows_of(
+        options.models,
+        partial(measure, options=options, device=device),
+        partial(give_back, device),
+    )
     title = "First forwards with defaults: share of max(in HBM, raw copy of what does not fit)"
     report(title, rows, options.out, tall=True)
 

@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +57,21 @@ def integration(name: str) -> Any:
 
 def rows_of(
     models: Sequence[str],
-    measure: Callable[[str], Sequence[dict[str, Any]]],
+    measure: Callable[[str], Iterable[dict[str, Any]]],
     after: Callable[[], object],
 ) -> list[dict[str, Any]]:
     """Measures one model after the other; one that fails is a row that says so.
 
     Args:
         models: Names.
-        measure: Returns the rows of a model.
+        measure: Gives the rows of a model; those that it gave before it failed count.
         after: Called after each.
     """
     rows: list[dict[str, Any]] = []
     for name in models:
         try:
-            rows += measure(name)
+            for row in measure(name):
+                rows.append(row)
         except Exception as error:
             traceback.print_exc()
             rows.append({"model": name, "note": failure(error)})

@@ -379,6 +379,26 @@ def test_calls_go_on_where_a_model_fails(tmp_path) -> None:
     assert row["model"] == "layers" and row["equal"] is True and "later" not in row
 
 
+def test_rows_that_a_model_gave_before_it_failed_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from common import rows_of
+
+    def measure(name):
+        yield {"model": name, "tokens": 1}
+        if name == "first":
+            raise ZeroDivisionError
+        yield {"model": name, "tokens": 2}
+
+    after = []
+    rows = rows_of(["first", "second"], measure, lambda: after.append(len(after)))
+    assert [(row["model"], row.get("tokens")) for row in rows] == [
+        ("first", 1), ("first", None), ("second", 1), ("second", 2),
+    ]  # fmt: skip
+    assert rows[1]["note"].startswith("ZeroDivisionError") and after == [0, 1]
+
+
 def test_bits_of_calls_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from bench_calls import same_bits

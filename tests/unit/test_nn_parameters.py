@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -593,6 +594,37 @@ def test_a_refused_pruning_leaves_no_second_name(
             prune.l1_unstructured(model[1], name, 0.5)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert same_bits(model(data()), plain(data()))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("home", ["dram", "hbm"])
+@pytest.mark.parametrize(
+    ("put", "take_out"),
+    [
+        (partial(prune.l1_unstructured, name="weight", amount=0.5), prune.remove),
+        (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    ],
+    ids=["pruning", "weight norm"],
+)
+def test_a_refused_removal_leaves_a_weight_as_it_was(
+    home: Any, put: Callable[..., Any], take_out: Callable[..., Any]
+) -> None:
+    """It deletes what is shown, and gives the weight other data, before it takes that out."""
+    model = build()
+    put(model[1])
+    plain = copy.deepcopy(model.state_dict())
+    expected = model(data())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB", policy={"params": home}) as tier:
+        tier.wrap(model)
+        model(data())
+        for _ in range(2):
+            with pytest.raises(tiermem.ParameterError, match="cannot be replaced"):
+                take_out(model[1], "weight")
+            assert isinstance(model[1].weight, torch.Tensor)
+            assert len(model[1]._forward_pre_hooks) == 1
+            assert all(map(same_bits, model.state_dict().values(), plain.values()))
+            assert list(model.state_dict()) == list(plain)
+            assert same_bits(model(data()), expected)
 
 
 @pytest.mark.parametrize("use", [torch.sum, torch.Tensor.detach, lambda weight: weight.data])

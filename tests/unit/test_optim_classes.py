@@ -102,14 +102,49 @@ def test_what_updates_all_is_refused_where_it_is_stepped_too_soon(options: dict[
         Pair(Net, DRAM, (Filling, options))
 
 
+class Batched(torch.optim.SGD):
+    """Takes something by position."""
+
+    def step(self, closure: Any = None, size: int = 1) -> Any:
+        del size
+        return super().step(closure)
+
+
 def test_arguments_of_a_step_are_refused() -> None:
     """Some classes take a batch size there, say."""
     with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
-        optimizer = tier.optimizer(tier.wrap(Net()), Filling)
+        optimizer = tier.optimizer(tier.wrap(Net()), Batched, lr=0.1)
         with pytest.raises(
-            tiermem.StepError, match=r"Filling\.step\(\) was given bs=8, .*subclass"
+            tiermem.StepError, match=r"Batched\.step\(\) was given size=8, .*subclass"
         ):
-            optimizer.step(bs=8)
+            optimizer.step(size=8)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, Batched])
+@pytest.mark.parametrize(("more", "named"), [((1, 2, 3), {}), ((), {"size_": 3}), ((None, 2), {})])
+def test_arguments_that_the_class_does_not_take_are_its_own_error(
+    cls: Any, more: Any, named: dict[str, Any]
+) -> None:
+    """With torch's words, and nothing is evaluated or stepped."""
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        net = Net()
+        plain = cls(nn.Linear(2, 2).parameters(), lr=0.1)
+        optimizer = tier.optimizer(tier.wrap(net), cls, lr=0.1)
+        net(torch.ones(3, 12), 2).sum().backward()
+        before = {k: v.clone() for k, v in net.state_dict().items()}
+        wanted = pytest.raises(TypeError)
+        if cls is Batched and more == (None, 2):
+            wanted = pytest.raises(tiermem.StepError, match="subclass")  # it takes them
+        else:
+            with pytest.raises(TypeError) as expected:
+                plain.step(*more, **named)
+        with wanted as caught:
+            optimizer.step(*more, **named)
+        if isinstance(caught.value, TypeError):
+            assert str(caught.value) == str(expected.value)
+        assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+        optimizer.state_dict()
+        optimizer.step()
 
 
 # -- counters ------------------------------------------------------------------------

@@ -119,6 +119,26 @@ def test_an_emptied_state_is_in_the_state_dict(in_parts: bool) -> None:
         twins.check()
 
 
+def test_an_emptied_state_is_loaded_as_one(in_parts: bool) -> None:
+    """It keeps its place; one that is not there at all leaves none."""
+    with twins_of() as twins:
+        train(twins, 0)
+        for emptied in (True, False):
+            for optimizer, _ in both(twins, LARGE):
+                state = optimizer.state_dict()
+                number = [*dict(twins.plain.named_parameters())].index(LARGE)
+                if emptied:
+                    state["state"][number] = {}
+                else:
+                    del state["state"][number]
+                optimizer.load_state_dict(state)
+            plain, mine = twins.by_hand.optimizer.state_dict(), twins.optimizer.state_dict()
+            assert [*plain["state"]] == [*mine["state"]]
+            assert_same(plain["state"], mine["state"], "state")
+            train(twins, 1)
+            twins.check()
+
+
 def test_what_is_loaded_is_no_others(in_parts: bool) -> None:
     """A rate that is a tensor is written in place, by a scheduler say: of one optimizer alone."""
     with twins_of(lr=torch.tensor(0.01)) as first, twins_of(lr=torch.tensor(0.01)) as second:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from support_examples import examples
 from support_nn import Tiers, assert_same, check_table
 from support_optim import Net, Twins, loss_of, one_group, two_groups
+from torch import nn
 
 import tiermem
 from tiermem.core.block import Tier
@@ -304,6 +306,48 @@ def test_what_is_at_home_in_hbm_is_stepped_on_the_device() -> None:
         twins.check()
         check_table(twins.tier)
         assert_same(dict(twins.plain.state_dict()), dict(twins.model.state_dict()), "weights")
+
+
+class ByHand(torch.optim.Optimizer):
+    """May fail half way: what it does is nobody's kernel, so that the host keeps what was."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    kept = self.state[param].setdefault("sum", torch.zeros_like(param))
+                    kept.add_(param.grad)
+                    param.sub_(kept, alpha=group["lr"])
+        return None if closure is None else closure()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, ByHand])
+@pytest.mark.parametrize("where", ["host", "both"])
+@pytest.mark.parametrize("policy", ["nvme", "auto"])
+@pytest.mark.parametrize("width", [64, 200])
+def test_a_dram_budget_that_an_error_names_does(
+    tmp_path: Path, policy: Any, where: Any, width: int, cls: Any
+) -> None:
+    """More DRAM takes homes in before the host's room is asked for; all of them are counted."""
+    budgets: dict[str, Any] = {"hbm": "1MiB", "nvme": tmp_path, "policy": policy}
+
+    def run(dram: int) -> None:
+        with tiermem.TierManager("cpu", dram=dram, **budgets) as tier:
+            model = tier.wrap(nn.Sequential(*(nn.Linear(width, width) for _ in range(5))))
+            optimizer = tier.optimizer(model, cls, lr=0.1, where=where)
+            for _ in range(2):
+                model(torch.ones(2, width)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(tiermem.CapacityError) as caught:
+        run(600 << 10)
+    (least,) = re.findall(r"give dram= at least [^(]*\((\d+) bytes", str(caught.value))
+    run(int(least))
 
 
 @pytest.mark.parametrize("policy", ["nvme", "auto"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import StepError
+from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.inspect import owners
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.rules.separable import Nature
@@ -157,17 +159,27 @@ def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:
         )
 
 
-def refuse_arguments(name: str, more: Sequence[Any], settings: dict[str, Any]) -> None:
+def refuse_arguments(
+    cls: type[torch.optim.Optimizer], closure: Any, more: Sequence[Any], settings: dict[str, Any]
+) -> None:
     """Refuses what a program gives ``step()`` beside a closure.
 
     Args:
-        name: Of the class.
+        cls: The class.
+        closure: The closure.
         more: By position.
         settings: By name.
 
     Raises:
-        StepError: Always.
+        TypeError: As the class itself does, if its own ``step`` does not take that.
+        StepError: If it does.
     """
+    first = (closure,) if more or closure is not None else ()
+    step, name = inspect.unwrap(cls.step), cls.__name__
+    try:
+        inspect.signature(step).bind(None, *first, *more, **settings)
+    except TypeError:  # a call fails at its arguments then, before any line of it
+        outside(step, None, *first, *more, **settings)
     given = ", ".join([*map(repr, more), *(f"{key}={value!r}" for key, value in settings.items())])
     raise StepError(
         f"{name}.step() was given {given}, and tiers step block by block, with a closure at most: "

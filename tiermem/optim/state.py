@@ -371,11 +371,9 @@ def take_in_edits(
             if unit.is_edited(state):
                 param = unit.members[0][0]
                 kept = state.get(param)
-                values = {key: _value_of(value) for key, value in (kept or {}).items()}
-                take = partial(_take_part, runtime, groups, None)
-                unit.take_state(runtime, state, values or None, take)
-                if kept is not None and not values:
-                    state[param] = kept  # keeps its place among the others
+                if kept is not None:
+                    kept = {key: _value_of(value) for key, value in kept.items()}
+                unit.take_state(runtime, state, kept, partial(_take_part, runtime, groups, None))
             continue
         for param, _ in unit.members:
             optimizer = unit.plain.optimizer_for(groups)

@@ -24,10 +24,6 @@ from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
 Overlap = bool | Literal["auto", "forward", "backward"]
-_ELSEWHERE = (
-    "another thread is at it (threads that train under one manager take turns: one lock around "
-    "forward, backward and step()), or it was cut short between two lines"
-)
 
 
 def check_overlap(overlap: Overlap) -> None:
@@ -365,22 +361,35 @@ class StepTiming:
         if self.inside is not None:
             self.inside.refuse(what)
 
+    def drop_unbegun(self) -> None:
+        """Gives up a step that was cut short before anything was stepped: no user has to.
+
+        One with a loss scale is kept, as the next call of ``step()`` would not know it.
+        """
+        if not self.rounds or self.inside is not None:
+            return
+        current, owed = self.rounds[-1], self._units.owed
+        begun = [u for u in self._units if u.is_begun(current.ticket) or id(u) in owed]
+        if not (begun or current.error or current.scaling):
+            self.abandon()
+
     def refuse_if_pending(self, what: str) -> None:
         """Refuses a call while a step is unfinished; where only its end was cut off, ends it.
 
         Raises:
             StepError: If one is.
         """
+        self.drop_unbegun()
         if not self.rounds:
             return
         current = self.rounds[-1]
         left = [unit for unit in current.left() if id(unit) not in self._units.owed]
         if left or current.error is not None:
-            why = f"it was cut short by {current.failed}" if current.failed else _ELSEWHERE
+            why = current.failed or "an exception between two lines"
             raise StepError(
-                f"{what} while an optimizer step is unfinished: {why}, with {len(left)} of "
-                f"{len(self._units)} units to go; call optimizer.step() again, it goes on where it "
-                "stopped, or optimizer.abandon_step() to leave them unstepped"
+                f"{what} while an optimizer step is unfinished: it was cut short by {why}, with "
+                f"{len(left)} of {len(self._units)} units to go; call optimizer.step() again, it "
+                "goes on where it stopped, or optimizer.abandon_step() to leave them unstepped"
             )
         self._confirm_ahead()
         if self.inside is not None:  # all is made or deferred, only the end was cut off

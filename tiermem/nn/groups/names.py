@@ -22,6 +22,9 @@ _SWAPS = "torch.nn.utils._named_member_accessor"
 _FUNCTIONS = "torch.nn.utils.parametrize"
 """Where a function of a parameter is put in its place; peft's ``target_parameters`` do in calls."""
 
+_REMOVERS = {f"torch.nn.utils.{name}" for name in ("prune", "weight_norm", "spectral_norm")}
+"""Where functions of a parameter that hooks put in its place are taken out again."""
+
 _item = dict.__getitem__  # every use of a weight may come by: a name is found sooner than super()
 
 
@@ -114,6 +117,9 @@ class HeldDict(dict[str, Any]):
 
     def _let_go(self, name: str, value: Any = None) -> None:
         """Handles a new tensor for a name: a buffer's may change (``self.mean = mean + x``)."""
+        if value is None and (remover := _remover(sys._getframe(2))) is not None:
+            self._undo(name, remover)
+            raise self._replaced(name)
         if self.groups[name].block.role is not Role.PARAM:
             del self.groups[name]
         elif value is not None and self.behind.get(name) is value:
@@ -125,6 +131,21 @@ class HeldDict(dict[str, Any]):
             if second not in self.groups and self.get(second, self) is self.get(name):
                 super().pop(second)
             raise self._replaced(name)
+
+    def _undo(self, name: str, remover: types.FrameType) -> None:
+        """Undoes what has been done of a removal by the time that it comes to a managed tensor.
+
+        Args:
+            name: Of the tensor.
+            remover: The removal.
+        """
+        here, group = remover.f_locals, self.groups[name]
+        hook = here["self"]
+        shown = getattr(hook, "_tensor_name", None) or hook.name
+        here["module"].__dict__.setdefault(shown, here["weight"])
+        slot, member = group.pointing.slot, group.pointing.member_of(_item(self, name))
+        if slot is not None and member is not None and "orig" in here:  # it was given other data
+            group.part(member.tensor, member.index, slot.views[member.index])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         # a copied module is an ordinary one: a plain dictionary of ordinary tensors
@@ -158,6 +179,19 @@ def _is_swap(frame: types.FrameType) -> bool:
     return frame.f_globals.get("__name__") == _SWAPS
 
 
+def _remover(frame: types.FrameType) -> types.FrameType | None:
+    """Returns the call that takes a function of a parameter out, if one deletes a name.
+
+    Args:
+        frame: Of that call, or of the ``del`` of a module's attribute in it.
+    """
+    found: types.FrameType | None = frame
+    if frame.f_code.co_name == "__delattr__":
+        found = frame.f_back
+    known = found is not None and found.f_globals.get("__name__") in _REMOVERS
+    return found if known and found is not None and found.f_code.co_name == "remove" else None
+
+
 def _puts_function(frame: types.FrameType) -> bool:
     """Whether a parameter makes way for a function of it, which uses it as any other code does."""
     return frame.f_globals.get("__name__") == _FUNCTIONS
@@ -188,7 +222,12 @@ class TieredDict(HeldDict):
             rows, lender = group.pointing.rows, self.lender
             if not rows and group.soft and group.apart and lender.here.inside:
                 return _item(self, name)  # it points at its block
-            if sys._getframe(1).f_globals.get("__name__") != _SWAPS:  # _is_swap, in line
+            user = sys._getframe(1)
+            where = user.f_globals.get("__name__")
+            if where != _SWAPS:  # _is_swap, in line
+                if where in _REMOVERS and (remover := _remover(user)) is not None:
+                    self._undo(name, remover)  # before it gives the weight other data
+                    raise self._replaced(name)
                 if rows and name in (mine := rows.get(get_ident(), {})):
                     return mine[name]
                 lender.note_apart(group)

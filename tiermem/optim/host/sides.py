@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem.core.block import Tier, align_up
+from tiermem.config import exact_size
+from tiermem.core.block import Role, Tier, align_up
+from tiermem.errors import CapacityError
 from tiermem.nn.groups.partition import TRAINED
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.optim.host.build import prepare
@@ -25,6 +27,7 @@ from tiermem.optim.rules.probe import Make, settings_of
 from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.undo import cannot_fail_midway
 from tiermem.optim.units.unit import StepUnit
+from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.host_staging import Load
 from tiermem.transfer.streams import CudaCopyEngine
 
@@ -260,7 +263,10 @@ def _have_host_step(
     in_files = {r.block.id for r in manager.parts.table if r.home is Tier.NVME}
     loads = [_load(unit, in_files) for unit in units]
     undone = max(_bytes_to_keep(unit, in_files, make, settings) for unit in units)
-    room = HostRoom(manager, loads, undone)
+    try:
+        room = HostRoom(manager, loads, undone)
+    except CapacityError as error:
+        raise _with_advice(error, manager, units, undone) from None
     before = rooms_of(earlier)
     for unit in new:
         unit.step_on(HostSide(unit, bits), make)
@@ -270,6 +276,29 @@ def _have_host_step(
             host.room = room
     for old in before:
         old.close()
+
+
+def _with_advice(
+    error: CapacityError, manager: BlockManager, units: Sequence[StepUnit], undone: int
+) -> CapacityError:
+    """Returns the error with a DRAM budget that does.
+
+    A larger one takes homes in first that are in files now (``"auto"``), of weights and gradients;
+    then room for a step is held while the optimizer's are placed, but none for what it may undo.
+    """
+    homes, policy = manager.parts.homes, manager.parts.settings.policy
+    comes = [Role.PARAM, Role.GRAD, *((Role.OPTIMIZER, Role.MASTER) if undone else ())]
+    moved = sum(
+        align_up(record.block.nbytes)
+        for record in manager.parts.table
+        if record.home is Tier.NVME
+        and not homes.read_only(record.home_extent)
+        and record.block.role in comes
+        and policy.home(record.block.role) == "auto"
+    )
+    step = max(sum(align_up(block.nbytes) for block in unit.blocks()) for unit in units)
+    least = homes.dram.used + moved + align_up(undone) + step
+    return CapacityError(error.what, f"give dram= at least {exact_size(least)}", error.hint)
 
 
 def _load(unit: StepUnit, in_files: set[int]) -> Load:

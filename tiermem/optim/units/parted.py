@@ -285,6 +285,10 @@ class PartedUnit(StepUnit):
         """Returns the group of weights that is held, and the blocks that are leased beside it."""
         return (None, []) if self._whole is None else self._whole.leased()
 
+    def is_begun(self, ticket: object) -> bool:
+        """Whether a step has been made of a part, or has left something half done."""
+        return self.made is ticket or any(part.unit.is_begun(ticket) for part in self.parts)
+
     def abandon(self) -> None:
         """Ends a step that failed; parts that are stepped stay so."""
         for part in self.parts:
@@ -420,18 +424,23 @@ class PartedUnit(StepUnit):
         Args:
             runtime: The modules' runtime.
             state: The tiered optimizer's, to be kept up to date.
-            loaded: The parameter's, which fits; None for none.
+            loaded: The parameter's, which fits; None for none. An empty one is one as well: it is
+                shown, as torch does.
             take: Loads a share into a part's unit: given the unit, the state it shows, and the
                 share by the id of the part's parameter.
         """
 
         def take_share(part: Part) -> None:
             share: dict[int, State] = {}
-            if loaded is not None:
+            if loaded:
                 share[id(part.param)] = {k: self._share(part, v) for k, v in loaded.items()}
             take(part.unit, part.state, share)
 
-        self.replace_state(runtime, state, take_share)
+        if loaded is not None and not loaded:
+            state.setdefault(self._param, {}).clear()
+        else:
+            state.pop(self._param, None)
+        self._replace_state(runtime, state, take_share)
 
     def replace_state(
         self, runtime: ModuleRuntime, state: State, take: Callable[[Part], None]
@@ -443,9 +452,15 @@ class PartedUnit(StepUnit):
             state: The tiered optimizer's, to be kept up to date.
             take: Loads the state of one part into its unit; its shown state is empty then.
         """
+        state.pop(self._param, None)
+        self._replace_state(runtime, state, take)
+
+    def _replace_state(
+        self, runtime: ModuleRuntime, state: State, take: Callable[[Part], None]
+    ) -> None:
+        """Does so; what is shown of the parameter's state stays where no part has any."""
         self._begin_anew()
         self.shown.forget()
-        state.pop(self._param, None)
         for part in self.parts:
             part.state.clear()
             take(part)
