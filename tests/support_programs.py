@@ -9,6 +9,7 @@ compared in the end: nothing waits for the device in between that would not in a
 from __future__ import annotations
 
 import copy
+import io
 import random
 import threading
 from collections.abc import Callable
@@ -155,6 +156,7 @@ class Drawing:
         share: HBM, of the weights' bytes.
         late: Share of copies that are delayed, on CUDA.
         homes: The policy: where weights, gradients and state are at home, and saved tensors.
+        later: Whether the last weight is not the optimizer's from the start.
         acts: What is done.
     """
 
@@ -169,12 +171,18 @@ class Drawing:
     share: float
     late: float
     homes: dict[str, Any]
+    later: bool
     acts: list[Act]
 
     def build(self) -> Drawn:
         """Returns the model, with the same weights every time."""
         torch.manual_seed(self.seed)
         return Drawn(self.kinds, self.width, tied=self.tied).to(self.dtype)
+
+    def stepped(self, model: nn.Module) -> list[nn.Parameter]:
+        """Returns what the optimizer has from the start."""
+        params = list(model.parameters())
+        return params[:-1] if self.later else params
 
 
 def drawn(seed: int, width: int) -> Drawing:
@@ -200,6 +208,7 @@ def drawn(seed: int, width: int) -> Drawing:
         share=rng.choice((0.3, 0.5, 0.8, 1.5, 3.0, 6.0)),
         late=rng.choice((0.0, 0.1, 0.4)),
         homes=rng.choice(HOMES),
+        later=rng.random() < 0.2,
         acts=numbers,
     )
 
@@ -231,6 +240,7 @@ class Program:
         steps: A state dict of the optimizer.
         average: An average of the weights.
         scaler: Of gradients.
+        schedule: Of the learning rate.
         folder: For checkpoints and files.
         run: What was saved of a plain run.
         is_saved: Whether a run was saved.
@@ -250,6 +260,7 @@ class Program:
     steps: Any = None
     average: Any = None
     scaler: Any = None
+    schedule: Any = None
     folder: Path = Path()
     run: Any = None
     is_saved: bool = False
@@ -490,6 +501,38 @@ def rate(p: Program) -> None:
 
 
 @act
+def scheduled(p: Program) -> Seen:
+    if p.schedule is None:
+        p.schedule = torch.optim.lr_scheduler.StepLR(p.optimizer, 2, 0.7)
+    found = train(p) or []
+    p.schedule.step()
+    return found
+
+
+@act
+def settings(p: Program) -> None:
+    for group in p.optimizer.param_groups:
+        if "momentum" in group and p.drawing.cls is torch.optim.SGD:  # others make room beforehand
+            group["momentum"] = p.rng.choice((0.0, 0.5, 0.9))
+        elif "betas" in group:
+            group["betas"] = p.rng.choice(((0.9, 0.999), (0.5, 0.9)))
+        if "maximize" in group:
+            group["maximize"] = p.rng.random() < 0.2
+        if not group.get("fused"):
+            group["foreach"] = p.rng.choice((None, True, False))
+        group["weight_decay"] = p.rng.choice((0.0, 0.1))
+
+
+@act
+def group_later(p: Program) -> None:
+    known = {id(w) for group in p.optimizer.param_groups for w in group["params"]}
+    more = [w for w in p.weights() if id(w) not in known]
+    if more:
+        rest = p.rng.choice(({}, {"lr": 0.002}, {"weight_decay": 0.1, "foreach": False}))
+        p.optimizer.add_param_group({"params": more, **rest})
+
+
+@act
 def save(p: Program) -> Seen:
     p.saved = copy.deepcopy(p.model.state_dict())
     return list(p.saved.values())
@@ -624,6 +667,164 @@ def fail_backward(p: Program) -> None:
 
 
 @act
+def out_of_memory(p: Program) -> Seen:
+    """Is told so half way, and repeats the step with less."""
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    def full_later(_module: Any, _x: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(full)
+
+    handle = p.part().register_forward_hook(p.rng.choice((full, full_later)))
+    try:
+        p.backward(batch=2)
+    except torch.OutOfMemoryError:
+        pass
+    finally:
+        handle.remove()
+    if p.rng.random() < 0.7:
+        p.optimizer.zero_grad()
+    found = [p.backward(batch=1)]
+    p.step()
+    return found
+
+
+@act
+def copied_model(p: Program) -> Seen:
+    p.model.inner = None
+    other = copy.deepcopy(p.model)
+    found = [w.detach() for w in other.parameters()]
+    return found + [w.grad for w in other.parameters() if w.grad is not None]
+
+
+@act
+def pickled(p: Program) -> Seen:
+    if p.hooks:
+        return []  # they are functions of functions, which pickle does not know
+    file = io.BytesIO()
+    p.model.inner = None
+    torch.save(p.model, file)
+    file.seek(0)
+    return [w.detach() for w in torch.load(file, weights_only=False).parameters()]
+
+
+@act
+def anomaly(p: Program) -> Seen | None:
+    with torch.autograd.set_detect_anomaly(True):
+        return train(p)
+
+
+@act
+def sharpness(p: Program) -> Seen:
+    """Steps with gradients at weights a little further on."""
+    state = torch.random.get_rng_state()
+    found, changes = [p.backward(batch=2)], []
+    with torch.no_grad():
+        for weight in p.weights():
+            if weight.grad is not None:
+                changes.append((weight, weight.grad * 0.01))
+                weight.add_(changes[-1][1])
+    p.optimizer.zero_grad()
+    torch.random.set_rng_state(state)
+    found.append(p.backward(batch=2))
+    with torch.no_grad():
+        for weight, change in changes:
+            weight.sub_(change)
+    p.step()
+    return found
+
+
+@act
+def closed_over(p: Program) -> Seen:
+    def loss() -> torch.Tensor:
+        p.optimizer.zero_grad()
+        return p.backward(batch=2)
+
+    return [p.optimizer.step(loss)]
+
+
+@act
+def some_inputs(p: Program) -> Seen:
+    some = [w for w in p.weights() if w.requires_grad and p.rng.random() < 0.5]
+    loss = p.loss(p.model(p.data()))
+    if some and p.model.again is not True:  # which takes no inputs
+        loss.backward(inputs=some)
+    return [loss.detach()]
+
+
+@act
+def evaluated_between(p: Program) -> Seen:
+    loss = p.loss(p.model(p.data(2)))
+    found = [*(evaluated(p) or []), loss.detach()]
+    loss.backward()
+    found += evaluated(p) or []
+    p.optimizer.step()
+    found += evaluated(p) or []
+    p.optimizer.zero_grad(set_to_none=p.rng.random() < 0.5)
+    return found
+
+
+@act
+def clip_values(p: Program) -> Seen:
+    found = [p.backward(batch=2)]
+    nn.utils.clip_grad_value_(p.model.parameters(), 1e-3)
+    p.step()
+    return found
+
+
+@act
+def write_state(p: Program) -> Seen:
+    kept = p.optimizer.state.get(p.one()) or {}
+    found = [value for value in kept.values() if isinstance(value, torch.Tensor) and value.dim()]
+    for value in found:
+        value.mul_(0.9)
+    return [value.clone() for value in found]
+
+
+@act
+def other_weights(p: Program) -> Seen:
+    """Evaluates with other weights, and puts the own ones back."""
+    own = [w.detach().clone() for w in p.weights()]
+    for weight in p.weights():
+        weight.data = weight.detach() * 0.5
+    found = evaluated(p) or []
+    for weight, value in zip(p.weights(), own, strict=True):
+        weight.data = value
+    return found
+
+
+@act
+def hook_module(p: Program) -> None:
+    def scale(_module: Any, slopes: Any, _outer: Any) -> Any:
+        return tuple(None if slope is None else slope * 0.9 for slope in slopes)
+
+    if p.model.again is not True:
+        p.hooks.append(p.part().register_full_backward_hook(scale))
+
+
+@act
+def hook_steps(p: Program) -> None:
+    def before(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"][::3]:
+                if weight.grad is not None:
+                    weight.grad.mul_(0.5)
+
+    def after(optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for weight in group["params"][::4]:
+                    weight.mul_(0.999)
+
+    if p.rng.random() < 0.5:
+        p.hooks.append(p.optimizer.register_step_pre_hook(before))
+    else:
+        p.hooks.append(p.optimizer.register_step_post_hook(after))
+
+
+@act
 def in_a_thread(p: Program) -> Seen:
     found: Seen = []
     x = p.data()
@@ -679,10 +880,11 @@ def run(
     model, settings = drawing.build(), dict(drawing.given)
     if tier is None:
         model.to(device)
-        optimizer = drawing.cls(model.parameters(), **settings)
+        optimizer = drawing.cls(drawing.stepped(model), **settings)
     else:
         tier.wrap(model)
-        optimizer = tier.optimizer(model, drawing.cls, **settings, **drawing.own)
+        stepped = drawing.stepped(model)
+        optimizer = tier.optimizer(stepped, drawing.cls, **settings, **drawing.own)
     program = Program(drawing, model, optimizer, device, tier, folder=folder)
     seen: list[Any] = []
     for name, number in [*drawing.acts, ("thaw", 0), ("train", 1), ("look_at_weights", 2)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -410,3 +411,20 @@ def test_other_words_are_refused() -> None:
         for name in ("master_dtype", "grad_dtype"):
             with pytest.raises(tiermem.ConfigError, match=f"{name} must be a floating dtype"):
                 tier.optimizer(model, torch.optim.AdamW, **{name: "bfloat16"})
+
+
+def test_what_finishes_a_step_that_was_put_off_is_named() -> None:
+    """Not step(), which would make another one with gradients that are still there."""
+    with Twins(Net, DRAM, FailsMidway, {"lr": 0.1}, overlap="forward") as twins:
+        twins.backward(0)
+        twins.step()
+        twins.backward(1)
+        twins.by_hand.step()
+        twins.optimizer.step()
+        FailsMidway.lit = True
+        with pytest.raises(Refused) as raised:
+            twins.optimizer.finish()
+        if sys.version_info >= (3, 11):
+            assert any("or optimizer.finish()" in note for note in raised.value.__notes__)
+        twins.optimizer.finish()
+        twins.check()

@@ -96,6 +96,28 @@ def test_a_class_that_updates_what_has_no_gradient() -> None:
         pair.finish()
 
 
+class CountingAll(torch.optim.SGD):
+    """Counts steps of each parameter, also those without a gradient."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_a_class_that_counts_steps_without_a_gradient() -> None:
+    """Was said to keep state that depends on other parameters."""
+    with Pair(Net, DRAM, (CountingAll, {})) as pair:
+        for number in range(3):
+            pair.both(train, number, f"step {number}")
+        pair.model(torch.randn(3, 12), 2).sum().backward()
+        with pytest.raises(tiermem.StepError, match=r"or their state, .* of group 0, .*has none"):
+            pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        pair.finish()
+
+
 @pytest.mark.parametrize("options", [{"overlap": "backward"}, {"where": "host"}], ids=str)
 def test_what_updates_all_is_refused_where_it_is_stepped_too_soon(options: dict[str, Any]) -> None:
     with pytest.raises(tiermem.StepError, match="have no gradient as well"):

@@ -58,14 +58,19 @@ def in_parts(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def twins_of(
-    overlap: Any = False, where: str = "device", cls: Any = torch.optim.AdamW, **settings: Any
+    overlap: Any = False,
+    where: str = "device",
+    cls: Any = torch.optim.AdamW,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> Twins:
     tiers = Tiers("edits", policy="dram")
     settings = {"lr": 0.01, "foreach": False, **settings}
-    options = {"master_dtype": None, "overlap": overlap, "where": where}
+    masters = None if dtype is torch.float32 else torch.float32
+    options = {"master_dtype": masters, "overlap": overlap, "where": where}
     # every parameter in a block of its own, so that the large ones may have parts
     blocks = [name for name, _ in Net().named_modules() if name.count(".") == 2] + ["embed"]
-    return Twins(lambda: Net(torch.float32), tiers, cls, settings, blocks=blocks, **options)
+    return Twins(lambda: Net(dtype), tiers, cls, settings, blocks=blocks, **options)
 
 
 def train(twins: Twins, *numbers: int) -> None:
@@ -137,6 +142,66 @@ def test_an_emptied_state_is_loaded_as_one(in_parts: bool) -> None:
             assert_same(plain["state"], mine["state"], "state")
             train(twins, 1)
             twins.check()
+
+
+def _later(optimizer: Any) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.9
+
+
+def _loaded(optimizer: Any) -> None:
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["momentum"] = 0.9
+    for number, param in enumerate(optimizer.param_groups[0]["params"]):
+        saved["state"][number] = {"momentum_buffer": _some(param)}
+    optimizer.load_state_dict(saved)
+
+
+def _put(optimizer: Any) -> None:
+    _later(optimizer)
+    for param in optimizer.param_groups[0]["params"]:
+        optimizer.state[param]["momentum_buffer"] = _some(param)
+
+
+def _some(param: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-0.1, 0.1, param.numel()).view(param.shape)
+
+
+@pytest.mark.parametrize("how", [_later, _loaded, _put])
+@pytest.mark.parametrize("overlap", [False, "forward", "auto"])
+def test_state_for_which_no_room_was_planned(
+    overlap: Any, how: Callable[[Any], None], in_parts: bool
+) -> None:
+    """Each part has its run of it; all of them had that of the first part."""
+    with twins_of(overlap, cls=torch.optim.SGD, dtype=torch.bfloat16) as twins:
+        assert in_parts == any(isinstance(unit, PartedUnit) for unit in twins.optimizer._units)
+        train(twins, 0)
+        for optimizer, _ in both(twins, LARGE):
+            how(optimizer)
+        train(twins, 1, 2)
+        twins.check()
+        for optimizer, _ in both(twins, LARGE):
+            for param in optimizer.param_groups[0]["params"]:
+                optimizer.state[param]["momentum_buffer"].mul_(3.0)
+        train(twins, 3)
+        twins.check()
+        for optimizer, _ in both(twins, LARGE):
+            _put(optimizer)
+        train(twins, 4, 5)
+        twins.check()
+
+
+@pytest.mark.parametrize(
+    ("cls", "setting"),
+    [(torch.optim.AdamW, {"amsgrad": True}), (torch.optim.RMSprop, {"momentum": 0.5})],
+)
+def test_settings_that_ask_for_more_state_before_the_first_step(
+    cls: Any, setting: dict[str, Any], in_parts: bool
+) -> None:
+    with twins_of("auto", cls=cls) as twins:
+        for optimizer, _ in both(twins, LARGE):
+            optimizer.param_groups[0].update(setting)
+        train(twins, 0, 1, 2)
+        twins.check()
 
 
 def test_what_is_loaded_is_no_others(in_parts: bool) -> None:

@@ -200,8 +200,9 @@ def refuse_whole(name: str, natures: Sequence[Nature | None]) -> None:
     """
     if any(nature is not None and nature.whole for nature in natures):
         raise StepError(
-            f"{name} updates parameters that have no gradient as well, so that tiers have to see "
-            "all gradients before they step any block: leave overlap= and where= out"
+            f"{name} updates parameters that have no gradient as well, or their state, so that "
+            "tiers have to see all gradients before they step any block: leave overlap= and where= "
+            "out"
         )
 
 
@@ -220,10 +221,11 @@ def refuse_missing(name: str, groups: Sequence[dict[str, Any]], natures: dict[in
         for place, param in enumerate(groups[number]["params"]):
             if param.grad is None:
                 raise StepError(
-                    f"{name} updates parameters that have no gradient as well, which tiers do not: "
-                    f"parameter {place} of group {number}, of shape {tuple(param.shape)}, has "
-                    "none. Give it one before step() (param.grad = torch.zeros_like(param)), or "
-                    "leave it out of the optimizer if it is not trained"
+                    f"{name} updates parameters that have no gradient as well, or their state, "
+                    f"which tiers do not: parameter {place} of group {number}, of shape "
+                    f"{tuple(param.shape)}, has none. Give it one before step() (param.grad = "
+                    "torch.zeros_like(param)), or leave it out of the optimizer if it is not "
+                    "trained"
                 )
 
 

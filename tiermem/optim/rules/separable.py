@@ -305,7 +305,8 @@ class _Trial:
 
     Attributes:
         counts: Whether steps changed settings of the group.
-        updates_all: Whether steps changed parameters that had no gradient, or gave them one.
+        updates_all: Whether steps changed parameters that had no gradient, gave them one, or may
+            have changed their state.
     """
 
     def __init__(
@@ -423,6 +424,7 @@ class _Trial:
                     "what it keeps in an attribute of its own (self.state[param] is the place)"
                 )
             if not _same(dict(whole.state.get(first, {})), dict(optimizer.state.get(second, {}))):
+                self.updates_all = True  # it may count steps that it does not make
                 return "its state of one parameter depends on the others"
         return ""
 

@@ -72,8 +72,8 @@ class Units(Sequence[StepUnit]):
             left: Names of the units that are not stepped.
         """
         again = "optimizer.step() goes on there"
-        if self.owed:
-            again = "the next use of them makes it, or optimizer.step()"
+        if self.owed:  # step() would make another one, with gradients that are still there
+            again = "the next use of them makes it, or optimizer.finish()"
         names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
         text = (
             f"; {len(self) - len(left)} of {len(self)} units of the optimizer step are made, each "

@@ -34,7 +34,7 @@ from tiermem.optim.units.attempt import Waiting
 from tiermem.optim.units.held import Held
 from tiermem.optim.units.late import Ahead
 from tiermem.optim.units.part import Part
-from tiermem.optim.units.partsstate import PartsState, numbers_of
+from tiermem.optim.units.partsstate import PartsState, is_as_large, numbers_of
 from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
@@ -177,7 +177,7 @@ class PartedUnit(StepUnit):
                 if self._gradient is not None or self.parts[0].unit.run is not None:
                     self.counted.ahead(self, ticket)  # torch does not count the parts' writes
                     if self._ticket is None:
-                        self._numbers_then = numbers_of(state.get(self._param, {}))
+                        self._numbers_then = numbers_of(state.get(self._param, {}), self._param)
                         self._ticket = ticket
                     self._step_parts(runtime, groups, scaling, meanwhile, write, ahead)
                     if ahead is None:
@@ -469,7 +469,7 @@ class PartedUnit(StepUnit):
     def _share(self, part: Part, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.dim() and value.shape == self._param.shape:
+        if is_as_large(value, self._param):
             return value.reshape(-1)[part.begin : part.end]
         return value.clone()
 

@@ -1,9 +1,14 @@
-"""The state of a parameter that is stepped in parts, as users see it: one tensor for each key."""
+"""The state of a parameter that is stepped in parts, as users see it: one tensor for each key.
+
+State that the settings did not ask for when room was planned (a momentum that is set later, or
+loaded) has no place in the tiers. It is one ordinary tensor then, and each part has its run of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,6 +32,7 @@ class PartsState:
         self._param = param
         self._parts = parts
         self._stand_ins: dict[str, LazyTensor] = {}
+        self._outside: dict[str, torch.Tensor] = {}  # what has no place in the tiers
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of it."""
@@ -56,6 +62,9 @@ class PartsState:
         kept.clear()
         for key, value in first.items():
             if not isinstance(value, LazyTensor):
+                if is_as_large(value, part.param):
+                    kept[key] = self._joined(key)
+                    continue
                 number = before.get(key)
                 written = isinstance(value, torch.Tensor) and part.given.get(key) is value
                 if written and isinstance(number, torch.Tensor):
@@ -76,7 +85,7 @@ class PartsState:
         if state.get(self._param) is None:
             return
         self.flush()
-        values = numbers_of(state[self._param])
+        values = {k: copied(v) for k, v in state[self._param].items() if not _is_lazy(v)}
         runs: dict[str, list[torch.Tensor]] = {}
         for part in self._parts:
             block = part.unit.block
@@ -94,8 +103,27 @@ class PartsState:
         mine = first.state.get(first.param) or {}
         if bool(shown) != bool(mine):
             return True
-        kept = [key for key, value in mine.items() if isinstance(value, LazyTensor)]
-        return any(shown.get(key) is not self._stand_ins.get(key) for key in kept)
+        whole = {key: value for key, value in shown.items() if is_as_large(value, self._param)}
+        kept = {
+            key: (self._stand_ins if _is_lazy(value) else self._outside).get(key)
+            for key, value in mine.items()
+            if is_as_large(value, first.param)
+        }
+        return whole.keys() != kept.keys() or any(whole[key] is not kept[key] for key in kept)
+
+    def _joined(self, key: str) -> torch.Tensor:
+        """Returns a tensor outside the tiers, whose runs the parts have: what one writes is there.
+
+        Their own are joined where they are other tensors by now, as after their first step.
+        """
+        states = [part.state[part.param] for part in self._parts]
+        whole = self._outside.get(key)
+        if whole is None or any(_memory(state[key]) != _memory(whole) for state in states):
+            whole = torch.cat([state[key] for state in states]).view(self._param.shape)
+            self._outside[key] = whole
+            for part, state in zip(self._parts, states, strict=True):
+                state[key] = part.run_of(whole)
+        return whole
 
     def _stand_in(self, runtime: ModuleRuntime, key: str, dtype: torch.dtype) -> LazyTensor:
         found = self._stand_ins.get(key)
@@ -120,6 +148,19 @@ class PartsState:
             part.unit.plain.store(runtime, key, flat[part.begin : part.end])
 
 
-def numbers_of(state: State) -> State:
-    """Returns the state values outside the tiers, as they are now."""
-    return {k: copied(v) for k, v in state.items() if not isinstance(v, LazyTensor)}
+def numbers_of(state: State, param: torch.Tensor) -> State:
+    """Returns the state values of a parameter that all of its parts share, as they are now."""
+    return {key: copied(value) for key, value in state.items() if not is_as_large(value, param)}
+
+
+def is_as_large(value: Any, param: torch.Tensor) -> bool:
+    """Whether a state value has an element for each of a parameter, rather than being a number."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, LazyTensor)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
