@@ -85,10 +85,12 @@ class _OverTiers:
             self.tier = TierManager(device, **self._settings)
         return self.tier
 
-    def _convert(self, optimizer: torch.optim.Optimizer) -> TieredOptimizer:
-        """Returns the tiered optimizer of a plain one."""
+    def _convert(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns the tiered optimizer of a plain one; one without parameters stays as it is."""
         if self.tier is None:
             raise ConfigError("the model is set up before its optimizers")
+        if not any(group["params"] for group in optimizer.param_groups):
+            return optimizer  # Lightning's stand-in for a module that has none
         new = tiered(self.tier, optimizer, **self._of_optimizers)
         if new is not optimizer:
             hand_over(optimizer, new)
@@ -149,7 +151,7 @@ class FabricTierStrategy(_OverTiers, _FabricStrategy):  # type: ignore[misc, unu
         """Wraps the module, in place of moving it."""
         self._open(self.root_device).wrap(module)
 
-    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> TieredOptimizer:
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Makes the tiered optimizer of a plain one."""
         return self._convert(optimizer)
 

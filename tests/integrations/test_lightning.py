@@ -225,6 +225,21 @@ def test_a_class_that_cannot_be_streamed_is_refused_by_its_reason(tmp_path: Path
     assert same(expected, module)
 
 
+def test_a_module_without_an_optimizer(tmp_path: Path) -> None:
+    """Its hooks and losses are what the trainer runs for; Lightning gives it a stand-in."""
+
+    class Idle(Module):
+        def configure_optimizers(self) -> None:
+            return None
+
+    found = []
+    for where in ({"accelerator": "cpu"}, {"strategy": TierStrategy(**BUDGETS)}):
+        found.append(Idle())
+        trainer(tmp_path, **where, max_steps=-1, max_epochs=2).fit(found[-1], loader(3))
+    assert len(found[0].losses) == 6 and found[0].losses == found[1].losses
+    assert same(*found)
+
+
 class Damped(torch.optim.SGD):
     """Has a setting of its own, which is in no group and is no default."""
 
