@@ -128,7 +128,7 @@ def tried(case: Case, parts: list[str], limit: float, folder: Path) -> dict[str,
     return out
 
 
-def warm() -> None:
+def warm(device: torch.device) -> None:
     """Imports what every child would, which takes seconds; no backward, as its threads stay."""
     import peft
 
@@ -140,7 +140,8 @@ def warm() -> None:
             model = transformers.LlamaForCausalLM(small)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=1))
     torch.optim.AdamW(adapted.parameters())
-    model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=1)
+    if device.type == "cpu":  # it looks at the GPU, which no child could use then
+        model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=1)
 
 
 def main() -> int:
@@ -154,7 +155,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", default="0/1", help="which of the cases: 1/4 is every fourth")
     parser.add_argument("--jobs", type=int, default=1, help="sweeps at a time")
-    parser.add_argument("--device", type=torch.device, default="cpu", help="cuda, say")
+    parser.add_argument(
+        "--device", type=torch.device, default=torch.device("cpu"), help="cuda, say"
+    )
     parser.add_argument(
         "--log", type=Path, help="file to which outcomes are added; goes on after it"
     )
@@ -164,7 +167,7 @@ def main() -> int:
         return beside_each_other([*sys.argv, "--jobs", "1", "--share", share] for share in shares)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    warm()
+    warm(args.device)
     support_sweep.device = args.device
     share, of = map(int, args.share.split("/"))
     cases = listed(args.kinds, random.Random(args.seed))

@@ -77,3 +77,29 @@ def test_threads_get_the_bits_of_the_resident_model(streams: str, layers: float)
     for error in failed:
         raise error
     assert not wrong
+
+
+@pytest.mark.parametrize("tiered", [True, False], ids=["tiered optimizer", "plain optimizer"])
+@pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SGD])
+def test_hidden_weights_are_stepped_by_foreach(cls: type, tiered: bool) -> None:
+    """Weights stay hidden where several threads use them; foreach rounds other than single steps."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Layer() for _ in range(3))).cuda()
+    model = deepcopy(plain)
+    nbytes = sum(param.nbytes for param in model.parameters())
+    with tiermem.TierManager("cuda", hbm=2 * nbytes, dram="64MiB") as tier:
+        tier.wrap(model)
+        make = tier.optimizer if tiered else lambda params, cls, **given: cls(params, **given)
+        optimizers = [cls(plain.parameters(), lr=0.01), make(model.parameters(), cls, lr=0.01)]
+        for step in range(6):
+            x = torch.randn(8, WIDTH, device="cuda")
+            for one, optimizer in zip((plain, model), optimizers, strict=True):
+                one(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1:
+                    thread = threading.Thread(target=one[0].norm.weight.sum)
+                    thread.start()
+                    thread.join()
+                one[0].up.weight.sum()
+            assert all(map(torch.equal, plain.parameters(), model.parameters())), step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,6 @@ from support_adam_kernel import FakeKernel, Looks, faked
 from support_late_state import pair_of
 from support_nn import assert_same
 from torch import nn
-from torch.optim import adagrad
 
 import tiermem
 from tiermem.optim.rules import adamstep
@@ -283,43 +281,4 @@ def test_weights_that_several_threads_use(
     pair.optimizer.step()
     assert pair.direct
     assert not pair.tier._runtime.groups[0].lender.addresses._of  # no step has asked for any
-    pair.check()
-
-
-def test_hidden_weights_are_stepped_by_the_kernels_of_ordinary_ones(
-    loops: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where several threads use a weight it stays hidden: a class that torch does not know."""
-    torchs: Any = sys.modules["torch.optim.optimizer"]
-    monkeypatch.setattr(torchs, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
-    known = [*torchs._foreach_supported_types]
-    taken: list[str] = []
-
-    def noting(way: str) -> Callable[..., None]:
-        own = getattr(adagrad, way)
-
-        def noted(*args: Any, **more: Any) -> None:
-            taken.append(way)
-            own(*args, **more)
-
-        return noted
-
-    for way in ("_single_tensor_adagrad", "_multi_tensor_adagrad"):
-        monkeypatch.setattr(adagrad, way, noting(way))
-
-    def look(model: Any) -> None:
-        with torch.no_grad():
-            model[0][0].weight.sum().item()
-
-    pair = loops(torch.optim.Adagrad, foreach=None)
-    pair.step()
-    thread = threading.Thread(target=look, args=(pair.model,))
-    thread.start()
-    thread.join()
-    look(pair.model)
-    assert pair.tier._runtime.groups[0].pointing.veiled
-    taken.clear()
-    pair.step(2)
-    assert set(taken) == {"_multi_tensor_adagrad"}
-    assert torchs._foreach_supported_types == known
     pair.check()

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import distributed
+from torch.optim.optimizer import _foreach_supported_types
 
 from tiermem.errors import CapacityError, ClosedError, InvariantError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
@@ -330,7 +331,12 @@ def away_class(kind: type, base: type[Away] = Away, **names: Any) -> type:
     found = _classes.get(kind)
     if found is None:
         own = {"__module__": kind.__module__, "__slots__": (), "_kind": kind, **names}
-        found = _classes[kind] = type(kind)(kind.__name__, (base, kind), own)
+        made: Any = type(kind)(kind.__name__, (base, kind), own)
+        found = _classes[kind] = made
+        if kind in _foreach_supported_types:
+            # so optimizers choose for it what they choose for its own class: on a GPU they step
+            # other tensors one by one, which rounds differently
+            _foreach_supported_types.append(made)
     return found
 
 

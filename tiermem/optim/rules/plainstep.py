@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import _foreach_supported_types
 
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.groups.away import away_class
 from tiermem.optim.rules.adamstep import step_at_once
 from tiermem.optim.rules.scaling import Scaling
 
@@ -49,21 +45,6 @@ def is_bare(optimizer: torch.optim.Optimizer) -> bool:
         and not optimizer._optimizer_step_post_hooks
         and type(optimizer)._optimizer_step_code is _BASE._optimizer_step_code
     )
-
-
-@contextmanager
-def hidden_as_ordinary() -> Iterator[None]:
-    """Has torch choose the kernels for hidden parameters that it chooses for ordinary ones.
-
-    On a GPU its optimizers step by ``foreach`` what is of the class ``nn.Parameter`` itself, and
-    else tensor by tensor, which rounds differently.
-    """
-    hidden: Any = away_class(nn.Parameter)
-    _foreach_supported_types.append(hidden)
-    try:
-        yield
-    finally:
-        _foreach_supported_types.remove(hidden)
 
 
 def run_unseen(optimizer: torch.optim.Optimizer) -> None:

@@ -19,7 +19,7 @@ from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.runtime import ModuleRuntime
-from tiermem.optim.rules.plainstep import hidden_as_ordinary, run, run_scaled, undoes_scale
+from tiermem.optim.rules.plainstep import run, run_scaled, undoes_scale
 from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make
 from tiermem.optim.rules.torchsteps import states_of
@@ -437,11 +437,7 @@ class StepUnit(UnitGradients):
         cast: Sequence[torch.Tensor],
     ) -> None:
         seen = None if self.attempt is None else self.attempt.one_call
-        veiled = self.group is not None and self.group.pointing.veiled
-        with (
-            nullcontext() if seen is None else seen,
-            hidden_as_ordinary() if veiled else nullcontext(),
-        ):
+        with nullcontext() if seen is None else seen:
             if scaling is None:
                 outside(run, optimizer)  # the attempt takes back what an error leaves
                 return
