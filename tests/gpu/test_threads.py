@@ -82,7 +82,7 @@ def test_threads_get_the_bits_of_the_resident_model(streams: str, layers: float)
 @pytest.mark.parametrize("tiered", [True, False], ids=["tiered optimizer", "plain optimizer"])
 @pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SGD])
 def test_hidden_weights_are_stepped_by_foreach(cls: type, tiered: bool) -> None:
-    """Weights stay hidden where several threads use them; foreach rounds other than single steps."""
+    """As weights are that several threads use; single steps round otherwise."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(Layer() for _ in range(3))).cuda()
     model = deepcopy(plain)
