@@ -135,8 +135,8 @@ def warm(device: torch.device) -> None:
     small = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
     )
-    for device in ("meta", "cpu"):
-        with torch.device(device):
+    for made_on in ("meta", "cpu"):
+        with torch.device(made_on):
             model = transformers.LlamaForCausalLM(small)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=1))
     torch.optim.AdamW(adapted.parameters())
