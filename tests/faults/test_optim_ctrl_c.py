@@ -15,7 +15,7 @@ from torch import nn
 
 from tiermem.optim.units.parted import PartedUnit
 
-STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "61"))
+STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "97"))
 """Every so many lines are tried; with 1 all of them."""
 OPTIM = ["optim/"]
 

@@ -15,7 +15,7 @@ from support_nn import assert_same
 
 from tiermem.optim import ahead
 
-STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "16"))
+STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "32"))
 """Every so many lines are tried as they are come by first; with 1 all of them, all times."""
 OFTEN = 25
 """Every so many times the stride lines are tried, too, whichever time it is."""

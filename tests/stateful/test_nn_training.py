@@ -539,7 +539,7 @@ class Training(RuleBasedStateMachine):
 
 
 Training.TestCase.settings = settings(
-    max_examples=examples(20),
+    max_examples=examples(14),
     stateful_step_count=25,
 )
 TestTraining = Training.TestCase

@@ -528,7 +528,7 @@ class Looking(RuleBasedStateMachine):
 
 
 Looking.TestCase.settings = settings(
-    max_examples=examples(30, 400), stateful_step_count=examples(15, 25)
+    max_examples=examples(20, 400), stateful_step_count=examples(15, 25)
 )
 
 
@@ -555,7 +555,7 @@ class LookingAtParts(Looking):
 
 
 LookingAtParts.TestCase.settings = settings(
-    max_examples=examples(12, 400), stateful_step_count=examples(12, 25)
+    max_examples=examples(9, 400), stateful_step_count=examples(12, 25)
 )
 
 

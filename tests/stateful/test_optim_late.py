@@ -227,7 +227,7 @@ class LateByKernel(Late):
 
 
 Late.TestCase.settings = settings(
-    max_examples=examples(30, 400), stateful_step_count=examples(15, 25)
+    max_examples=examples(20, 400), stateful_step_count=examples(15, 25)
 )
 
 

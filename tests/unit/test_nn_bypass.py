@@ -451,7 +451,7 @@ def act(what: str, one: nn.Module, draw: random.Random) -> list[torch.Tensor]:
 ACTS = ("call", "call", "call", "call", "half", "layer", "part", "read", "write", "load", "state")
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     acts=st.lists(st.sampled_from((*ACTS, "inference")), max_size=40),
     last=st.lists(st.sampled_from((*ACTS, "grad")), max_size=8),

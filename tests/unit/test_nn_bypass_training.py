@@ -992,7 +992,7 @@ def fail(*_: object) -> None:
     raise ArithmeticError
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(24), deadline=None)
 @given(
     acts=st.lists(st.sampled_from(ACTS), min_size=5, max_size=40),
     first=st.integers(0, 4),

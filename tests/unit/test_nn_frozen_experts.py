@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support_ctrl_c import cut_short
+from support_examples import examples
 from support_nn import same_bits
 from support_stacks import (
     EXPERTS,
@@ -199,7 +200,7 @@ def test_nothing_stays_for_backward(kind: str) -> None:
         assert by_rows(model, tier)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.integers(0, 3 * LAYER),

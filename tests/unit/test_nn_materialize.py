@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from support_examples import examples
 from support_nn import same_bits, seed
 from torch import nn
 
@@ -16,6 +17,7 @@ NBYTES = WIDTH * WIDTH * 4
 LAYER = st.integers(0, COUNT - 1)
 
 
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(LAYER, st.lists(LAYER, max_size=6)), min_size=1, max_size=6))
 def test_who_comes_to_a_place_is_not_taken_for_seen(turns: list[tuple[int, list[int]]]) -> None:
     seed(0)
