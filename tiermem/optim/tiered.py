@@ -180,13 +180,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._runtime.models.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")
         self._runtime.manager.gate.guard()
-        unfinished = self._timing.rounds[-1:]
-        loss = unfinished[0].loss if unfinished else None
-        if closure is not None and not unfinished:
+        loss = None
+        if closure is not None and not self._timing.rounds:
             with torch.enable_grad():
                 loss = outside(closure)
         with self._turns.steps("step()"):
-            self._timing.drop_unbegun()
             if not self._timing.rounds and not self._begin_round(loss):
                 return loss
             return self._go_on(self._timing.rounds[-1])

@@ -361,25 +361,12 @@ class StepTiming:
         if self.inside is not None:
             self.inside.refuse(what)
 
-    def drop_unbegun(self) -> None:
-        """Gives up a step that was cut short before anything was stepped: no user has to.
-
-        One with a loss scale is kept, as the next call of ``step()`` would not know it.
-        """
-        if not self.rounds or self.inside is not None:
-            return
-        current, owed = self.rounds[-1], self._units.owed
-        begun = [u for u in self._units if u.is_begun(current.ticket) or id(u) in owed]
-        if not (begun or current.error or current.scaling):
-            self.abandon()
-
     def refuse_if_pending(self, what: str) -> None:
         """Refuses a call while a step is unfinished; where only its end was cut off, ends it.
 
         Raises:
             StepError: If one is.
         """
-        self.drop_unbegun()
         if not self.rounds:
             return
         current = self.rounds[-1]

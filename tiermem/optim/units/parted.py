@@ -285,10 +285,6 @@ class PartedUnit(StepUnit):
         """Returns the group of weights that is held, and the blocks that are leased beside it."""
         return (None, []) if self._whole is None else self._whole.leased()
 
-    def is_begun(self, ticket: object) -> bool:
-        """Whether a step has been made of a part, or has left something half done."""
-        return self.made is ticket or any(part.unit.is_begun(ticket) for part in self.parts)
-
     def abandon(self) -> None:
         """Ends a step that failed; parts that are stepped stay so."""
         for part in self.parts:

@@ -184,14 +184,6 @@ class StepUnit(UnitGradients):
         if owed:
             self.clear_forgotten(runtime)
 
-    def is_begun(self, ticket: object) -> bool:
-        """Whether a step has been made, or has left something half done.
-
-        Args:
-            ticket: Of the step.
-        """
-        return self.made is ticket or self.attempt is not None
-
     def abandon(self) -> None:
         """Ends a step that failed: as it was before, where that can be had, else as it is.
 
