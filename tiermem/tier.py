@@ -457,20 +457,19 @@ class TierManager:
             CheckpointError: If ``extra`` or a tensor cannot be saved, or ``path`` is something
                 else; nothing is written.
             CapacityError: If the file system has no room; the former checkpoint stays.
-            StepError: If an optimizer's step is unfinished, or another thread trains.
+            StepError: If an optimizer's step is unfinished.
             StorageError: If a file cannot be written, or a block not be read; the former
                 checkpoint stays.
         """
         self._manager.gate.guard()
         self._end_saving()
-        with self._runtime.turns.looks("tier.save()"):
-            plan = make_plan(self._runtime, path, extra)
-            if wait:
-                save_now(self._runtime, plan)
-                return None
-            self._saving = saving = SaveHandle(self._runtime, plan)
-            saving.begin(plan)  # entered before: wherever it is cut short, the next save waits
-            return saving
+        plan = make_plan(self._runtime, path, extra)
+        if wait:
+            save_now(self._runtime, plan)
+            return None
+        self._saving = saving = SaveHandle(self._runtime, plan)
+        saving.begin(plan)  # entered before: the next save waits for it, wherever this is cut short
+        return saving
 
     def _end_saving(self) -> None:
         """Waits for a save under way; raises an error of it that was not raised before."""
@@ -499,12 +498,10 @@ class TierManager:
             IntegrityError: If a file is not what was written.
             StorageError: If a file cannot be read.
             CapacityError: If a budget does not hold state that is in the checkpoint.
-            StepError: If another thread trains.
         """
         self._manager.gate.guard()
         self._end_saving()
-        with self._runtime.turns.looks("tier.load()"):
-            return load_run(self._runtime, path)
+        return load_run(self._runtime, path)
 
     # -- reports ---------------------------------------------------------
 

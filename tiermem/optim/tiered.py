@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 
@@ -37,30 +36,6 @@ from tiermem.optim.timing import Overlap, StepTiming, check_overlap
 from tiermem.optim.tried import TriedClass
 from tiermem.optim.units.collection import Units
 from tiermem.runtime.base.functorch import outside_inference
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _steps(method: F) -> F:
-    """Marks a method that changes weights, gradients or state: no other thread may train then."""
-
-    @functools.wraps(method)
-    def take_turn(self: TieredOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._turns.steps(f"{method.__name__}()"):
-            return method(self, *args, **kwargs)
-
-    return cast("F", take_turn)
-
-
-def _looks(method: F) -> F:
-    """Marks a method that looks at all of the state: likewise, and others wait for it."""
-
-    @functools.wraps(method)
-    def take_turn(self: TieredOptimizer, *args: Any, **kwargs: Any) -> Any:
-        with self._turns.looks(f"optimizer.{method.__name__}"):
-            return method(self, *args, **kwargs)
-
-    return cast("F", take_turn)
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -113,7 +88,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 parameters.
             CapacityError: If a budget cannot hold a step or its state; nothing is changed.
         """
-        self._runtime, self._turns = runtime, runtime.turns
+        self._runtime = runtime
         runtime.manager.gate.guard()
         cls = optimizer_class(cls)
         check_overlap(overlap)
@@ -180,14 +155,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._runtime.models.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")
         self._runtime.manager.gate.guard()
-        loss = None
-        if closure is not None and not self._timing.rounds:
-            with torch.enable_grad():
-                loss = outside(closure)
-        with self._turns.steps("step()"):
-            if not self._timing.rounds and not self._begin_round(loss):
+        if not self._timing.rounds:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = outside(closure)
+            if not self._begin_round(loss):
                 return loss
-            return self._go_on(self._timing.rounds[-1])
+        return self._go_on(self._timing.rounds[-1])
 
     def _begin_round(self, loss: Any) -> bool:
         """Collects the units to step; returns whether a step is to be made at all."""
@@ -221,7 +196,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         return rounds.pop().loss  # in one line: whatever is raised before, it is not ended
 
     @entrance
-    @_steps
     def abandon_step(self) -> None:
         """Gives up what is left of a step that was cut short, where ``step()`` cannot finish it.
 
@@ -236,7 +210,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._timing.abandon()
 
     @entrance
-    @_steps
     def finish(self) -> None:
         """Makes steps that were put off (``overlap``), as an access to their blocks would."""
         self._timing.finish()
@@ -284,7 +257,6 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     @entrance
-    @_looks
     def state(self) -> Any:
         """The state by parameter, as in any optimizer; every step asked for is made in it."""
         self._refuse_if_closed("optimizer.state")
@@ -319,7 +291,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             take_in_edits(self._runtime, self._units.settled(), self.param_groups, self._state)
 
     @entrance
-    @_steps
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, or sets them to zero."""
         self._refuse_if_closed("zero_grad()")
@@ -334,7 +305,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._timing.after_clearing(set_to_none=set_to_none)
 
     @entrance
-    @_steps
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -368,7 +338,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
 
     @entrance
-    @_steps
     def grad_norm(
         self,
         norm_type: float = 2.0,
@@ -392,7 +361,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             return self._norms.total(self._units, params, kind)
 
     @entrance
-    @_steps
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every gradient to ``[-clip_value, clip_value]``."""
         self._settle_to_clip("clip_grad_value_()")
@@ -401,7 +369,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         clip.change_all(self._runtime, self._units, change)
 
     @entrance
-    @_steps
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters as torch takes them, and reserves homes for their state.
 
@@ -431,7 +398,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise
 
     @entrance
-    @_looks
     def state_dict(self) -> dict[str, Any]:
         """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory.
 
@@ -452,7 +418,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         return result
 
     @entrance
-    @_looks
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state over, from this or from the plain optimizer.
 
@@ -555,7 +520,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.defaults.setdefault("differentiable", False)  # as torch's __setstate__ does then
 
     @entrance
-    @_steps
     def close(self) -> None:
         """Frees state and masters; deferred steps are made first.
 

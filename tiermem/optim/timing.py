@@ -24,6 +24,10 @@ from tiermem.optim.units.unit import StepUnit
 from tiermem.runtime.services.sweep import BlockSweep
 
 Overlap = bool | Literal["auto", "forward", "backward"]
+_ELSEWHERE = (
+    "another thread is at it (threads that train under one manager take turns: one lock around "
+    "forward, backward and step()), or it was cut short between two lines"
+)
 
 
 def check_overlap(overlap: Overlap) -> None:
@@ -372,11 +376,11 @@ class StepTiming:
         current = self.rounds[-1]
         left = [unit for unit in current.left() if id(unit) not in self._units.owed]
         if left or current.error is not None:
-            why = current.failed or "an exception between two lines"
+            why = f"it was cut short by {current.failed}" if current.failed else _ELSEWHERE
             raise StepError(
-                f"{what} while an optimizer step is unfinished: it was cut short by {why}, with "
-                f"{len(left)} of {len(self._units)} units to go; call optimizer.step() again, it "
-                "goes on where it stopped, or optimizer.abandon_step() to leave them unstepped"
+                f"{what} while an optimizer step is unfinished: {why}, with {len(left)} of "
+                f"{len(self._units)} units to go; call optimizer.step() again, it goes on where it "
+                "stopped, or optimizer.abandon_step() to leave them unstepped"
             )
         self._confirm_ahead()
         if self.inside is not None:  # all is made or deferred, only the end was cut off

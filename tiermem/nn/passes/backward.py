@@ -124,7 +124,10 @@ class BackwardPass:
         if self.under_way:
             self.end()  # that was another one
         runtime, manager = self.runtime, self.manager
-        runtime.turns.begin_backward(self._note)
+        ending = _Ending(self)
+        self.ending = weakref.ref(ending, self._cut_short)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+        self.under_way = True
         self._began = time.perf_counter_ns()
         for look in self.on_begin:
             look()
@@ -139,17 +142,6 @@ class BackwardPass:
             runtime.experts.prepare(runtime.experts.whole)
         runtime.activations.begin_backward()
         self.incoming.begin_backward()
-
-    def _note(self) -> None:
-        """Notes that a backward is under way, and asks autograd to tell of its end."""
-        ending = _Ending(self)
-        self.ending = weakref.ref(ending, self._cut_short)
-        torch.autograd.Variable._execution_engine.queue_callback(ending)
-        self.under_way = True
-
-    def is_live(self) -> bool:
-        """Whether autograd is in one, rather than one that an error has cut short."""
-        return self.under_way and self.ending() is not None
 
     def _guess(self, stepping: Sequence[int]) -> Sequence[int]:
         """Returns the order of use of a backward of which none has been seen.

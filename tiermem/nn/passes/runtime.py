@@ -29,7 +29,6 @@ from tiermem.nn.passes.models import Models
 from tiermem.nn.passes.names import PassNames
 from tiermem.nn.passes.saved import SavedHooks
 from tiermem.nn.passes.scopes import PassScope
-from tiermem.nn.passes.turns import Turns
 from tiermem.nn.passes.unwritten import Unwritten
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.services.expert_store import ExpertStore
@@ -87,7 +86,6 @@ class ModuleRuntime:
         experts: Layers of which the experts come up one by one.
         names: Under which passes are measured.
         backward: The backward under way.
-        turns: Which threads train, and which look.
         keepers: What each optimizer has in the tiers.
         unwritten: What steps wrote of the blocks that forward begins with.
         models: The wrapped models.
@@ -122,7 +120,6 @@ class ModuleRuntime:
         self.saved = SavedHooks(self)
         self.names = PassNames()
         self.backward = BackwardPass(self)
-        self.turns = Turns(manager, self.backward)
         self.keepers = Keepers()
         manager.parts.homes.owners.append(self.keepers.space)
         self.models = Models()
@@ -250,11 +247,11 @@ class ModuleRuntime:
                 "torch.jit.trace takes weights as they are; trace the module before tier.wrap, or "
                 "take it out of the tiers first with tier.unwrap(module)"
             )
-        training = torch.is_grad_enabled()
-        with self.turns.begins_forward(training), self.manager.lock:
+        with self.manager.lock:
             self.models.refuse_half_loaded("a forward")
             self.backward.end()
             self.backward.reduced.begin_forward(scope)
+            training = torch.is_grad_enabled()
             if self._trainable:
                 self._pack_untrained(scope.number, training)
             for keeper in self.keepers:
@@ -346,7 +343,6 @@ class ModuleRuntime:
 
     def reset(self) -> None:
         """Ends what is under way after an exception anywhere, however far it had come."""
-        self.turns.reset()
         self.backward.reset()
         self.away.reset()
 

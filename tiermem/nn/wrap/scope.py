@@ -339,7 +339,6 @@ class CallInterceptor(Interceptor):
             except BaseException:
                 with manager.lock:
                     self._threads.leave()
-                runtime.turns.end_forward()
                 raise
             began = time.perf_counter_ns()
             here.inside = True
@@ -368,7 +367,6 @@ class CallInterceptor(Interceptor):
                 here.unseen.clear()
                 seen = left_out.of is self._bypass
                 left_out.of = outer
-                runtime.turns.end_forward()
                 with manager.lock:
                     self._threads.leave()
                     _let_go(kept[:held], seen=seen)
