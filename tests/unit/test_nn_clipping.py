@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils._foreach_utils import _has_foreach_support
 
 import tiermem
+from tiermem.nn.groups import grads as module
 from tiermem.nn.groups.gradunit import Pending
 
 DRAM = Tiers("dram")
@@ -554,3 +556,52 @@ def test_what_torch_refuses_is_refused_at_once_and_changes_nothing_later(refused
             pair.check_gradients("after")
             pair.both(lambda _, optimizer: optimizer.step())
         pair.finish()
+
+
+def test_a_change_that_is_pending_is_made_once_where_two_threads_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that reads a gradient comes as another one makes the change."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    nbytes = sum(p.nbytes for p in model.parameters())
+    with tiermem.TierManager("cpu", hbm=2 * nbytes, dram=32 * nbytes + (1 << 20)) as tier:
+        tier.wrap(model)
+        tier.optimizer(model, torch.optim.SGD, lr=0.1)
+        model(torch.randn(4, 16)).square().sum().backward()
+        weight = model[0].weight
+        assert weight.grad is not None
+        wanted, runtime = weight.grad * 2, tier._runtime
+        (entry,) = [e for g in runtime.groups for e in g.entries if e.param is weight]
+        unit, grads, manager = entry.unit, runtime.grads, tier._manager
+        assert unit is not None
+        grads.await_change(unit, unit.entries, lambda found: [g.mul_(2) for g in found])
+        lock, make_first, came = manager.lock, module.make_first, threading.Event()
+
+        class Telling:
+            def __enter__(self) -> None:
+                if not lock.acquire(blocking=False):
+                    came.set()
+                    lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        def read() -> None:
+            grads.settle(unit, slot)
+            came.set()
+
+        def make(*args: Any) -> None:
+            if not thread.is_alive():
+                thread.start()
+                assert came.wait(60)
+            make_first(*args)
+
+        thread = threading.Thread(target=read)
+        slot = manager.acquire(unit.block)
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "lock", Telling())
+            patch.setattr(module, "make_first", make)
+            grads.settle(unit, slot)
+            thread.join()
+        manager.release(unit.block)
+        assert torch.equal(weight.grad, wanted)

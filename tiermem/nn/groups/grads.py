@@ -387,11 +387,14 @@ class GradStore:
 
     def settle(self, unit: GradUnit, slot: Slot) -> None:
         """Makes the changes that are pending on a unit whose block has been acquired."""
-        if not unit.pending:
-            return
+        if unit.pending:
+            with self.manager.lock:  # another thread that looks at a gradient would make them, too
+                self._settle(unit, slot)
+
+    def _settle(self, unit: GradUnit, slot: Slot) -> None:
         found = {id(e): slot.views[e.unit_index] for e in unit.entries if e.has_grad}
         changed = {id(entry) for pending in unit.pending for entry in pending.entries}
-        if found:
+        if found and changed:
             self.manager.mark_dirty(unit.block)
         self.norms.invalidate(unit.entries)
         try:
