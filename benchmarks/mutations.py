@@ -3939,6 +3939,13 @@ MUTATIONS = (
                 "tests/unit/test_optim_errors.py",
             ),
             (
+                "torch's optimizers do not know the class of hidden weights",
+                "nn/groups/away.py",
+                "        if kind in _foreach_supported_types:",
+                "        if kind is None:",
+                "tests/unit/test_nn_foreach.py",
+            ),
+            (
                 "two threads make a change of gradients that is pending",
                 "nn/groups/grads.py",
                 "            with self.manager.lock:  # another thread that looks",
