@@ -44,8 +44,8 @@ types: $(STAMP)
 
 env: $(STAMP)
 
-# torch goes first and exactly: left open, its dependencies weigh gigabytes. Of
-# 14,000 files most are never imported; Python compiles the others as they are.
+# torch goes first and exactly: left open, its dependencies weigh gigabytes. Nothing is compiled here:
+# of 14,000 files most are never imported, and Python compiles those that are.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -c constraints.txt setuptools

@@ -17,6 +17,7 @@ import torch
 from support_nn import asked, assert_same, check_table, leaves, scalar_of, seed
 from support_shrunk import Inputs, NotSmallError, said, small_model, weights
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import tiermem
 
@@ -139,11 +140,9 @@ def try_case(case: Case, parts: list[str], folder: Path) -> Iterator[tuple[str, 
 
 def _on_device(make: Callable[[], Any], inputs: Inputs) -> tuple[Callable[[], Any], Inputs]:
     """Has a model made, and its inputs drawn, as they are on the CPU, and moved to the device."""
-    from torch.utils._pytree import tree_map_only
 
-    def moved(length: int) -> dict[str, Any]:
-        given: dict[str, Any] = tree_map_only(torch.Tensor, lambda t: t.to(device), inputs(length))
-        return given
+    def moved(length: int) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: t.to(device), inputs(length))
 
     return lambda: make().to(device), moved
 

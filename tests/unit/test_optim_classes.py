@@ -74,15 +74,20 @@ def test_a_class_that_fails_where_first_gradients_come_late(options: dict[str, A
         pair.finish()
 
 
+def train_and_leave_one_out(pair: Pair, refusal: str) -> None:
+    """Trains both; then a step of which a gradient is missing says so."""
+    for number in range(3):
+        pair.both(train, number, f"step {number}")
+    pair.model(torch.randn(3, 12), 2).sum().backward()
+    with pytest.raises(tiermem.StepError, match=refusal):
+        pair.optimizer.step()
+    pair.optimizer.zero_grad()
+
+
 def test_a_class_that_updates_what_has_no_gradient() -> None:
     """As some that orthogonalize do: where one is missing, the step says so, and nothing moves."""
     with Pair(Net, DRAM, (Filling, {})) as pair:
-        for number in range(3):
-            pair.both(train, number, f"step {number}")
-        pair.model(torch.randn(3, 12), 2).sum().backward()
-        with pytest.raises(tiermem.StepError, match=r"parameter 4 of group 0, .*has none\. Give"):
-            pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        train_and_leave_one_out(pair, r"parameter 4 of group 0, .*has none\. Give")
 
         def with_zeros(model: nn.Module, optimizer: Any) -> None:
             model(torch.ones(3, 12), 2).sum().backward()
@@ -109,12 +114,7 @@ class CountingAll(torch.optim.SGD):
 def test_a_class_that_counts_steps_without_a_gradient() -> None:
     """Was said to keep state that depends on other parameters."""
     with Pair(Net, DRAM, (CountingAll, {})) as pair:
-        for number in range(3):
-            pair.both(train, number, f"step {number}")
-        pair.model(torch.randn(3, 12), 2).sum().backward()
-        with pytest.raises(tiermem.StepError, match=r"or their state, .* of group 0, .*has none"):
-            pair.optimizer.step()
-        pair.optimizer.zero_grad()
+        train_and_leave_one_out(pair, r"or their state, .* of group 0, .*has none")
         pair.finish()
 
 

@@ -185,11 +185,10 @@ def _remover(frame: types.FrameType) -> types.FrameType | None:
     Args:
         frame: Of that call, or of the ``del`` of a module's attribute in it.
     """
-    found: types.FrameType | None = frame
-    if frame.f_code.co_name == "__delattr__":
-        found = frame.f_back
-    known = found is not None and found.f_globals.get("__name__") in _REMOVERS
-    return found if known and found is not None and found.f_code.co_name == "remove" else None
+    if frame.f_code.co_name == "__delattr__" and frame.f_back is not None:
+        frame = frame.f_back
+    known = frame.f_globals.get("__name__") in _REMOVERS and frame.f_code.co_name == "remove"
+    return frame if known else None
 
 
 def _puts_function(frame: types.FrameType) -> bool:

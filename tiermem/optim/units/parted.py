@@ -432,14 +432,16 @@ class PartedUnit(StepUnit):
                 share[id(part.param)] = {k: self._share(part, v) for k, v in loaded.items()}
             take(part.unit, part.state, share)
 
-        if loaded is not None and not loaded:
-            state.setdefault(self._param, {}).clear()
-        else:
-            state.pop(self._param, None)
-        self._replace_state(runtime, state, take_share)
+        emptied = loaded is not None and not loaded
+        self.replace_state(runtime, state, take_share, emptied=emptied)
 
     def replace_state(
-        self, runtime: ModuleRuntime, state: State, take: Callable[[Part], None]
+        self,
+        runtime: ModuleRuntime,
+        state: State,
+        take: Callable[[Part], None],
+        *,
+        emptied: bool = False,
     ) -> None:
         """Replaces the state of each part.
 
@@ -447,14 +449,12 @@ class PartedUnit(StepUnit):
             runtime: The modules' runtime.
             state: The tiered optimizer's, to be kept up to date.
             take: Loads the state of one part into its unit; its shown state is empty then.
+            emptied: Whether an empty state is shown, in its place, where no part has any.
         """
-        state.pop(self._param, None)
-        self._replace_state(runtime, state, take)
-
-    def _replace_state(
-        self, runtime: ModuleRuntime, state: State, take: Callable[[Part], None]
-    ) -> None:
-        """Does so; what is shown of the parameter's state stays where no part has any."""
+        if emptied:
+            state.setdefault(self._param, {}).clear()
+        else:
+            state.pop(self._param, None)
         self._begin_anew()
         self.shown.forget()
         for part in self.parts:

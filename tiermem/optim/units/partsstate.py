@@ -47,6 +47,7 @@ class PartsState:
         """Makes what users have of it show nothing any more."""
         for shown in self._stand_ins.values():
             forget(shown)
+        self._outside.clear()
 
     def publish(self, runtime: ModuleRuntime, state: State) -> None:
         """Shows the state of all parts as the parameter's.
@@ -85,7 +86,8 @@ class PartsState:
         if state.get(self._param) is None:
             return
         self.flush()
-        values = {k: copied(v) for k, v in state[self._param].items() if not _is_lazy(v)}
+        shown = state[self._param].items()
+        values = {key: copied(value) for key, value in shown if not isinstance(value, LazyTensor)}
         runs: dict[str, list[torch.Tensor]] = {}
         for part in self._parts:
             block = part.unit.block
@@ -105,7 +107,7 @@ class PartsState:
             return True
         whole = {key: value for key, value in shown.items() if is_as_large(value, self._param)}
         kept = {
-            key: (self._stand_ins if _is_lazy(value) else self._outside).get(key)
+            key: (self._stand_ins if isinstance(value, LazyTensor) else self._outside).get(key)
             for key, value in mine.items()
             if is_as_large(value, first.param)
         }
@@ -156,10 +158,6 @@ def numbers_of(state: State, param: torch.Tensor) -> State:
 def is_as_large(value: Any, param: torch.Tensor) -> bool:
     """Whether a state value has an element for each of a parameter, rather than being a number."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, LazyTensor)
 
 
 def _memory(tensor: torch.Tensor) -> int:
