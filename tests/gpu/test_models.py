@@ -144,6 +144,31 @@ class Averaging(nn.Module):
         return y + self.average
 
 
+class Lazily(nn.Module):
+    """Copies a layer in its first forward, as self-supervised training makes its target network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256))
+        self.targets: list[nn.Module] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.targets:
+            self.targets.append(copy.deepcopy(self.online))
+        return self.online(x) - self.targets[0](x).detach()
+
+
+def test_a_copy_made_inside_a_forward_is_on_the_device() -> None:
+    torch.manual_seed(0)
+    plain = Lazily()
+    model, x = copy.deepcopy(plain), torch.randn(4, 256, device="cuda")
+    plain.cuda()
+    with tiermem.TierManager("cuda", hbm="300KiB", dram="16MiB") as tier:
+        tier.wrap(model)
+        for _ in range(2):
+            assert torch.equal(model(x), plain(x))
+
+
 def test_buffers_that_forwards_make_go_with_the_model() -> None:
     torch.manual_seed(0)
     plain = Averaging()

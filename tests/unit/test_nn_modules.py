@@ -534,6 +534,31 @@ def test_a_buffer_that_grows_in_place_leaves_its_neighbours_alone() -> None:
     compare_training(Observer, vector(), DRAM, steps=3)
 
 
+def test_scales_of_fake_quantized_channels_grow_in_their_kernel() -> None:
+    """From one element to 512; the kernel fills them where Python sees no operation."""
+    from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, observer
+
+    class Quantized(nn.Module):
+        def __init__(self, inside: int, outside: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(inside, outside)
+            self.quantize = FusedMovingAvgObsFakeQuantize(
+                observer.MovingAveragePerChannelMinMaxObserver,
+                quant_min=-128,
+                quant_max=127,
+                dtype=torch.qint8,
+                qscheme=torch.per_channel_symmetric,
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.quantize(self.linear.weight), self.linear.bias)
+
+    def build() -> nn.Module:
+        return nn.Sequential(Quantized(16, 512), nn.ReLU(), Quantized(512, 16))
+
+    compare_training(build, vector(), DRAM, steps=3)
+
+
 def test_only_the_experts_that_are_used_move() -> None:
     with Pair(Experts, DRAM, optimizer=None) as pair:
         x = torch.randn(4, 64)

@@ -317,6 +317,26 @@ def of_scripts(model: nn.Module) -> set[int]:
     return {id(buffer) for part in scripts for buffer in part._buffers.values()}
 
 
+def that_grow(model: nn.Module) -> set[int]:
+    """Returns the ids of buffers that code makes longer in place, where no operation is seen.
+
+    Fake quantization by channels begins with a scale of one element and an observer's minima of
+    none, and its kernel gives each as many as there are channels: in a block, over what is beside.
+    """
+    found = set[int]()
+    for module in model.modules():
+        near = [module, *module.children()]
+        if any(0 in sizes for part in near for sizes in _sizes(part).values()):
+            found.update(key for key, sizes in _sizes(module).items() if sizes == [1])
+    return found
+
+
+def _sizes(module: nn.Module) -> dict[int, list[int]]:
+    """Returns the shapes of a module's own buffers that have memory, by their ids."""
+    own = [b for b in module._buffers.values() if b is not None and not is_uninitialized(b)]
+    return {id(buffer): list(buffer.shape) for buffer in own}
+
+
 def set_apart(params: list[Found], buffers: list[Found]) -> set[int]:
     """Returns the ids of buffers that look into each other's memory, which they keep.
 

@@ -37,7 +37,7 @@ class CopyInterceptor(Interceptor):
         return super()._plain() if has else partial(_copy, self.module)
 
     def __call__(self, memo: dict[int, Any]) -> Any:
-        """Returns the copy, in host memory."""
+        """Returns the copy, in host memory; inside a forward on the device, where it is used."""
         if (other := meant(self, sys._getframe(1))) is not None:
             return deepcopy(other, memo)
         wrapped, device = self.scope.wrapped, self.runtime.manager.parts.device
@@ -55,6 +55,8 @@ class CopyInterceptor(Interceptor):
         for name in _ours(self.module):
             names.pop(name, None)
         names.update({name: deepcopy(former, memo) for name, former in formers.items()})
+        if self.runtime.here.inside and isinstance(copied, nn.Module):
+            copied.to(device)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

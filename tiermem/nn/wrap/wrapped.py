@@ -30,6 +30,7 @@ from tiermem.nn.groups.inspect import (
     opened,
     owners,
     set_apart,
+    that_grow,
 )
 from tiermem.nn.groups.parametrized import follow_parametrizations
 from tiermem.nn.groups.partition import Predicate, checked_homes
@@ -116,7 +117,8 @@ class WrappedModel:
         params = opened(whole)
         link_shared(params)
         every = find(model, "_buffers")
-        apart = set_apart(params, [f for f in every if can_move(f)]) | of_scripts(model)
+        apart = set_apart(params, [f for f in every if can_move(f)])
+        apart |= of_scripts(model) | that_grow(model)
         buffers = [f for f in every if can_move(f) and id(f.tensor) not in apart]
         self._apart = [f.tensor for f in every if is_empty(f) or id(f.tensor) in apart]
         modules = dict(model.named_modules())
