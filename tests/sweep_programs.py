@@ -49,8 +49,7 @@ def main() -> int:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
-    else:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     rng = random.Random(args.seed)
     until = time.monotonic() + args.seconds
     counts: Counter[str] = Counter()

@@ -40,6 +40,7 @@ from tiermem.nn.wrap.materialize import Target, materialize
 from tiermem.nn.wrap.origins import Origins
 from tiermem.nn.wrap.repair import repair
 from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
+from tiermem.optim.beside import follow_optimizers
 from tiermem.optim.host.sides import prepare_share
 from tiermem.optim.hostpart import Where
 from tiermem.optim.rules.groups import Params
@@ -214,6 +215,7 @@ class TierManager:
         if number is None:  # what is wrapped anew was wrapped before it was replicated
             around.refuse_replica(model)
         self._runtime.activations.check()
+        follow_optimizers()
         on_device = any(p.is_cuda for p in model.parameters())
         number = self._wraps if number is None else number
         wrapped = WrappedModel(

@@ -1,0 +1,72 @@
+"""Optimizers that a program makes itself over a wrapped model, as ``torch.optim.AdamW(...)``.
+
+They step to the resident model's bits, but their state is in device memory beside the budget, and
+each of their operations brings weights and gradients up. Someone who adds ``tier.wrap`` to a script
+and nothing else would not learn of that, so a warning says it.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tiermem.config import format_size
+from tiermem.nn.groups.away import group_of
+from tiermem.nn.groups.group import Group
+from tiermem.optim.tiered import TieredOptimizer
+
+_HERE = __name__.rpartition(".")[0]
+_told: WeakSet[torch.optim.Optimizer] = WeakSet()
+_followed: list[object] = []
+
+
+def follow_optimizers() -> None:
+    """Has every later step of torch's optimizers looked at; may be called twice."""
+    if not _followed:
+        _followed.append(register_optimizer_step_post_hook(_look))
+
+
+def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Warns once of an optimizer whose weights are in the tiers and come and go."""
+    group = next(_groups(optimizer), None)
+    if group is None or group.manager.parts.table.all_fit or optimizer in _told:
+        return
+    if isinstance(optimizer, TieredOptimizer) or _is_ours(sys._getframe(1)):
+        return
+    _told.add(optimizer)
+    device = group.manager.parts.device
+    kept = [s for s in optimizer.state.values() if isinstance(s, dict)]
+    tensors = [v for state in kept for v in state.values() if torch.is_tensor(v)]
+    nbytes = sum(v.nbytes for v in tensors if v.device.type == device.type)
+    kind = type(optimizer).__name__
+    warnings.warn(
+        f"this {kind} steps weights in the tiers from outside: it keeps {format_size(nbytes)} of "
+        f"state on {str(device)!r} beside the budget of hbm=, and brings weights and gradients up "
+        f"one by one. Make it by tier.optimizer(model, {kind}, ...) instead: the same bits, with "
+        "state in the tiers",
+        stacklevel=3,
+    )
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> Iterator[Group]:
+    """Yields the groups of an optimizer's parameters, of each list only the first parameter's."""
+    for settings in optimizer.param_groups:
+        for param in settings["params"][:1]:
+            group = group_of.get(id(param))
+            member = None if group is None else group.pointing.member_of(param)
+            if group is not None and member is not None and not member.materialized:
+                yield group
+
+
+def _is_ours(frame: types.FrameType | None) -> bool:
+    """Whether tiermem has called ``step()``: a tiered optimizer's units are torch's inside."""
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_HERE):
+        frame = frame.f_back
+    return frame is not None
