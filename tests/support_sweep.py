@@ -307,10 +307,10 @@ def wrapped(make: Callable[[], Any], inputs: Inputs) -> str:
         check_table(tier)
 
     def train(tier: tiermem.TierManager, model: Any) -> None:
-        if trains is None:
-            return
         began = time.monotonic()
         run_eval(model, inputs)
+        if trains is None:
+            return
         stepper = tier.optimizer(
             [p for p in model.parameters() if p.requires_grad], torch.optim.AdamW, lr=1e-3
         )
