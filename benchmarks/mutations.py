@@ -5133,6 +5133,13 @@ MUTATIONS = (
         ("tests/property/test_transfer_fences.py",),
     ),
     Mutation(
+        "fences: a copy of what is in no block takes the place of the first block's",
+        "tiermem/transfer/streams.py",
+        "        if not extent.nbytes:\n            return\n        fences = self.fences\n",
+        "        fences = self.fences\n",
+        ("tests/property/test_streams.py",),
+    ),
+    Mutation(
         "fences: the rest of a place is forgotten",
         "tiermem/transfer/streams.py",
         "                self._keep_rest(offset, end)\n",

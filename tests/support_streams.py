@@ -113,6 +113,7 @@ class Streamed:
         self.case = case
         slots, blocks, poison = case.slots, case.blocks, case.poison
         self.random = Random(case.seed)
+        self.saved = torch.zeros(2, PAGE, dtype=torch.uint8)
         self.device = SimulatedDevice(self.random)
         self.wrong: list[str] = []
         self.manager = manager_over(
@@ -240,6 +241,17 @@ class Streamed:
             self.switch()
         if random.random() < 0.2:
             self.look_beside()
+        if random.random() < 0.3:
+            self.copy_saved(random)
+
+    def copy_saved(self, random: Random) -> None:
+        """A tensor that autograd has saved goes below HBM or comes back; it is in no block."""
+        copy, nowhere = self.manager.parts.copy, Extent(0, 0)
+        device, host = self.saved
+        if random.random() < 0.5:
+            copy.down(host, device, nowhere, None)
+        else:
+            copy.up(device, host, nowhere, None)
 
     def switch(self) -> None:
         """Computes on the other stream from now on, which waits for this one."""

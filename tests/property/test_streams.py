@@ -191,6 +191,28 @@ def test_a_copy_whose_event_says_it_again_is_waited_for_however_many_there_were(
     assert seen == [PAGE]
 
 
+def test_copies_of_what_is_in_no_block_leave_the_first_block_s_alone() -> None:
+    """Saved tensors have an empty extent, which begins where the arena does."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN, FILES)
+    block, home, twos, saved, other = torch.zeros(5, PAGE, dtype=torch.uint8)
+    block.fill_(1), twos.fill_(2)
+    place, nowhere = Extent(0, PAGE), Extent(0, 0)
+    engine.down(home, block, place, None)
+    engine.down(other, saved, nowhere, None)
+    engine.up(block, twos, place, None)
+    engine.up(saved, other, nowhere, None)
+    while device.advance(UP):
+        pass
+    engine.claim(place)
+    seen: list[int] = []
+    device.submit(device.stream, lambda: seen.append(int(block[0])))
+    while device.advance(device.stream):
+        pass
+    device.synchronize()
+    assert bool((home == 1).all()) and seen == [2]
+
+
 def test_a_copy_whose_event_is_recorded_again_is_the_last_one() -> None:
     """What overlapped its place was submitted before it, though after the event was made."""
     device = SimulatedDevice(Random(0))

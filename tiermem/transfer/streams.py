@@ -39,7 +39,12 @@ class Fences:
         self._most = _FENCES
 
     def add(self, extent: Extent, event: Event) -> None:
-        """Remembers a copy until a later one takes its place, or there are many."""
+        """Remembers a copy until a later one takes its place, or there are many.
+
+        One of bytes that are not in the arena has an empty extent, and takes nobody's place.
+        """
+        if not extent.nbytes:
+            return
         fences = self.fences
         offset = extent.offset
         end = offset + extent.nbytes
