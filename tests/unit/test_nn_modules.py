@@ -651,6 +651,24 @@ def test_scales_of_fake_quantized_channels_grow_in_their_kernel() -> None:
     compare_training(build, vector(), DRAM, steps=3)
 
 
+def test_scales_that_fake_quantization_learns_are_written_through_data() -> None:
+    """By code of torch itself, in forward: kept at least eps, which steps make them less than."""
+    from torch.ao.quantization import MovingAverageMinMaxObserver
+    from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.quantize = _LearnableFakeQuantize(MovingAverageMinMaxObserver, 0, 255, scale=1e-3)
+            self.quantize.enable_param_learning()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.quantize(x))
+
+    compare_training(lambda: nn.Sequential(Quantized(), Quantized()), vector(), DRAM, steps=4)
+
+
 def test_only_the_experts_that_are_used_move() -> None:
     with Pair(Experts, DRAM, optimizer=None) as pair:
         x = torch.randn(4, 64)
