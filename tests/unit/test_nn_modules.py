@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support_nn import Pair, Tiers, compare_training
+from support_nn import Pair, Tiers, compare_training, same_bits
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import spectral_norm as old_spectral_norm
@@ -534,6 +534,98 @@ def test_a_buffer_that_grows_in_place_leaves_its_neighbours_alone() -> None:
     compare_training(Observer, vector(), DRAM, steps=3)
 
 
+class Grows(nn.Module):
+    """Makes a buffer as long as it needs, in place."""
+
+    def __init__(self, grow: Any) -> None:
+        super().__init__()
+        self.before = nn.Buffer(torch.ones(3))
+        self.grown = nn.Buffer(torch.zeros(1))
+        self.behind = nn.Buffer(torch.arange(5))
+        self.linear = nn.Linear(16, 16)
+        self.grow = grow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.grow(self.grown)
+        return self.linear(x) * self.behind.sum() + self.before.sum() + self.grown.mean()
+
+
+GROWTH = {
+    "resize_": lambda buffer: buffer.resize_(700).fill_(3.0),
+    "out=": lambda buffer: torch.kron(torch.ones(40), torch.ones(30), out=buffer),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("how", GROWTH)
+def test_a_small_buffer_is_not_made_longer_over_its_neighbours(how: str) -> None:
+    model = Grows(GROWTH[how])
+    x = torch.randn(2, 16)
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        with pytest.raises(tiermem.ParameterError, match="one batch through the module before"):
+            model(x)
+        assert torch.equal(model.before, torch.ones(3))
+        assert torch.equal(model.behind, torch.arange(5))
+    expected = model(x)
+    with tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB") as tier:  # as the error says
+        tier.wrap(model)
+        assert same_bits(model(x), expected)
+
+
+def test_tensors_in_the_tiers_are_not_swapped() -> None:
+    """One in the place of a large buffer was lost as that came up; small ones are ordinary."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.large = nn.Buffer(torch.arange(60000.0))
+            self.small = nn.Buffer(torch.arange(16.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) * self.large[:16] + self.small
+
+    class Swaps(Tables):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.utils.swap_tensors(self.large, torch.ones(60000))
+            return super().forward(x)
+
+    swap = getattr(torch.utils.swap_tensors, "__wrapped__", torch.utils.swap_tensors)
+    model, x = Tables().requires_grad_(False), torch.ones(2, 16)
+    expected = model(x)
+    with tiermem.TierManager(device="cpu", hbm="512KiB", dram="1MiB") as tier:
+        tier.wrap(model)
+        for name in ("linear.weight", "large"):
+            module, _, own = name.rpartition(".")
+            tensor = getattr(model.get_submodule(module), own)
+            with pytest.raises(tiermem.ParameterError, match=r"copy\s+the values"):
+                torch.utils.swap_tensors(tensor, torch.ones_like(tensor))
+            with pytest.raises(RuntimeError, match="weakref"):
+                swap(tensor, nn.Parameter(torch.ones(2)))
+        assert same_bits(model(x), expected)
+        torch.utils.swap_tensors(model.small, torch.zeros(16))
+        assert torch.equal(model(x), model.linear(x) * torch.arange(16.0))
+    torch.utils.swap_tensors(model.large, torch.ones(60000))
+    assert torch.equal(model(x), model.linear(x))
+    with tiermem.TierManager(device="cpu", hbm="512KiB", dram="1MiB") as tier:
+        inside = tier.wrap(Swaps())
+        with pytest.raises(tiermem.ParameterError, match=r"'Swaps\.buffers'"):
+            inside(x)
+
+
+def test_a_view_of_a_small_buffer_outlives_the_tiers() -> None:
+    with tiermem.TierManager(device="cpu", hbm="64KiB", dram="1MiB") as tier:
+        first = Grows(lambda buffer: None)
+        tier.wrap(first)
+        kept = first.behind[1:]
+        tier.unwrap(first)
+        for _ in range(2):  # its bytes are not given to others
+            tier.wrap(nn.BatchNorm1d(64))
+        assert torch.equal(kept, torch.arange(1, 5))
+    assert torch.equal(kept, torch.arange(1, 5))
+
+
 def test_scales_of_fake_quantized_channels_grow_in_their_kernel() -> None:
     """From one element to 512; the kernel fills them where Python sees no operation."""
     from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, observer
@@ -557,6 +649,24 @@ def test_scales_of_fake_quantized_channels_grow_in_their_kernel() -> None:
         return nn.Sequential(Quantized(16, 512), nn.ReLU(), Quantized(512, 16))
 
     compare_training(build, vector(), DRAM, steps=3)
+
+
+def test_scales_that_fake_quantization_learns_are_written_through_data() -> None:
+    """By code of torch itself, in forward: kept at least eps, which steps make them less than."""
+    from torch.ao.quantization import MovingAverageMinMaxObserver
+    from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+            self.quantize = _LearnableFakeQuantize(MovingAverageMinMaxObserver, 0, 255, scale=1e-3)
+            self.quantize.enable_param_learning()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.quantize(x))
+
+    compare_training(lambda: nn.Sequential(Quantized(), Quantized()), vector(), DRAM, steps=4)
 
 
 def test_only_the_experts_that_are_used_move() -> None:

@@ -76,6 +76,37 @@ def test_a_run_goes_on_elsewhere(tmp_path, name, monkeypatch) -> None:
         assert_same(dict(other.state()), dict(state), name)
 
 
+GIVEN = {
+    "data": lambda buffer, value: setattr(buffer, "data", value),
+    "set_": lambda buffer, value: buffer.set_(value),
+}
+
+
+@pytest.mark.parametrize("how", GIVEN)
+def test_a_small_buffer_that_was_given_other_memory(tmp_path, how) -> None:
+    """It stays in HBM, in a block that does not have its values any more."""
+    path = tmp_path / "run"
+
+    def wrapped() -> tuple[tiermem.TierManager, nn.Module]:
+        tier = tiermem.TierManager(device="cpu", hbm="1MiB", dram="1MiB")
+        return tier, tier.wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+
+    tier, model = wrapped()
+    with tier:
+        model(torch.randn(4, 8))
+        GIVEN[how](model[1].running_mean, torch.arange(8.0))
+        GIVEN[how](model[1].num_batches_tracked, torch.tensor(7))
+        state = model.state_dict()
+        tier.save(path)
+        model[1].running_mean.zero_()
+        tier.load(path)
+        assert_same(dict(model.state_dict()), dict(state), "into the same")
+    other, model = wrapped()
+    with other:
+        other.load(path)
+        assert_same(dict(model.state_dict()), dict(state), "into another")
+
+
 OVERLAPS = [{}, {"overlap": "forward"}, {"overlap": "backward"}]
 
 

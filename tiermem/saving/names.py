@@ -93,11 +93,19 @@ class ModelNames:
         return cls(wrapped, folder, distinct, aliases, entries)
 
     def places(self) -> dict[int, tuple[Group, int]]:
-        """Returns block and number of each managed tensor that is not lent, by its id."""
+        """Returns block and number of each managed tensor that is not lent, by its id.
+
+        A buffer that stays in HBM and was given other memory (``buffer.data = ...``) is not in its
+        block any more.
+        """
         resident = self.wrapped.resident
         groups = [*self.wrapped.groups, *([resident] if resident is not None else [])]
         members = [(g, m) for g in groups for m in (*g.entries, *g.buffers)]
-        return {id(m.tensor): (g, m.index) for g, m in members if not m.materialized}
+        return {
+            id(m.tensor): (g, m.index)
+            for g, m in members
+            if not (m.materialized or (g.stays and not g.pointing.has_bytes_of(m)))
+        }
 
     def keys(self) -> dict[int, str]:
         """Returns each parameter's name in the whole checkpoint, by its id."""

@@ -28,6 +28,7 @@ _MOST = 64
 """Of what a list or dictionary has, which is looked at."""
 _LISTS = (list, tuple, deque)
 _TRUSTED = ("torch", "tiermem")
+_WRITES = "torch.ao."
 _MADE = frozenset({"__init__", "__call__"})
 """What code calls of an object that it makes, without a name."""
 OPERATORS = frozenset(
@@ -138,9 +139,12 @@ Known = dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]]
 
 
 def is_trusted(thing: Any) -> bool:
-    """Whether a class or a function is torch's or tiermem's."""
+    """Whether a class or a function is torch's or tiermem's, of which none writes uncounted.
+
+    Modules of ``torch.ao`` do (fake quantization with scales that are learned).
+    """
     module = getattr(thing, "__module__", None) or ""
-    return module.partition(".")[0] in _TRUSTED
+    return module.partition(".")[0] in _TRUSTED and not module.startswith(_WRITES)
 
 
 def callees_of(

@@ -26,6 +26,7 @@ _LOOKED_AT = 64  # bytes of a storage object, which is larger
 OURS = "tiermem: the bytes of a"
 """How the text begins that torch is told, where it can be."""
 _TORCHS = "Cannot access data pointer of Storage that is invalid"
+_NO_LONGER = "Trying to resize storage that is not resizable"
 
 
 def was_refused(error: BaseException) -> bool:
@@ -48,6 +49,27 @@ def read_elsewhere(module: nn.Module, name: str, blocks: Sequence[Block]) -> Par
         f"say); blocks in HBM for this call: {here}. Give that code the weight as `module.weight` "
         "and not from a list made before, or a clone of it, or make the call inside `with "
         "tier.materialize(module)`"
+    )
+
+
+def could_not_grow(error: BaseException) -> bool:
+    """Whether an error is torch's, of a tensor that cannot be made longer in place."""
+    return type(error) is RuntimeError and _NO_LONGER in str(error)
+
+
+def keeps_its_size(module: nn.Module, name: str) -> ParameterError:
+    """Returns the error of code in a call that has made a tensor longer in place.
+
+    Args:
+        module: Whose call it was.
+        name: Its qualified name.
+    """
+    return ParameterError(
+        f"code in the call of {name or type(module).__name__!r} makes a tensor longer in place "
+        "(`resize_`, `out=`, a kernel). If it is a buffer or a weight of a wrapped model: that "
+        "lies beside others in tier hbm and keeps its size. Run one batch through the module "
+        "before tier.wrap, so that it has the size that it needs, or give the module a new buffer "
+        "(`module.buffer = ...`)"
     )
 
 

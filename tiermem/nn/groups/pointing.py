@@ -14,7 +14,7 @@ from tiermem.nn.groups.entry import Member
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.runtime.base.functorch import outside_inference
-from tiermem.runtime.memory.slots import Slot
+from tiermem.runtime.memory.slots import Slot, in_own_storage, use_count
 
 ORDINARY = (nn.Parameter, torch.Tensor)
 """Classes that add nothing to what torch does with a tensor."""
@@ -23,6 +23,8 @@ Classes = tuple[Sequence[Any], Sequence[type]]
 Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
 _address = torch._C.TensorBase.data_ptr
+_OWN = 2
+"""References to a tensor's storage while one looks: the tensor's, and the looking one's."""
 
 
 class Pointing:
@@ -44,13 +46,15 @@ class Pointing:
         watched: Whether look-ups of them are seen although the block is held.
         veiled: Whether they stay hidden although the block is held: a thread may use them while
             another one holds it, and each of their operations holds the block itself then.
+        alone: Whether each tensor has a storage of its own over its bytes, so that no code can make
+            one longer in place, over those beside it; for a block that stays where it is.
         rows: While experts come up one by one: what stands for each parameter, by the thread whose
             call it is and the name in the module.
     """
 
     __slots__ = (
-        "_block", "_indices", "_names", "_placeholders", "_shells", "hidden", "members", "plain",
-        "rows", "shown", "slot", "tensors", "veiled", "watched",
+        "_block", "_indices", "_names", "_placeholders", "_shells", "alone", "hidden", "members",
+        "plain", "rows", "shown", "slot", "tensors", "veiled", "watched",
     )  # fmt: skip
 
     def __init__(self, block: Block) -> None:
@@ -63,7 +67,7 @@ class Pointing:
         self.members: Sequence[Member] = ()
         self._shells: Sequence[ShellParam] = ()
         self.tensors: Sequence[torch.Tensor] = ()
-        self.plain = self.watched = self.veiled = False
+        self.plain = self.watched = self.veiled = self.alone = False
         self.shown: Classes = (), ()
         self.hidden: Classes = (), ()
         self.slot: Slot | None = None
@@ -130,6 +134,8 @@ class Pointing:
         views = slot.views
         if self._indices is not None:
             views = [views[index] for index in self._indices]
+        if self.alone:
+            views = [in_own_storage(view) for view in views]
         if plain:
             set_each(self.tensors, "data", views)
         else:
@@ -160,6 +166,37 @@ class Pointing:
                 for a, b in zip(self.tensors, views, strict=True)
             )
         )
+
+    def has_bytes_of(self, member: Member) -> bool:
+        """Whether a tensor shows its bytes of the block, and was not given other memory.
+
+        Args:
+            member: A tensor of a block that is in HBM.
+        """
+        view = None if self.slot is None else self.slot.views[member.index]
+        data = member.tensor
+        return (
+            view is not None
+            and _address(data) == _address(view)
+            and (data.shape, data.stride()) == (view.shape, view.stride())
+        )
+
+    def has_views(self) -> bool:
+        """Whether there are views of tensors that have storages of their own (:attr:`alone`)."""
+        storages = [tensor.untyped_storage() for tensor in self.tensors if self.alone]
+        return any(use_count(storage._cdata) > _OWN for storage in storages)
+
+    def restore_sizes(self) -> None:
+        """Gives tensors their sizes back, which torch changes before it finds no room for more."""
+        slot = self.slot
+        if slot is None:
+            return
+        with Plain(), outside_inference(), torch.no_grad():
+            for member in self.members:
+                view: Any = slot.views[member.index]
+                same = _address(member.tensor) == _address(view)
+                if same and not (member.materialized or self.has_bytes_of(member)):
+                    member.tensor.data = in_own_storage(view) if self.alone else view
 
     def away(self) -> None:
         """Points the tensors at their placeholders."""

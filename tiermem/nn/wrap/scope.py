@@ -24,7 +24,12 @@ from torch import is_grad_enabled, nn
 from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
 from tiermem.nn.compat.outside import OUTSIDE
-from tiermem.nn.compat.refusing import read_elsewhere, was_refused
+from tiermem.nn.compat.refusing import (
+    could_not_grow,
+    keeps_its_size,
+    read_elsewhere,
+    was_refused,
+)
 from tiermem.nn.compat.weakly import Hook
 from tiermem.nn.groups.group import Group
 from tiermem.nn.passes.backward import BackwardPass
@@ -308,6 +313,10 @@ class CallInterceptor(Interceptor):
             elif was_refused(error):
                 there = [group.block for group in groups]
                 raise read_elsewhere(self.module, self.scope.name, there) from error
+            elif could_not_grow(error):
+                with self._lock:
+                    self.scope.wrapped.restore_sizes()
+                raise keeps_its_size(self.module, self.scope.name) from error
             raise
 
     def _follow(self) -> None:

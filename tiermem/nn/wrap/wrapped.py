@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from threading import get_ident
@@ -36,6 +37,7 @@ from tiermem.nn.groups.parametrized import follow_parametrizations
 from tiermem.nn.groups.partition import Predicate, checked_homes
 from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.groups.shellparam import ShellParam
+from tiermem.nn.groups.swapped import follow_swaps
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.profiled import follow_profiler
 from tiermem.nn.tensors.shells import parts
@@ -111,6 +113,7 @@ class WrappedModel:
         self.origins = origins
         self.given_back = False
         self.leaving: set[int] = set()
+        self._unswapped: list[weakref.ref[torch.Tensor]] = []
         self._threads = set[int]()
         self.name = type(model).__name__ if number == 0 else f"{type(model).__name__}#{number}"
         whole = find(model, "_parameters")
@@ -134,6 +137,7 @@ class WrappedModel:
         follow_transforms()
         follow_profiler()
         follow_parametrizations()
+        follow_swaps()
         try:
             self.runtime.program.models.append(inventory)
             plan = inventory.plan(self.runtime.manager.parts.table.hbm.capacity)
@@ -223,7 +227,7 @@ class WrappedModel:
         name = f"{self.name}.small_buffers"
         block = self.runtime.manager.add_blocks([(name, Role.BUFFER, shapes)], home="hbm")[0]
         group = Group(self.runtime.manager, block, writes_hidden=True)
-        group.stays = True
+        group.stays = group.pointing.alone = True
         self._fill_group(group, plan.small, [])
         return group
 
@@ -348,6 +352,8 @@ class WrappedModel:
         groups = [*self.groups, *([self.resident] if self.resident is not None else [])]
         self.before = self.modules.originals(groups)
         self.runtime.add(self.groups)
+        # torch swaps no tensors of which there are any (a program may have had its function before)
+        self._unswapped = [weakref.ref(m.tensor) for group in self.groups for m in group.buffers]
         if self.resident is not None:
             self.resident.ready(self.runtime.away)
             self.resident.hold()
@@ -428,6 +434,7 @@ class WrappedModel:
     def uninstall(self) -> None:
         """Takes the interceptors out, and the blocks; every tensor is an ordinary one already."""
         self.bypass.end(for_good=True)
+        self._unswapped.clear()
         for group in self.groups:
             group.freed = True
         self.runtime.backward.incoming.forget(self.entries)
@@ -448,6 +455,11 @@ class WrappedModel:
         if self.inventory in self.runtime.program.models:
             self.runtime.program.models.remove(self.inventory)
         self.given_back = True
+
+    def restore_sizes(self) -> None:
+        """Gives tensors their sizes back, after torch has failed to make one longer in place."""
+        for group in (*self.groups, *([self.resident] if self.resident is not None else [])):
+            group.pointing.restore_sizes()
 
     def staying(self) -> set[int]:
         """Returns the ids of buffers that stay in HBM."""

@@ -25,7 +25,7 @@ from tiermem.runtime.base.functorch import (
     untransformed,
     without_modes,
 )
-from tiermem.storage.arena import Arena
+from tiermem.storage.arena import Arena, DeviceBytes
 
 _KEPT_PER_BLOCK = 8
 _KEPT_PER_TENSOR = 4  # views of each of a block's tensors, at most, that are made once a place
@@ -66,6 +66,27 @@ def typed_view(
         return empty.set_(storage, offset, shape, stride)
     finally:
         torch._C._set_grad_enabled(recorded)
+
+
+def in_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over the bytes of another one, with a storage that has no others.
+
+    What makes it longer in place (``resize_``, ``out=``, kernels) is refused by torch. It counts
+    as one reference to the storage of the other one, as do all views of it together.
+
+    Args:
+        view: Dense.
+    """
+    if modes():
+        with without_modes():
+            return in_own_storage(view)
+    begin, nbytes = int(view.storage_offset()) * view.dtype.itemsize, view.nbytes
+    seen = typed_view(view.untyped_storage(), torch.uint8, begin, (nbytes,), (1,))
+    if seen.device.type == "cpu":
+        alone = torch.from_numpy(seen.numpy())
+    else:
+        alone = torch.as_tensor(DeviceBytes(seen, seen.data_ptr(), nbytes), device=seen.device)
+    return typed_view(alone.untyped_storage(), view.dtype, 0, view.shape, view.stride())
 
 
 def _views_of(block: Block, storage: torch.UntypedStorage) -> list[torch.Tensor]:
