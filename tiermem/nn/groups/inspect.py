@@ -220,16 +220,21 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def can_move(found: Found) -> bool:
     """Whether a buffer can live in a block."""
-    return is_ordinary(found) and found.tensor.numel() > 0
+    return is_ordinary(found) and not _grows(found.tensor)
 
 
-def is_empty(found: Found) -> bool:
-    """Whether a buffer has no elements yet.
+def may_grow(found: Found) -> bool:
+    """Whether a buffer may be made longer in place, in a block over what is beside it."""
+    return is_ordinary(found) and _grows(found.tensor)
 
-    Such are made longer in place (minima that an observer keeps), in a block over what is beside
-    them.
+
+def _grows(tensor: torch.Tensor) -> bool:
+    """Whether a buffer has no length of its own yet.
+
+    An observer's minima have no elements before it has seen its channels, and the scale of its fake
+    quantization has one.
     """
-    return is_ordinary(found) and found.tensor.numel() == 0
+    return tensor.numel() == 0 or tensor.shape == (1,)
 
 
 def is_made_in(tensor: torch.Tensor, device: torch.device) -> bool:

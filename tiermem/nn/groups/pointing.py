@@ -142,6 +142,19 @@ class Pointing:
         slot.pointer = self
         self.slot = slot
 
+    def bound(self) -> None:
+        """Gives tensors that stay where they are storages that end where they do.
+
+        One that is made longer in place (``resize_``, ``out=``) would be so over its neighbours;
+        now torch refuses that.
+        """
+        with outside_inference(), Plain(), torch.no_grad():
+            for tensor in self.tensors:
+                data = tensor.data
+                start = data.storage_offset() * data.element_size()
+                own = data.untyped_storage()[start : start + data.numel() * data.element_size()]
+                tensor.data = data.new_empty(0).set_(own, 0, data.shape, data.stride())
+
     def all_at(self, slot: Slot, *, forms: bool = False) -> bool:
         """Whether each tensor, shown just now, is where it was pointed.
 
