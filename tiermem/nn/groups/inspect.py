@@ -220,21 +220,16 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def can_move(found: Found) -> bool:
     """Whether a buffer can live in a block."""
-    return is_ordinary(found) and not _grows(found.tensor)
+    return is_ordinary(found) and found.tensor.numel() > 0 and found.tensor.shape != (1,)
 
 
 def may_grow(found: Found) -> bool:
-    """Whether a buffer may be made longer in place, in a block over what is beside it."""
-    return is_ordinary(found) and _grows(found.tensor)
-
-
-def _grows(tensor: torch.Tensor) -> bool:
-    """Whether a buffer has no length of its own yet.
+    """Whether a buffer may be made longer in place, in a block over what is beside it.
 
     An observer's minima have no elements before it has seen its channels, and the scale of its fake
     quantization has one.
     """
-    return tensor.numel() == 0 or tensor.shape == (1,)
+    return is_ordinary(found) and not can_move(found)
 
 
 def is_made_in(tensor: torch.Tensor, device: torch.device) -> bool:
