@@ -23,6 +23,7 @@ from tiermem.nn.groups.inspect import (
     can_move,
     check_module,
     find,
+    is_ordinary,
     link_shared,
     opened,
     set_apart,
@@ -279,7 +280,7 @@ def _inventory(
         if original.same_as is not None:
             found.same_as = params[index[id(original.same_as)]]
     every = find(model, "_buffers")
-    apart = set_apart(originals, [found for found in every if can_move(found)])
+    apart = set_apart(originals, [found for found in every if is_ordinary(found)])
     pairs = zip(find(twin, "_buffers"), every, strict=True)
     buffers = [f for f, original in pairs if can_move(f) and id(original.tensor) not in apart]
     own = checked_homes(homes, dict(twin.named_modules()))

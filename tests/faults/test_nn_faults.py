@@ -405,6 +405,8 @@ def test_what_cannot_be_wrapped() -> None:
     looks, norm = nn.Linear(4, 4), nn.LayerNorm(4)
     looks.register_buffer("copied", norm.weight.detach()[1:3])
     looks.norm = norm
+    looks_at_one = nn.Linear(4, 4)
+    looks_at_one.register_buffer("first", looks_at_one.bias.detach()[:1])
     with torch.inference_mode():
         inference = nn.Linear(4, 4)
     cases: list[tuple[Any, str]] = [
@@ -413,6 +415,7 @@ def test_what_cannot_be_wrapped() -> None:
         (nn.LazyLinear(4), "one batch"),
         (half, "share part of their memory"),
         (looks, r"'copied' looks into the memory of parameter 'norm\.weight'"),
+        (looks_at_one, r"'first' looks into the memory of parameter 'bias'"),
         (inference, "inference_mode"),
         (nn.DataParallel(nn.Linear(4, 4)), r"wrap that first: DataParallel\(tier\.wrap\(model\)\)"),
     ]

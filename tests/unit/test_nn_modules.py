@@ -514,24 +514,59 @@ def test_attention_that_one_kernel_computes_is_one_block() -> None:
     assert not any("out_proj" in name for name in names)
 
 
-def test_a_buffer_that_grows_in_place_leaves_its_neighbours_alone() -> None:
-    """As torch's observers do: the least and the largest values of each channel."""
+@pytest.mark.parametrize("elements", [0, 1])
+def test_a_buffer_that_grows_in_place_leaves_its_neighbours_alone(elements: int) -> None:
+    """As those of torch's observers and fake quantization do: values of each channel."""
 
     class Observer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.before = nn.Buffer(torch.arange(3))
-            self.low = nn.Buffer(torch.tensor([]))
-            self.enabled = nn.Buffer(torch.ones(40))
-            self.linear = nn.Linear(16, 16)
+            self.low = nn.Buffer(torch.zeros(elements))
+            self.enabled = nn.Buffer(torch.ones(240))
+            self.linear = nn.Linear(200, 200)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             found = x.detach().amin(0)
-            known = self.low if self.low.numel() else found
+            known = self.low.clone() if self.low.numel() > 1 else found
             self.low.resize_(found.shape).copy_(torch.minimum(known, found))
-            return self.linear(x - self.low) * self.enabled[:16] + self.before.sum()
+            return self.linear(x - self.low) * self.enabled[:200] + self.before.sum()
 
-    compare_training(Observer, vector(), DRAM, steps=3)
+    compare_training(Observer, vector(200), DRAM, steps=3)
+
+
+def test_fake_quantization_of_each_channel() -> None:
+    """A kernel makes its scale longer in place, from one element to one for each channel."""
+
+    class Quantized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(200, 200)
+            self.on = nn.Buffer(torch.ones(1, dtype=torch.long))
+            self.low, self.high = nn.Buffer(torch.zeros(0)), nn.Buffer(torch.zeros(0))
+            self.scale = nn.Buffer(torch.ones(1))
+            self.zero = nn.Buffer(torch.zeros(1, dtype=torch.int32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen = self.on, self.on, self.low, self.high, self.scale, self.zero
+            weight = torch.fused_moving_avg_obs_fake_quant(
+                self.linear.weight, *seen, 0.01, -128, 127, 0, True, True
+            )
+            return F.linear(x, weight, self.linear.bias)
+
+    compare_training(lambda: nn.Sequential(Quantized(), Quantized()), vector(200), DRAM)
+
+
+def test_a_small_buffer_that_has_a_length_is_not_made_longer_over_its_neighbours() -> None:
+    layer = nn.Linear(4, 4)
+    layer.table, layer.beside = nn.Buffer(torch.arange(3.0)), nn.Buffer(torch.arange(40.0))
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="1MiB") as tier:
+        tier.wrap(layer)
+        with pytest.raises(RuntimeError, match="not resizable"):
+            layer.table.resize_(30).fill_(1)
+        assert torch.equal(layer.table[:3], torch.arange(3.0))
+        assert torch.equal(layer.beside, torch.arange(40.0))
+    assert layer.table.untyped_storage().resizable()
 
 
 class Grows(nn.Module):
@@ -540,7 +575,7 @@ class Grows(nn.Module):
     def __init__(self, grow: Any) -> None:
         super().__init__()
         self.before = nn.Buffer(torch.ones(3))
-        self.grown = nn.Buffer(torch.zeros(1))
+        self.grown = nn.Buffer(torch.zeros(2))
         self.behind = nn.Buffer(torch.arange(5))
         self.linear = nn.Linear(16, 16)
         self.grow = grow
@@ -624,31 +659,6 @@ def test_a_view_of_a_small_buffer_outlives_the_tiers() -> None:
             tier.wrap(nn.BatchNorm1d(64))
         assert torch.equal(kept, torch.arange(1, 5))
     assert torch.equal(kept, torch.arange(1, 5))
-
-
-def test_scales_of_fake_quantized_channels_grow_in_their_kernel() -> None:
-    """From one element to 512; the kernel fills them where Python sees no operation."""
-    from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, observer
-
-    class Quantized(nn.Module):
-        def __init__(self, inside: int, outside: int) -> None:
-            super().__init__()
-            self.linear = nn.Linear(inside, outside)
-            self.quantize = FusedMovingAvgObsFakeQuantize(
-                observer.MovingAveragePerChannelMinMaxObserver,
-                quant_min=-128,
-                quant_max=127,
-                dtype=torch.qint8,
-                qscheme=torch.per_channel_symmetric,
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.quantize(self.linear.weight), self.linear.bias)
-
-    def build() -> nn.Module:
-        return nn.Sequential(Quantized(16, 512), nn.ReLU(), Quantized(512, 16))
-
-    compare_training(build, vector(), DRAM, steps=3)
 
 
 def test_scales_that_fake_quantization_learns_are_written_through_data() -> None:

@@ -26,6 +26,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(words, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("one", torch.ones(1))
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
             for _ in range(LAYERS)
@@ -145,6 +146,10 @@ def _has_a_view_of_a_buffer(tier: tiermem.TierManager, model: nn.Module) -> Held
     return [model.scale.view(-1)]
 
 
+def _has_a_view_of_a_buffer_of_one(tier: tiermem.TierManager, model: nn.Module) -> Held:
+    return [model.one[0]]
+
+
 def _has_one_layer_less(tier: tiermem.TierManager, model: nn.Module) -> Held:
     del model.layers[LAYERS - 1]
     return []
@@ -169,6 +174,7 @@ def _has_another_layer(tier: tiermem.TierManager, model: nn.Module) -> Held:
         _has_gradient,
         _has_a_view_of_a_weight,
         _has_a_view_of_a_buffer,
+        _has_a_view_of_a_buffer_of_one,
         _has_one_layer_less,
         _has_a_layer_in_another,
         _has_another_layer,
@@ -189,9 +195,10 @@ def test_it_stays_as_it_is(meanwhile: Any) -> None:
         assert weights_of(tier) == before
         train(model, optimizer, 1)
         model.scale.mul_(2)
+        model.one.mul_(2)
         for tensor in held:
             if isinstance(tensor, torch.Tensor):
-                whole = model.layers[3][0].weight if tensor.dim() == 2 else model.scale
+                whole = [model.one[0], model.scale, model.layers[3][0].weight][tensor.dim()]
                 assert torch.equal(tensor, whole.detach())
 
 

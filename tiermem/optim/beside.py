@@ -21,6 +21,7 @@ from tiermem.config import format_size
 from tiermem.nn.groups.away import group_of
 from tiermem.nn.groups.group import Group
 from tiermem.optim.tiered import TieredOptimizer
+from tiermem.optim.units.undo import OURS
 
 _HERE = __name__.rpartition(".")[0]
 _told: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -30,6 +31,7 @@ _followed: list[object] = []
 def follow_optimizers() -> None:
     """Has every later step of torch's optimizers looked at; may be called twice."""
     if not _followed:
+        OURS.add(_look)
         _followed.append(register_optimizer_step_post_hook(_look))
 
 

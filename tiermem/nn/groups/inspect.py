@@ -220,16 +220,16 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def can_move(found: Found) -> bool:
     """Whether a buffer can live in a block."""
-    return is_ordinary(found) and found.tensor.numel() > 0
+    return is_ordinary(found) and found.tensor.numel() > 0 and found.tensor.shape != (1,)
 
 
-def is_empty(found: Found) -> bool:
-    """Whether a buffer has no elements yet.
+def may_grow(found: Found) -> bool:
+    """Whether a buffer may be made longer in place, in a block over what is beside it.
 
-    Such are made longer in place (minima that an observer keeps), in a block over what is beside
-    them.
+    An observer's minima have no elements before it has seen its channels, and the scale of its fake
+    quantization has one.
     """
-    return is_ordinary(found) and found.tensor.numel() == 0
+    return is_ordinary(found) and not can_move(found)
 
 
 def is_made_in(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -315,26 +315,6 @@ def of_scripts(model: nn.Module) -> set[int]:
     """Returns the ids of buffers of scripted code: it uses them where no operation is seen."""
     scripts = [part for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
     return {id(buffer) for part in scripts for buffer in part._buffers.values()}
-
-
-def that_grow(model: nn.Module) -> set[int]:
-    """Returns the ids of buffers that code makes longer in place, where no operation is seen.
-
-    Fake quantization by channels begins with a scale of one element and an observer's minima of
-    none, and its kernel gives each as many as there are channels: in a block, over what is beside.
-    """
-    found = set[int]()
-    for module in model.modules():
-        near = [module, *module.children()]
-        if any(0 in sizes for part in near for sizes in _sizes(part).values()):
-            found.update(key for key, sizes in _sizes(module).items() if sizes == [1])
-    return found
-
-
-def _sizes(module: nn.Module) -> dict[int, list[int]]:
-    """Returns the shapes of a module's own buffers that have memory, by their ids."""
-    own = [b for b in module._buffers.values() if b is not None and not is_uninitialized(b)]
-    return {id(buffer): list(buffer.shape) for buffer in own}
 
 
 def set_apart(params: list[Found], buffers: list[Found]) -> set[int]:

@@ -56,7 +56,7 @@ def _can_leave(wrapped: WrappedModel) -> bool:
             return False
     if any(parts.table[group.block.id].home is Tier.NVME for group in wrapped.groups):
         return False
-    if wrapped.resident is not None and wrapped.resident.pointing.has_views():
+    if wrapped.has_views_of_buffers():
         return False
     with wrapped.runtime.manager.lock:
         slots = [parts.slots.current.get(block_id) for block_id in wrapped.blocks()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from threading import get_ident
@@ -24,14 +25,14 @@ from tiermem.nn.groups.inspect import (
     can_move,
     carried,
     find,
-    is_empty,
     is_made_in,
+    is_ordinary,
     link_shared,
+    may_grow,
     of_scripts,
     opened,
     owners,
     set_apart,
-    that_grow,
 )
 from tiermem.nn.groups.parametrized import follow_parametrizations
 from tiermem.nn.groups.partition import Predicate, checked_homes
@@ -51,7 +52,7 @@ from tiermem.nn.wrap.scope import Scope
 from tiermem.nn.wrap.statedict import StateDicts
 from tiermem.runtime.base.functorch import outside_inference
 from tiermem.runtime.memory.homes import StoredBlock
-from tiermem.runtime.memory.slots import has_saved
+from tiermem.runtime.memory.slots import has_saved, use_count
 
 
 class WrappedModel:
@@ -120,10 +121,9 @@ class WrappedModel:
         params = opened(whole)
         link_shared(params)
         every = find(model, "_buffers")
-        apart = set_apart(params, [f for f in every if can_move(f)])
-        apart |= of_scripts(model) | that_grow(model)
+        apart = set_apart(params, [f for f in every if is_ordinary(f)]) | of_scripts(model)
         buffers = [f for f in every if can_move(f) and id(f.tensor) not in apart]
-        self._apart = [f.tensor for f in every if is_empty(f) or id(f.tensor) in apart]
+        self._apart = [f.tensor for f in every if may_grow(f) or id(f.tensor) in apart]
         modules = dict(model.named_modules())
         own = checked_homes(homes, modules)
         rate = self._rate_up(params)
@@ -383,7 +383,7 @@ class WrappedModel:
                 group.let_go()
 
     def move_apart(self, device: torch.device) -> None:
-        """Moves the buffers that had no elements or share memory, and are in no block."""
+        """Moves the buffers that are in no block: that may grow, share memory or are a script's."""
         with torch.no_grad():
             for tensor in self._apart:
                 if tensor.device != device:
@@ -464,6 +464,14 @@ class WrappedModel:
     def staying(self) -> set[int]:
         """Returns the ids of buffers that stay in HBM."""
         return {id(member.tensor) for member in self.resident.buffers} if self.resident else set()
+
+    def has_views_of_buffers(self) -> bool:
+        """Whether anybody has a view of a buffer whose storage is its own, and no block's."""
+        if self.resident is not None and self.resident.pointing.has_views():
+            return True
+        storages = [t.untyped_storage() for t in self._apart if t.layout is torch.strided]
+        counts = Counter(storage._cdata for storage in storages)
+        return any(use_count(key) > count + 1 for key, count in counts.items())  # and who asks
 
 
 Blocks = str | Iterable[str] | Callable[[str, nn.Module], bool]

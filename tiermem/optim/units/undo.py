@@ -37,6 +37,9 @@ _is_inference = torch._C.TensorBase.is_inference
 
 Put = Callable[[int], torch.Tensor]
 
+OURS: set[Any] = set()
+"""Hooks for the steps of all optimizers that do nothing where tiermem makes the step."""
+
 
 def cannot_fail_midway(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step either raises before it has written anything, or makes the whole of it."""
@@ -46,7 +49,7 @@ def cannot_fail_midway(optimizer: torch.optim.Optimizer) -> bool:
         and len(groups) == 1
         and bool(groups[0].get("fused"))
         and len({p.dtype for p in groups[0]["params"]}) == 1
-        and not torch_optimizer._global_optimizer_post_hooks
+        and OURS.issuperset(torch_optimizer._global_optimizer_post_hooks.values())
         and not optimizer._optimizer_step_post_hooks
     )
 
