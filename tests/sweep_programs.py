@@ -1,8 +1,10 @@
 """Runs programs drawn at random, plain and with tiermem, and compares all that they see.
 
 ``python tests/sweep_programs.py --seconds 600 --seed 1`` on the CPU, where a host's memory stands
-in for HBM; ``--device cuda`` on a GPU, with larger layers, so that copies are late. ``--jobs 8``
-runs as many processes side by side. A program that differs is told of by its seed::
+in for HBM; with ``--lagging`` copies are made only as they are waited for. ``--device cuda`` runs
+on a GPU, with larger layers, so that copies are late. ``--jobs 16`` runs as many processes side by
+side: they share the GPU, and its streams are further behind than those of one. A program that
+differs is told of by its seed::
 
     python tests/sweep_programs.py --only 123456 --show
 """
@@ -18,11 +20,14 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+from support_lagging import lagging  # noqa: E402
 from support_process import beside_each_other  # noqa: E402
 from support_programs import drawn, tried  # noqa: E402
 
@@ -36,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--lagging", action="store_true", help="no files then")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each, at most")
     parser.add_argument("--only", type=int, nargs="*", help="seeds of programs")
     parser.add_argument("--show", action="store_true", help="print what is run")
@@ -58,12 +64,18 @@ def main() -> int:
         if time.monotonic() > until:
             break
         drawing = drawn(seed, WIDTH[device.type])
+        if args.lagging:
+            homes = {role: home for role, home in drawing.homes.items() if home != "nvme"}
+            drawing = replace(drawing, homes=homes)
         if args.show:
             print(drawing, flush=True)
         began = time.monotonic()
         faulthandler.dump_traceback_later(args.limit, exit=True)
         try:
-            found = tried(drawing, device)
+            with lagging(seed) if args.lagging else nullcontext([]) as engines:
+                found = tried(drawing, device)
+            if any(engine.faults for engine in engines):
+                found = f"differs: {[engine.faults for engine in engines]}"
         except Exception:
             found = f"differs: {traceback.format_exc()[-3000:]}"
         faulthandler.cancel_dump_traceback_later()
