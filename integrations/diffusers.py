@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem import ConfigError, TierManager
+from tiermem import CapacityError, ConfigError, TierManager
 
 # They change modules or weights: the models are ordinary ones meanwhile.
 _CHANGING = (
@@ -33,8 +33,25 @@ _CHANGING = (
     "load_textual_inversion",
 )
 
+# Methods of a model that may give it another dtype; pipelines call the first (a VAE that overflows
+# in float16 is float32 while it decodes).
+_CASTING = ("to", "float", "half", "bfloat16", "double")
+
 # They would move the models by themselves.
 _MOVING = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
+
+
+class _Instead:
+    """What a model has in place of a method; its copies and pickles have the method itself."""
+
+    def __init__(self, model: nn.Module, method: str, call: Callable[..., Any]) -> None:
+        self._model, self._method, self._call = model, method, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model, self._method)
 
 
 class PipelineTiers(TierManager):
@@ -71,13 +88,52 @@ class PipelineTiers(TierManager):
             self._here[name] = model
             if hasattr(model, _MOVING[-1]):
                 refusal = functools.partial(self._refuse, f"pipe.{name}.{_MOVING[-1]}")
-                model.__dict__[_MOVING[-1]] = refusal
+                model.__dict__[_MOVING[-1]] = _Instead(model, _MOVING[-1], refusal)
+            for method in _CASTING:
+                cast = functools.partial(self._cast, name, model, method)
+                model.__dict__[method] = _Instead(model, method, cast)
 
     def _unwrap(self) -> None:
         while self._here:
             _, model = self._here.popitem()
-            model.__dict__.pop(_MOVING[-1], None)
+            _unpatch(model)
             self.unwrap(model)
+
+    def _cast(self, name: str, model: nn.Module, cast: str, *args: Any, **kwargs: Any) -> Any:
+        """Stands for ``model.to`` and the like: another dtype is given to the ordinary model.
+
+        Args:
+            name: The component's.
+            model: The component.
+            cast: The name of the method.
+            *args: Its arguments.
+            **kwargs: Others of them.
+
+        Returns:
+            What the method returns.
+
+        Raises:
+            CapacityError: If the budgets have no room for the new dtype; the model is as it was.
+        """
+        method = functools.partial(getattr(type(model), cast), model)
+        dtype = _new_dtype(model, cast, args, kwargs)
+        if dtype is None:
+            return method(*args, **kwargs)
+        former = {key: tensor.dtype for key, tensor in _tensors_of(model)}
+        _unpatch(self._here.pop(name))
+        with torch.inference_mode(mode=False):  # weights that are made in it cannot be wrapped
+            self.unwrap(model)
+            try:
+                result = method(dtype) if cast == "to" else method()
+                self._wrap({name: model})
+            except CapacityError as error:
+                for key, tensor in _tensors_of(model):
+                    tensor.data = tensor.data.to(former[key])
+                self._wrap({name: model})
+                raise CapacityError(
+                    f"component {name!r} has no room in tiers as {dtype}, and is as it was: {error}"
+                ) from error
+        return result
 
     def _patch(self) -> None:
         """Patches methods that change modules, so that these are ordinary ones meanwhile."""
@@ -123,7 +179,7 @@ class PipelineTiers(TierManager):
         """
         super().close(discard=discard)  # or it says why not, and the pipeline stays as it is
         for model in self._here.values():
-            model.__dict__.pop(_MOVING[-1], None)
+            _unpatch(model)
         self._here.clear()
         for name in self._patched:
             self.pipe.__dict__.pop(name, None)
@@ -177,6 +233,45 @@ def _models_of(pipe: Any) -> dict[str, nn.Module]:
     if not models:
         raise ConfigError(f"{type(pipe).__name__} has no models to offload")
     return models
+
+
+def _unpatch(model: nn.Module) -> None:
+    for name in (_MOVING[-1], *_CASTING):
+        model.__dict__.pop(name, None)
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _new_dtype(model: nn.Module, cast: str, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Returns the dtype that a call of ``model.to`` or the like gives to some tensor of a model.
+
+    None if every tensor has it already, or if the call would change device or layout, too.
+
+    Args:
+        model: The model, in tiers.
+        cast: The name of the method.
+        args: Its arguments.
+        kwargs: Others of them.
+    """
+    floats = [tensor for _, tensor in _tensors_of(model) if tensor.is_floating_point()]
+    dtype: torch.dtype | None = getattr(torch, cast, None)
+    if cast == "to":
+        try:
+            parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        except (TypeError, RuntimeError):  # the method itself says what is wrong
+            return None
+        device, dtype, _, layout = parsed
+        if layout is not None or not all(_is_on(device, tensor) for tensor in floats):
+            return None
+    return dtype if any(tensor.dtype is not dtype for tensor in floats) else None
+
+
+def _is_on(device: torch.device | None, tensor: torch.Tensor) -> bool:
+    if device is None:
+        return True
+    return device.type == tensor.device.type and device.index in (None, tensor.device.index)
 
 
 def _refuse_hooks(name: str, model: nn.Module) -> None:

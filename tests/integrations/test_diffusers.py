@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,122 @@ def test_convolutions_control_tiles_and_callbacks() -> None:
     with offload(pipe, **{**BUDGETS, "hbm": "1MiB"}) as tier:
         assert torch.equal(controlled_picture(pipe), expected)
         assert tier.stats().links["dram->hbm"].nbytes > 0
+
+
+def half_stable_diffusion() -> Any:
+    """A pipeline in float16 that gives its VAE float32 to decode, as SDXL's does."""
+    torch.manual_seed(0)
+    pipe = diffusers.StableDiffusionXLPipeline(
+        unet=diffusers.UNet2DConditionModel(
+            sample_size=8,
+            block_out_channels=(16, 32),
+            layers_per_block=1,
+            norm_num_groups=8,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=32,
+            attention_head_dim=4,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=80,
+        ),
+        vae=diffusers.AutoencoderKL(
+            block_out_channels=(16, 32),
+            norm_num_groups=8,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=4,
+        ),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        text_encoder=None,
+        text_encoder_2=None,
+        tokenizer=None,
+        tokenizer_2=None,
+        add_watermarker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(torch.float16)
+
+
+def half_picture(pipe: Any) -> torch.Tensor:
+    drawn = torch.Generator().manual_seed(1)
+    result: torch.Tensor = pipe(
+        prompt_embeds=torch.randn(1, 8, 32, generator=drawn).half(),
+        negative_prompt_embeds=torch.randn(1, 8, 32, generator=drawn).half(),
+        pooled_prompt_embeds=torch.randn(1, 32, generator=drawn).half(),
+        negative_pooled_prompt_embeds=torch.randn(1, 32, generator=drawn).half(),
+        height=16,
+        width=16,
+        num_inference_steps=2,
+        generator=drawn,
+        output_type="pt",
+    ).images
+    return result
+
+
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_a_pipeline_gives_its_vae_another_dtype(inference_mode: bool) -> None:
+    expected = half_picture(half_stable_diffusion())
+    pipe = half_stable_diffusion()
+    assert pipe.vae.config.force_upcast
+    with offload(pipe, device="cpu", hbm="384KiB", dram="16MiB") as tier:
+        with torch.inference_mode(inference_mode):
+            for _ in range(2):
+                assert torch.equal(half_picture(pipe), expected)
+                assert pipe.vae.dtype is torch.float16
+        assert any(row.block.startswith("AutoencoderKL") for row in tier.residency())
+    assert torch.equal(half_picture(pipe), expected)
+    assert not {"to", "half", "enable_group_offload"} & pipe.vae.__dict__.keys()
+
+
+def test_a_pipeline_becomes_another_dtype() -> None:
+    expected = half_picture(half_stable_diffusion())
+    pipe = half_stable_diffusion()
+    pipe.to(torch.float32)
+    pipe.vae.half()
+    pipe.unet.half()
+    pipe.vae.float()
+    with offload(pipe, device="cpu", hbm="768KiB", dram="16MiB"):
+        pipe.to("cpu", torch.float16)
+        assert torch.equal(half_picture(pipe), expected)
+        assert pipe.vae.float() is pipe.vae
+        assert pipe.vae.float().dtype is torch.float32
+        with pytest.raises(tiermem.ParameterError, match="do that before"):
+            pipe.to("meta", torch.float16)
+        assert torch.equal(half_picture(pipe.to(torch.float16)), expected)
+
+
+def test_a_dtype_without_room_is_refused_and_the_model_is_as_it_was() -> None:
+    expected = half_picture(half_stable_diffusion())
+    pipe = half_stable_diffusion()
+    for param in pipe.vae.decoder.mid_block.parameters():
+        param.data = param.data.bfloat16()
+    dtypes = [param.dtype for param in pipe.vae.parameters()]
+    with offload(pipe, device="cpu", hbm="384KiB", dram=weights(pipe) + (256 << 10)) as tier:
+        with pytest.raises(
+            tiermem.CapacityError, match=r"'vae' has no room in tiers as torch\.float64"
+        ):
+            pipe.vae.double()
+        assert [param.dtype for param in pipe.vae.parameters()] == dtypes
+        assert any(row.block.startswith("AutoencoderKL") for row in tier.residency())
+        pipe.vae.half()
+    pipe.vae.load_state_dict(half_stable_diffusion().vae.state_dict())
+    assert torch.equal(half_picture(pipe), expected)
+
+
+def test_copies_and_pickles_of_its_models_are_ordinary_ones(expected: torch.Tensor) -> None:
+    pipe = flux()
+    with offload(pipe, **BUDGETS):
+        file = io.BytesIO()
+        torch.save(pipe.vae, file)
+        file.seek(0)
+        for other in (copy.deepcopy(pipe.vae), torch.load(file, weights_only=False)):
+            for one, same in zip(other.parameters(), flux().vae.parameters(), strict=True):
+                assert torch.equal(one, same)
+            other.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+            assert other.half().dtype is torch.float16
+        assert pipe.vae.dtype is torch.float32
+        assert torch.equal(picture(pipe), expected)
 
 
 def test_what_is_no_pipeline_is_refused() -> None:
