@@ -164,7 +164,9 @@ def test_a_byte_gpt_goes_on_beyond_its_context(byte_gpt: Path, capfd: Any) -> No
 def test_what_is_refused_before_loading(
     words: Path, more: list[str], said: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiermem, "load_checkpoint", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        "tiermem.loading.load.load_made", lambda *_, **__: pytest.fail("it was loaded")
+    )
     assert write(words, "--max-new-tokens", "8", *more) == 2
     out, err = capfd.readouterr()
     assert said in err and not out
@@ -207,14 +209,27 @@ def test_folders_that_are_none(tmp_path: Path, bare: Path, capfd: Any) -> None:
     assert "no such folder" in capfd.readouterr().err
 
 
-def test_a_tensor_that_the_model_does_not_have(bare: Path, tmp_path: Path, capfd: Any) -> None:
-    """What is said of it does not send people to an option that the command has not."""
+def test_what_the_files_have_too_much_is_said(bare: Path, tmp_path: Path, capfd: Any) -> None:
+    """As ``from_pretrained`` warns of it."""
     shutil.copytree(bare, tmp_path, dirs_exist_ok=True)
     stored = load_file(tmp_path / "model.safetensors") | {"of_another": torch.zeros(2)}
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert write(tmp_path, "--prompt", "x", "--max-new-tokens", "2") == 0
+    assert "none of the model's and were left ('of_another')" in capfd.readouterr().err
+
+
+def test_text_is_not_written_with_weights_that_are_missing(
+    bare: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """They would be drawn at random."""
+    shutil.copytree(bare, tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in stored if "layers.1" in each or "h.1." in each)
+    del stored[name]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     assert write(tmp_path, "--prompt", "x", "--max-new-tokens", "2") == 2
-    said = capfd.readouterr().err
-    assert "'of_another'" in said and "names= of tiermem.load_checkpoint" in said
+    out, err = capfd.readouterr()
+    assert f"are missing: '{name}'; load_checkpoint in Python would draw" in err and not out
 
 
 def test_what_is_said_without_transformers(bare: Path, capfd: Any, monkeypatch: Any) -> None:

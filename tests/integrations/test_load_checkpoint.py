@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from errno import EIO
 from importlib import import_module
 from pathlib import Path
@@ -192,11 +193,15 @@ def test_what_from_pretrained_makes_of_files_that_differ(kind: str, tmp_path: Pa
         del tensors["model.embed_tokens.weight"]
     save_file({**tensors, **changes}, path, metadata={"format": "pt"})
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    apart = kind == "two values"
+    said = pytest.warns(UserWarning, match=r"ties 'lm_head\.weight'") if apart else nullcontext()
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
-        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        with said:
+            model: Any = tiermem.load_checkpoint(
+                transformers.AutoModelForCausalLM, tmp_path, tier=tier
+            )
         assert torch.equal(logits(model), logits(plain))
         check_equal(model, plain)
-    apart = kind == "two values"
     assert (model.lm_head.weight is not model.model.embed_tokens.weight) == apart
     assert (plain.lm_head.weight is not plain.model.embed_tokens.weight) == apart
 
@@ -471,14 +476,158 @@ def test_the_random_generator_is_left_as_from_pretrained_leaves_it(
     assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
 
 
-def test_a_head_that_the_files_do_not_have_is_missing(tmp_path: Path) -> None:
-    """transformers warns and draws it at random."""
+def edit(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Gives a folder's file other tensors; None takes one away, ``__`` stands for a dot."""
+    path = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(path)
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    left = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(left, path, metadata={"format": "pt"})
+
+
+def check_loads_alike(cls: Any, folder: Path, said: str | None, **options: Any) -> Any:
+    """Compares weights, settings and the random generator's state with ``from_pretrained``."""
+    torch.manual_seed(3)
+    plain = cls.from_pretrained(folder, **options)
+    left = torch.get_rng_state()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        torch.manual_seed(3)
+        with nullcontext() if said is None else pytest.warns(UserWarning, match=said):
+            model: Any = tiermem.load_checkpoint(cls, folder, tier=tier, **options)
+        assert torch.equal(torch.get_rng_state(), left)
+        assert type(model) is type(plain) and not model.training
+        check_equal(model, plain)
+        assert model.all_tied_weights_keys == plain.all_tied_weights_keys
+        if plain.can_generate():
+            assert model.generation_config.to_dict() == plain.generation_config.to_dict()
+        assert model.config.to_dict() == plain.config.to_dict()
+    check_equal(model, plain)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
+def test_a_head_that_the_files_do_not_have_is_drawn(dtype: Any, tmp_path: Path) -> None:
+    """The same numbers as ``from_pretrained`` draws, and a warning that says so."""
     save(tmp_path, CONFIGS["llama"]())
+    said = r"newly initialized.*'score\.weight'.*none of the model's.*'lm_head\.weight'"
+    cls = transformers.AutoModelForSequenceClassification
+    model = check_loads_alike(cls, tmp_path, said, num_labels=5, dtype=dtype)
+    assert model.score.weight.shape == (5, 32) and model.score.weight.abs().sum()
+    model = check_loads_alike(transformers.LlamaModel, tmp_path, r"left \('lm_head\.weight'\)")
+    assert model.config._name_or_path == str(tmp_path)
+
+
+def test_what_is_drawn_is_trained_and_saved(tmp_path: Path) -> None:
+    """A head is drawn, trained and saved; the folder then has all that the class wants."""
+    save(tmp_path / "base", CONFIGS["llama"]())
+    cls: Any = transformers.AutoModelForSequenceClassification
+    torch.manual_seed(3)
+    plain = cls.from_pretrained(tmp_path / "base", pad_token_id=0)
+    stepper = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    batch = {"input_ids": torch.arange(1, 9)[None], "labels": torch.ones(1, dtype=torch.long)}
+    with tiermem.TierManager("cpu", hbm=6 * nbytes(plain), dram="16MiB") as tier:
+        torch.manual_seed(3)
+        with pytest.warns(UserWarning, match="newly"):
+            model: Any = tiermem.load_checkpoint(cls, tmp_path / "base", tier=tier, pad_token_id=0)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        for _ in range(2):
+            losses = [each(**batch).loss for each in (plain, model)]
+            assert torch.equal(*losses)
+            for loss, each in zip(losses, (stepper, optimizer), strict=True):
+                loss.backward()
+                each.step()
+                each.zero_grad()
+        model.save_pretrained(tmp_path / "tuned")
+    again = check_loads_alike(cls, tmp_path / "tuned", None)
+    check_equal(again, plain)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["no table", "no head", "neither", "the head alone", "layers"])
+def test_weights_that_are_missing(kind: str, tied: bool, tmp_path: Path) -> None:
+    """What is drawn and dropped is drawn as well: the random generator is left in one state."""
+    table = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+    save(tmp_path, transformers.LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    edits: dict[str, dict[str, torch.Tensor | None]] = {
+        "no table": {"model__embed_tokens__weight": None},
+        "no head": {"lm_head__weight": None},
+        "neither": {"lm_head__weight": None, "model__embed_tokens__weight": None},
+        "the head alone": {"lm_head__weight": table, "model__embed_tokens__weight": None},
+        "layers": {f"model__layers__1__mlp__{name}_proj__weight": None for name in ("up", "down")},
+    }
+    edit(tmp_path, **edits[kind])
+    whole = tied and kind in ("no head", "the head alone")
+    cls = transformers.AutoModelForCausalLM
+    model = check_loads_alike(cls, tmp_path, None if whole else "newly initialized")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_missing_weights_of_a_class_that_keeps_them_in_float32(tmp_path: Path) -> None:
+    """What is read is kept in float32, what is drawn has the dtype that was asked for."""
+    cls = transformers.T5ForConditionalGeneration
+    small = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    cls(transformers.T5Config(**small, num_layers=2)).save_pretrained(tmp_path)
+    wo = "encoder.block.1.layer.1.DenseReluDense.wo.weight"
+    edit(tmp_path, **{wo.replace(".", "__"): None})
+    model = check_loads_alike(cls, tmp_path, "newly", dtype=torch.float16)
+    weights = dict(model.named_parameters())
+    assert weights[wo].dtype is torch.float16
+    assert weights[wo.replace("block.1", "block.0")].dtype is torch.float32
+
+
+def test_names_of_earlier_releases_are_passed_over(tmp_path: Path) -> None:
+    """Positions and masks that were saved as buffers once, and a head that is not the class's."""
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path)
+    edit(tmp_path, bert__embeddings__position_ids=torch.arange(512)[None])
+    check_loads_alike(transformers.AutoModelForPreTraining, tmp_path, None)
+    check_loads_alike(transformers.BertModel, tmp_path, "none of the model's")
+    check_loads_alike(transformers.AutoModelForMaskedLM, tmp_path, "'bert.pooler.dense.bias'")
+
+
+def test_a_shape_that_differs_may_be_drawn(tmp_path: Path) -> None:
+    cls = transformers.LlamaForSequenceClassification
+    cls(transformers.LlamaConfig(**SMALL, num_labels=3)).save_pretrained(tmp_path)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=r"'score\.weight' has shape"):
+            tiermem.load_checkpoint(cls, tmp_path, tier=tier, num_labels=5)
+        assert not tier.residency()
+    check_loads_alike(
+        cls, tmp_path, "have another shape .*'score.weight'",
+        num_labels=5, ignore_mismatched_sizes=True,
+    )  # fmt: skip
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    """``from_pretrained`` makes a model of random numbers alone."""
+    save(tmp_path, CONFIGS["llama"]())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match="no tensor of the files is one of Bert"):
+            tiermem.load_checkpoint(transformers.BertModel, tmp_path, tier=tier)
+        assert not tier.residency()
+
+
+def test_what_a_module_of_the_users_lacks_is_not_drawn(tmp_path: Path) -> None:
+    """It may have values itself; the class is what draws."""
+    plain = save(tmp_path, CONFIGS["llama"]())
     cls = transformers.LlamaForSequenceClassification
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
-        with pytest.raises(tiermem.CheckpointError, match=r"missing: 'score\.weight'"):
-            tiermem.load_checkpoint(cls, tmp_path, tier=tier)
+        with pytest.raises(tiermem.CheckpointError, match=r"'score\.weight'; .*give the class"):
+            tiermem.load_checkpoint(cls(plain.config), tmp_path, tier=tier)
+        with pytest.raises(tiermem.CheckpointError, match=r"'lm_head\.weight'; .*give the class"):
+            tiermem.load_checkpoint(transformers.LlamaModel(plain.config), tmp_path, tier=tier)
         assert not tier.residency()
+
+
+def test_names_take_the_place_of_transformers_rules(tmp_path: Path) -> None:
+    """And the message says so."""
+    save(tmp_path, CONFIGS["llama"]())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match="no prefix is added or taken away"):
+            tiermem.load_checkpoint(transformers.LlamaModel, tmp_path, tier=tier, names={})
 
 
 def test_training_leaves_the_files_alone(tmp_path: Path) -> None:
@@ -665,7 +814,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dtype": "bfloat16"}, r"dtype must be .* torch\.bfloat16, not 'bfloat16'"),
+        ({"dtype": "nonsense"}, r"dtype must be .* torch\.bfloat16, .* not 'nonsense'"),
+        ({"device_map": "auto"}, "got device_map=, which only classes of transformers"),
         ({"dtype": torch.int8}, "dtype must be a floating dtype"),
         ({"names": 5}, "names must be a mapping .* not 5"),
         ({"names": {"first.bias": ["a", "b"]}}, r"names gives \['a', 'b'\] for 'first.bias'"),
@@ -674,7 +824,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         ({"model_or_factory": transformers.AutoConfig}, "AutoConfig is none of them"),
         ({"model_or_factory": transformers.AutoTokenizer}, "AutoTokenizer is none of them"),
     ],
-    ids=["text", "whole numbers", "number", "list", "length", "blocks", "config", "tokenizer"],
+    ids=[
+        "text",
+        "map",
+        "whole numbers",
+        "number",
+        "list",
+        "length",
+        "blocks",
+        "config",
+        "tokenizer",
+    ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(
     given: dict[str, Any], said: str, tmp_path: Path

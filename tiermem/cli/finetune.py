@@ -412,6 +412,7 @@ def _train(
     import tiermem
     from tiermem.cli.adapting import corpus_of, prepare
     from tiermem.cli.training import Progress
+    from tiermem.loading.load import load_made
 
     corpus = corpus_of(arguments.data, folder.tokens)
     corpus.check(plan.context)
@@ -423,7 +424,7 @@ def _train(
     ):
         console.print(_divided(tiers, tier.stats().budget["dram"], corpus))
         torch.manual_seed(plan.seed)
-        model = tiermem.load_checkpoint(folder.model, folder.path, tier=tier, lora=lora)
+        model = load_made(folder.model, folder.path, tier=tier, tell=console.print, lora=lora)
         prepare(model)
         saves = None if saving is None else _Saves(tier, saving, arguments, plan, folder, progress)
         quiet = arguments.quiet or arguments.json

@@ -202,7 +202,7 @@ def _write(
             f"values, {format_size(beside - cache)} for activations; "
             f"{format_size(budget['dram'])} of DRAM"
         )
-        model = _loaded(folder, tier)
+        model = _loaded(folder, tier, progress)
         writer = Writer(folder, prompt, sampling, tier, progress)
         try:
             with Watch(model, progress):
@@ -213,8 +213,8 @@ def _write(
         tier.close(discard=True)
 
 
-def _loaded(folder: Folder, tier: TierManager) -> nn.Module:
-    import tiermem
+def _loaded(folder: Folder, tier: TierManager, progress: Progress) -> nn.Module:
+    from tiermem.loading.load import load_made
 
     if not folder.is_byte_gpt:
         import transformers
@@ -222,8 +222,7 @@ def _loaded(folder: Folder, tier: TierManager) -> nn.Module:
         # Its advice is about generate(), which users do not call here.
         quiet: Any = transformers.logging.set_verbosity_error
         quiet()
-    # The model that was looked at: what load_checkpoint would make of AutoModelForCausalLM.
-    return tiermem.load_checkpoint(folder.model, folder.path, tier=tier)
+    return load_made(folder.model, folder.path, tier=tier, tell=progress.print)
 
 
 class Writer:

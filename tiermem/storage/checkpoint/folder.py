@@ -89,18 +89,19 @@ class CheckpointFiles:
     identities: tuple[FileIdentity, ...]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> CheckpointFiles:
+    def open(cls, path: str | os.PathLike[str], variant: str | None = None) -> CheckpointFiles:
         """Reads and checks the headers of a checkpoint.
 
         Args:
             path: A safetensors file, an index (``*.json``), or a folder with one of
                 :data:`WEIGHT_FILES`. Symbolic links are followed.
+            variant: Of a folder's files, such as ``"fp16"`` for ``model.fp16.safetensors``.
 
         Raises:
             CheckpointError: If there is none, or a file or the index is not valid.
             StorageError: If reading fails.
         """
-        found = _weight_file(Path(path).absolute())
+        found = _weight_file(Path(path).absolute(), variant)
         if not found.name.endswith(INDEX_SUFFIX):
             return cls._of_files([found])
         named = _read_index(found)
@@ -276,20 +277,27 @@ def _cannot_open(path: Path, error: OSError | ValueError) -> NoReturn:
     raise CheckpointError(f"{shown(str(path))}: it cannot be opened ({reason})") from error
 
 
-def _weight_file(path: Path) -> Path:
+def _weight_file(path: Path, variant: str | None) -> Path:
     """Returns the file to begin with: weights, or an index of them."""
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return path
     except (OSError, ValueError) as error:
         _cannot_open(path, error)
-    for name in WEIGHT_FILES:
+    names = WEIGHT_FILES if variant is None else tuple(_of(variant, n) for n in WEIGHT_FILES)
+    for name in names:
         if os.path.lexists(path / name):
             return path / name
     raise CheckpointError(
-        f"{path}: this folder has no {WEIGHT_FILES[0]} and no {WEIGHT_FILES[1]}; name a folder "
+        f"{path}: this folder has no {names[0]} and no {names[1]}; name a folder "
         "with one of them, or a safetensors file" + _what_instead(path)
     )
+
+
+def _of(variant: str, name: str) -> str:
+    """Returns the name of a variant's file: the variant stands before the name's last part."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}.{variant}.{suffix}"
 
 
 def _what_instead(path: Path) -> str:
