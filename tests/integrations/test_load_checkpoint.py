@@ -476,6 +476,9 @@ def test_the_random_generator_is_left_as_from_pretrained_leaves_it(
     assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
 def edit(folder: Path, **changes: torch.Tensor | None) -> None:
     """Gives a folder's file other tensors; None takes one away, ``__`` stands for a dot."""
     path = folder / "model.safetensors"
@@ -599,6 +602,100 @@ def test_a_shape_that_differs_may_be_drawn(tmp_path: Path) -> None:
         cls, tmp_path, "have another shape .*'score.weight'",
         num_labels=5, ignore_mismatched_sizes=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["subfolder", "variant", "sharded variant", "config", "option"])
+def test_options_of_from_pretrained(way: str, tmp_path: Path) -> None:
+    plain = save(tmp_path / "inside", CONFIGS["llama"]())
+    cls: Any = transformers.AutoModelForCausalLM
+    folder, options = tmp_path / "inside", {}
+    if way == "subfolder":
+        folder, options = tmp_path, {"subfolder": "inside"}
+    elif way == "config":
+        options = {"config": transformers.LlamaConfig.from_pretrained(folder, rope_theta=7.0)}
+    elif way == "option":
+        options = {"attn_implementation": "eager", "use_cache": False, "pad_token_id": None}
+        options |= {"low_cpu_mem_usage": True, "revision": "main", "device_map": None}
+    else:
+        folder, options = tmp_path / "half", {"variant": "fp16"}
+        size = "30KB" if way == "sharded variant" else "1GB"
+        plain.half().save_pretrained(folder, variant="fp16", max_shard_size=size)
+    plain = cls.from_pretrained(folder, **options)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(cls, folder, tier=tier, **options)
+        check_equal(model, plain)
+        assert torch.equal(logits(model), logits(plain))
+        ours, theirs = (each.config.to_dict() for each in (model, plain))
+        if way == "subfolder":
+            assert ours.pop("_name_or_path", None) != theirs.pop("_name_or_path", 0)
+        assert ours == theirs
+        assert model.config._attn_implementation == plain.config._attn_implementation
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device_map": "auto"}, "takes no device_map: the tiers say where .* give TierManager"),
+        ({"load_in_8bit": True}, "takes no load_in_8bit: .*from_pretrained, then call tier.wrap"),
+        ({"state_dict": {}}, "takes no state_dict; leave it out"),
+        ({"use_safetensors": False}, "leave use_safetensors out"),
+        ({"subfolder": "../other"}, "leads out of the folder"),
+        ({"no_such_thing": 3}, "know no option no_such_thing"),
+    ],
+)
+def test_options_that_say_another_thing_are_refused(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    save(tmp_path, CONFIGS["llama"]())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.ConfigError, match=said):
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier, **given)
+        assert not tier.residency()
+
+
+@pytest.mark.parametrize("names", ["none", "float16", "mixed"])
+def test_the_dtype_where_the_configuration_has_none(names: str, tmp_path: Path) -> None:
+    """That of the first floating tensor by its name; a name and ``"auto"`` are taken, too."""
+    save(tmp_path, CONFIGS["llama"]())
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    said["dtype"] = {"float16": "float16"}.get(names)
+    path.write_text(json.dumps(said))
+    if names == "mixed":
+        edit(tmp_path, lm_head__weight=torch.ones(96, 32, dtype=torch.bfloat16))
+    dtypes = {"none": torch.float32, "float16": torch.float16, "mixed": torch.bfloat16}
+    for given in ({}, {"dtype": "auto"}):
+        model = check_loads_alike(transformers.AutoModelForCausalLM, tmp_path, None, **given)
+        assert {param.dtype for param in model.parameters()} == {dtypes[names]}
+    check_loads_alike(transformers.AutoModelForCausalLM, tmp_path, None, dtype="float64")
+
+
+@pytest.mark.parametrize("written", ["", "{}", "[]", '{"model_type": "llama", "hidden', POINTER])
+def test_a_configuration_that_is_damaged(written: str, tmp_path: Path) -> None:
+    save(tmp_path, CONFIGS["llama"]())
+    (tmp_path / "config.json").write_text(written)
+    said = "Git LFS" if written == POINTER else "no configuration can be made of it"
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=f"config.json: .*{said}"):
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert not tier.residency()
+
+
+def test_a_folder_that_has_adapters_as_well(tmp_path: Path) -> None:
+    """``from_pretrained`` puts them on; here they are asked for."""
+    peft: Any = pytest.importorskip("peft")
+    plain = save(tmp_path, CONFIGS["llama"]())
+    how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(plain, how).save_pretrained(tmp_path)
+    cls = transformers.AutoModelForCausalLM
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=r"LoraConfig\.from_pretrained"):
+            tiermem.load_checkpoint(cls, tmp_path, tier=tier)
+        lora = peft.LoraConfig.from_pretrained(tmp_path)
+        model: Any = tiermem.load_checkpoint(cls, tmp_path, tier=tier, lora=lora)
+        tiermem.load_adapters(model, tmp_path)
+        expected = logits(cls.from_pretrained(tmp_path))
+        assert torch.equal(logits(model.eval()), expected)
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:

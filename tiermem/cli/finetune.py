@@ -92,6 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, quiet=quiet)
     console.print(f"looking at {arguments.checkpoint}")
     folder = open_folder(arguments.checkpoint, checkpointing=True)
+    if folder.adapters is not None:
+        raise ConfigError(
+            f"{folder.adapters} has adapters on {folder.path} already, and new ones are for a "
+            f"model without: give --checkpoint {folder.path}, or merge them first, in peft with "
+            "merge_and_unload() and save_pretrained(another)"
+        )
     plan, lora = fitted(asked, folder, given=arguments.context is not None), on(folder, wish)
     tiers = pick_tiers(arguments, folder, lora, plan)
     saving = read_saving(arguments.save, arguments.save_every, arguments.resume)

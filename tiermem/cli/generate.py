@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         progress.say(f"looking at {arguments.folder}")
         sampling = read_sampling(arguments)
         read_speeds(arguments)  # refuses them now, not once the text is there
+        for name in ("hbm", "dram"):
+            read_budget(getattr(arguments, name), f"--{name}")
         from tiermem.cli.folders import open_folder
 
         folder = open_folder(arguments.folder)
@@ -222,7 +224,16 @@ def _loaded(folder: Folder, tier: TierManager, progress: Progress) -> nn.Module:
         # Its advice is about generate(), which users do not call here.
         quiet: Any = transformers.logging.set_verbosity_error
         quiet()
-    return load_made(folder.model, folder.path, tier=tier, tell=progress.print)
+    if folder.adapters is None:
+        return load_made(folder.model, folder.path, tier=tier, tell=progress.print)
+    from tiermem import load_adapters
+    from tiermem.lora.files import SETTINGS, read_settings
+
+    progress.print(f"{folder.adapters} has adapters on {folder.path}")
+    lora = read_settings(folder.adapters / SETTINGS)
+    model = load_made(folder.model, folder.path, tier=tier, tell=progress.print, lora=lora)
+    load_adapters(model, folder.adapters)
+    return model.eval()
 
 
 class Writer:

@@ -16,6 +16,7 @@ from tiermem.loading.expected import HAS_VALUES, kept_dtype, saved_buffers
 from tiermem.loading.options import ClassOptions
 from tiermem.loading.untouched import parameters_on_meta
 from tiermem.storage.checkpoint.folder import CheckpointFiles
+from tiermem.storage.checkpoint.header import LFS_POINTER, POINTER_SAID
 
 Factory = nn.Module | Callable[[], nn.Module]
 
@@ -79,20 +80,30 @@ def is_pretrained_class(made_by: Any) -> bool:
         else made_by.__module__.startswith("transformers") and hasattr(made_by, "from_config")
     ):
         return True
+    instead = (
+        "give it the class of the base model, its folder and lora=, then call "
+        "tiermem.load_adapters(model, the adapters' folder)"
+        if made_by.__module__.startswith("peft.")
+        else "give it a callable that makes the model, such as `lambda: Model(config)`"
+    )
     raise ConfigError(
         f"load_checkpoint knows the classes of transformers' and diffusers' models, and "
-        f"{made_by.__module__}.{made_by.__name__} is none of them; give it a callable that makes "
-        "the model, such as `lambda: Model(config)`"
+        f"{made_by.__module__}.{made_by.__name__} is none of them; {instead}"
     )
 
 
 def _with_config(cls: Any, path: Path, options: ClassOptions) -> Path:
     """Returns the folder of a checkpoint that has a config.json, unless another is given."""
     folder = path if path.is_dir() else path.parent
+    if not path.is_dir() and path.name.startswith("adapter_model"):
+        raise CheckpointError(
+            f"{path}: these are adapters: load their base model with lora=, then call "
+            "tiermem.load_adapters(model, folder)"
+        )
     if options.config is None and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: there is no config.json, which {cls.__name__} is made from; give a module "
-            "or a callable that makes one"
+            f"{folder}: there is no config.json, which {cls.__name__} is made from; download it, "
+            "or give config=, a module or a callable that makes one"
         )
     return folder
 
@@ -106,8 +117,8 @@ def _diffusers_model(
         config, unused = cls.load_config(
             where, local_files_only=True, return_unused_kwargs=True, **options.others
         )
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{folder}/config.json: {error}") from error
+    except Exception as error:  # as of transformers
+        raise _no_config(where, error) from error
     if config.get("quantization_config") is not None:
         raise _quantized(folder)
     from diffusers.models import modeling_utils
@@ -190,11 +201,23 @@ def _transformers_config(
             where, local_files_only=True, return_unused_kwargs=True, **others
         )
     except Exception as error:  # a broken file makes it raise whatever its text leads to
-        raise CheckpointError(
-            f"{where}/config.json: no configuration can be made of it: {error}"
-        ) from error
+        raise _no_config(where, error) from error
     unused.pop("trust_remote_code", None)
     return config, {**unused, **apart}
+
+
+def _no_config(where: Any, error: Exception) -> CheckpointError:
+    """Returns the error for a config.json that cannot be read, or is another model's."""
+    path = f"{where}/config.json"
+    begin = b""
+    with suppress(OSError, ValueError), open(path, "rb") as file:
+        begin = file.read(len(LFS_POINTER))
+    if begin == LFS_POINTER:
+        return CheckpointError(f"{path}: {POINTER_SAID}")
+    said = " ".join(str(error).split("\n")[:2]).rstrip(".")
+    return CheckpointError(
+        f"{path}: no configuration can be made of it: {said}; if it is damaged, download it again"
+    )
 
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
@@ -286,6 +309,10 @@ def _set_generation(model: Any, folder: Path) -> None:
                 folder, config_file_name="config.json", local_files_only=True,
                 _from_model_config=True,
             )  # fmt: skip
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}/generation_config.json: it cannot be used: {error}; mend it, or move it away"
+        ) from error
 
 
 def _draw_as_from_pretrained(make: Callable[[], Any]) -> None:

@@ -129,9 +129,9 @@ def _load(
     options = ClassOptions.of(given, by_class)
     where = where / options.subfolder if options.subfolder else where
     files = CheckpointFiles.open(where, options.variant)
+    model = model_of(made_by, where, files, dtype, options)
     if by_class and lora is None:
         _check_no_adapters(where)
-    model = model_of(made_by, where, files, dtype, options)
     settings = None if lora is None else _settings(lora)
     found = sources_of(
         model, files, names, initialize=by_class or made,
