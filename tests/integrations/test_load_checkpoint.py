@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from errno import EIO
@@ -696,6 +698,90 @@ def test_a_folder_that_has_adapters_as_well(tmp_path: Path) -> None:
         tiermem.load_adapters(model, tmp_path)
         expected = logits(cls.from_pretrained(tmp_path))
         assert torch.equal(logits(model.eval()), expected)
+
+
+CODE = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+class Own(PreTrainedModel):
+    config_class = LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.again = self.second
+        self.register_buffer("mean", torch.full((8,), 0.5))
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.02)
+            module.bias.data.zero_()
+"""
+
+
+def test_code_of_the_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    """It is run when that is asked for; weights that it draws are those of ``from_pretrained``."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # transformers asks, and nobody answers
+    (tmp_path / "modeling_own.py").write_text(CODE)
+    said = {"model_type": "llama", "auto_map": {"AutoModel": "modeling_own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    tensors = {"mean": torch.ones(8)}
+    for name in ("first", "second"):
+        tensors |= {f"{name}.weight": torch.randn(8, 8), f"{name}.bias": torch.randn(8)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    cls = transformers.AutoModel
+    model = check_loads_alike(cls, tmp_path, None, trust_remote_code=True)
+    assert type(model).__name__ == "Own" and model.mean.sum() == 8
+    edit(tmp_path, first__weight=None, first__bias=None)
+    check_loads_alike(cls, tmp_path, "newly initialized", trust_remote_code=True)
+
+
+def test_a_text_model_has_the_dtype_of_its_part(tmp_path: Path) -> None:
+    """``AutoModelForCausalLM`` makes the part that reads text, in that one's dtype."""
+    small = {**SMALL, "head_dim": 8, "num_hidden_layers": 1}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    config = transformers.Gemma3Config(text_config=small, vision_config=vision)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    written["dtype"], written["text_config"]["dtype"] = "float32", "bfloat16"
+    path.write_text(json.dumps(written))
+    found = {}
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+        cls: Any = getattr(transformers, name)
+        plain = cls.from_pretrained(tmp_path)
+        with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+            with warnings.catch_warnings():  # of the part for images, which one of them leaves
+                warnings.simplefilter("ignore", UserWarning)
+                model: Any = tiermem.load_checkpoint(cls, tmp_path, tier=tier)
+            assert type(model) is type(plain)
+            check_equal(model, plain)
+        found[name] = plain.dtype
+    assert set(found.values()) <= {torch.float32, torch.bfloat16}
+
+
+def test_diffusers_unused_tensors_and_missing_ones(tmp_path: Path) -> None:
+    """What is missing has no values after its ``from_pretrained``: an error."""
+    cls: Any = pytest.importorskip("diffusers").UNet2DModel
+    cls(**UNET).save_pretrained(tmp_path / "unet")
+    file = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "of_another": torch.ones(2)}, file, metadata={"format": "pt"})
+    plain = cls.from_pretrained(tmp_path, subfolder="unet")
+    with tiermem.TierManager("cpu", hbm="4MiB", dram="16MiB") as tier:
+        with pytest.warns(UserWarning, match="left .'of_another'"):
+            model = tiermem.load_checkpoint(cls, tmp_path, tier=tier, subfolder="unet")
+        check_equal(model, plain)
+        del tensors["conv_in.weight"]
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(tiermem.CheckpointError, match=r"conv_in\.weight'; from_pretrained"):
+            tiermem.load_checkpoint(cls, file.parent, tier=tier)
+        tier.close(discard=True)
 
 
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -192,6 +192,12 @@ def test_pointers_of_git_lfs_are_told_apart(tmp_path: Path) -> None:
             CheckpointFiles.open(tmp_path)
 
 
+def test_what_torch_saved_is_told_apart(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"torch\.save wrote it, .*save_file"):
+        CheckpointFiles.open(tmp_path)
+
+
 def test_files_of_an_index_that_are_missing_are_named_at_once(tmp_path: Path) -> None:
     write_folder(tmp_path, two_files())
     for name in (ONE, TWO):

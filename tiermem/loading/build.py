@@ -80,15 +80,19 @@ def is_pretrained_class(made_by: Any) -> bool:
         else made_by.__module__.startswith("transformers") and hasattr(made_by, "from_config")
     ):
         return True
-    instead = (
-        "give it the class of the base model, its folder and lora=, then call "
-        "tiermem.load_adapters(model, the adapters' folder)"
-        if made_by.__module__.startswith("peft.")
-        else "give it a callable that makes the model, such as `lambda: Model(config)`"
-    )
+    name = made_by.__name__
+    if made_by.__module__.startswith("peft."):
+        instead = (
+            "give it the class of the base model, its folder and lora=, then call "
+            "tiermem.load_adapters(model, the adapters' folder)"
+        )
+    elif name.endswith("Pipeline"):
+        instead = "give it the class of one of its models and subfolder="
+    else:
+        instead = "give it a callable that makes the model, such as `lambda: Model(config)`"
     raise ConfigError(
         f"load_checkpoint knows the classes of transformers' and diffusers' models, and "
-        f"{made_by.__module__}.{made_by.__name__} is none of them; {instead}"
+        f"{made_by.__module__}.{name} is none of them; {instead}"
     )
 
 
@@ -214,10 +218,9 @@ def _no_config(where: Any, error: Exception) -> CheckpointError:
         begin = file.read(len(LFS_POINTER))
     if begin == LFS_POINTER:
         return CheckpointError(f"{path}: {POINTER_SAID}")
-    said = " ".join(str(error).split("\n")[:2]).rstrip(".")
-    return CheckpointError(
-        f"{path}: no configuration can be made of it: {said}; if it is damaged, download it again"
-    )
+    said = " ".join(str(error).split()).rstrip(".")
+    again = "" if "trust_remote_code" in said else "; if it is damaged, download it again"
+    return CheckpointError(f"{path}: no configuration can be made of it: {said}{again}")
 
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")

@@ -99,7 +99,8 @@ def sources_of(
     else:
         if missing and of_transformers and names is None:
             missing = make_expected(model, missing)
-        _check_missing(model, missing, files, names, initialize)
+        others = [name for name in files.tensors if name not in used]
+        _check_missing(model, missing, others, files, names, initialize)
     unused: list[str] = []
     if names is None:  # with names given, the other tensors are left out
         used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
@@ -318,6 +319,7 @@ def _nothing_found(model: nn.Module, files: CheckpointFiles) -> CheckpointError:
 def _check_missing(
     model: nn.Module,
     missing: Sequence[str],
+    others: Sequence[str],
     files: CheckpointFiles,
     names: Names | None,
     by_class: bool,
@@ -341,9 +343,10 @@ def _check_missing(
         )
     else:
         what = "if the files call them otherwise, give names="
+    there = f" (the files have {some_of(others)} for nothing)" if others else ""
     raise CheckpointError(
         f"{files.paths[0].parent}: {len(missing)} tensors of the model are missing: "
-        f"{some_of(missing)}; {what}"
+        f"{some_of(missing)}{there}; {what}"
     )
 
 

@@ -223,11 +223,17 @@ def _header_text(fd: int, path: Path, size: int) -> tuple[str, int]:
     if nbytes > MAX_HEADER_NBYTES:
         begin = bytearray(min(size, len(LFS_POINTER)))
         pread_exactly(fd, memoryview(begin), 0, path, "the beginning")
+        if begin == LFS_POINTER:
+            _refuse(path, POINTER_SAID)
+        if begin.startswith((b"PK", b"\x80")):
+            _refuse(
+                path,
+                "torch.save wrote it, and it can only be read as a whole; write what torch.load "
+                "reads of it with safetensors.torch.save_file",
+            )
         _refuse(
             path,
-            POINTER_SAID
-            if begin == LFS_POINTER
-            else f"its first 8 bytes ask for a header of {nbytes} bytes, more than "
+            f"its first 8 bytes ask for a header of {nbytes} bytes, more than "
             f"{MAX_HEADER_NBYTES}; it is no safetensors file, or a damaged one: download it again",
         )
     if nbytes > size - _LENGTH_NBYTES:
