@@ -343,7 +343,7 @@ def _check_missing(
         )
     else:
         what = "if the files call them otherwise, give names="
-    there = f" (the files have {some_of(others)} for nothing)" if others else ""
+    there = f" (the files have {some_of(others)}, and the model has not)" if others else ""
     raise CheckpointError(
         f"{files.paths[0].parent}: {len(missing)} tensors of the model are missing: "
         f"{some_of(missing)}{there}; {what}"
