@@ -144,6 +144,11 @@ def format_size(nbytes: int | float) -> str:
     return f"{size:.2f} TiB"
 
 
+def budget_size(nbytes: int) -> str:
+    """Returns a budget as people read it; whole pages count, so that a smaller one is 0."""
+    return format_size(nbytes) if nbytes else f"less than a page ({format_size(4096)})"
+
+
 def exact_size(nbytes: int) -> str:
     """Returns ``nbytes`` as people read it, and to the byte for programs."""
     return f"{format_size(nbytes)} ({nbytes} bytes)"

@@ -159,12 +159,15 @@ def test_a_byte_gpt_goes_on_beyond_its_context(byte_gpt: Path, capfd: Any) -> No
         (["--prompt", "the", "--hbm", "900TB"], "is for weights; keys, values and activations"),
         (["--prompt", "the", "--temperature", "-1"], "--temperature must be"),
         (["--prompt", "the", "--max-new-tokens", "0"], "--max-new-tokens must be"),
+        (["--prompt", "the " * 65, "--hbm", "12XB"], "--hbm"),  # before what it is for
     ],
 )
 def test_what_is_refused_before_loading(
     words: Path, more: list[str], said: str, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiermem, "load_checkpoint", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        "tiermem.loading.load.load_made", lambda *_, **__: pytest.fail("it was loaded")
+    )
     assert write(words, "--max-new-tokens", "8", *more) == 2
     out, err = capfd.readouterr()
     assert said in err and not out
@@ -207,14 +210,55 @@ def test_folders_that_are_none(tmp_path: Path, bare: Path, capfd: Any) -> None:
     assert "no such folder" in capfd.readouterr().err
 
 
-def test_a_tensor_that_the_model_does_not_have(bare: Path, tmp_path: Path, capfd: Any) -> None:
-    """What is said of it does not send people to an option that the command has not."""
+def test_what_the_files_have_too_much_is_said(bare: Path, tmp_path: Path, capfd: Any) -> None:
+    """As ``from_pretrained`` warns of it."""
     shutil.copytree(bare, tmp_path, dirs_exist_ok=True)
     stored = load_file(tmp_path / "model.safetensors") | {"of_another": torch.zeros(2)}
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    assert write(tmp_path, "--prompt", "x", "--max-new-tokens", "2") == 0
+    assert "none of the model's and were left ('of_another')" in capfd.readouterr().err
+
+
+def test_text_is_not_written_with_weights_that_are_missing(
+    bare: Path, tmp_path: Path, capfd: Any
+) -> None:
+    """They would be drawn at random."""
+    shutil.copytree(bare, tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in stored if "layers.1" in each or "h.1." in each)
+    del stored[name]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     assert write(tmp_path, "--prompt", "x", "--max-new-tokens", "2") == 2
-    said = capfd.readouterr().err
-    assert "'of_another'" in said and "names= of tiermem.load_checkpoint" in said
+    out, err = capfd.readouterr()
+    assert f"are missing: '{name}'; load_checkpoint in Python would draw" in err and not out
+
+
+def test_text_of_a_folder_of_adapters_is_pefts(words: Path, tmp_path: Path, capfd: Any) -> None:
+    """Its base is looked for where its configuration says; a base beside them counts first."""
+    peft: Any = pytest.importorskip("peft")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(words)
+    torch.manual_seed(1)
+    how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    plain = peft.get_peft_model(plain, how).eval()
+    plain.peft_config["default"].base_model_name_or_path = str(words)
+    plain.save_pretrained(tmp_path / "adapters")
+    shutil.copytree(tmp_path / "adapters", tmp_path / "both")
+    shutil.copytree(words, tmp_path / "both", dirs_exist_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(words)
+    ids = tokenizer("the model writes", return_tensors="pt")["input_ids"]
+    made = plain.generate(input_ids=ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    whole, before = (tokenizer.decode(each) for each in (made[0], ids[0]))
+    for folder in ("adapters", "both"):
+        line = ["--prompt", "the model writes", "--max-new-tokens", "12", "--hbm", "600KiB"]
+        assert write(tmp_path / folder, *line) == 0
+        assert capfd.readouterr().out == whole.removeprefix(before) + "\n"
+    settings = tmp_path / "adapters" / "adapter_config.json"
+    said = json.loads(settings.read_text())
+    assert cli.main(["train", "--checkpoint", str(settings.parent), "--lora", "r=4"]) == 2
+    assert f"give --checkpoint {words}" in capfd.readouterr().err
+    settings.write_text(json.dumps({**said, "base_model_name_or_path": "someone/no such"}))
+    assert write(tmp_path / "adapters", "--prompt", "x") == 2
+    assert "has adapters on 'someone/no such'" in capfd.readouterr().err
 
 
 def test_what_is_said_without_transformers(bare: Path, capfd: Any, monkeypatch: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from errno import EIO
 from importlib import import_module
 from pathlib import Path
@@ -192,11 +195,15 @@ def test_what_from_pretrained_makes_of_files_that_differ(kind: str, tmp_path: Pa
         del tensors["model.embed_tokens.weight"]
     save_file({**tensors, **changes}, path, metadata={"format": "pt"})
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    apart = kind == "two values"
+    said = pytest.warns(UserWarning, match=r"ties 'lm_head\.weight'") if apart else nullcontext()
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
-        model: Any = tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        with said:
+            model: Any = tiermem.load_checkpoint(
+                transformers.AutoModelForCausalLM, tmp_path, tier=tier
+            )
         assert torch.equal(logits(model), logits(plain))
         check_equal(model, plain)
-    apart = kind == "two values"
     assert (model.lm_head.weight is not model.model.embed_tokens.weight) == apart
     assert (plain.lm_head.weight is not plain.model.embed_tokens.weight) == apart
 
@@ -471,14 +478,338 @@ def test_the_random_generator_is_left_as_from_pretrained_leaves_it(
     assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
 
 
-def test_a_head_that_the_files_do_not_have_is_missing(tmp_path: Path) -> None:
-    """transformers warns and draws it at random."""
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def edit(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Gives a folder's file other tensors; None takes one away, ``__`` stands for a dot."""
+    path = folder / "model.safetensors"
+    tensors: dict[str, Any] = load_file(path)
+    tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    left = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(left, path, metadata={"format": "pt"})
+
+
+def check_loads_alike(cls: Any, folder: Path, said: str | None, **options: Any) -> Any:
+    """Compares weights, settings and the random generator's state with ``from_pretrained``."""
+    torch.manual_seed(3)
+    plain = cls.from_pretrained(folder, **options)
+    left = torch.get_rng_state()
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        torch.manual_seed(3)
+        with nullcontext() if said is None else pytest.warns(UserWarning, match=said):
+            model: Any = tiermem.load_checkpoint(cls, folder, tier=tier, **options)
+        assert torch.equal(torch.get_rng_state(), left)
+        assert type(model) is type(plain) and not model.training
+        check_equal(model, plain)
+        assert model.all_tied_weights_keys == plain.all_tied_weights_keys
+        if plain.can_generate():
+            assert model.generation_config.to_dict() == plain.generation_config.to_dict()
+        assert model.config.to_dict() == plain.config.to_dict()
+    check_equal(model, plain)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
+def test_a_head_that_the_files_do_not_have_is_drawn(dtype: Any, tmp_path: Path) -> None:
+    """The same numbers as ``from_pretrained`` draws, and a warning that says so."""
     save(tmp_path, CONFIGS["llama"]())
+    said = r"newly initialized.*'score\.weight'.*none of the model's.*'lm_head\.weight'"
+    cls = transformers.AutoModelForSequenceClassification
+    model = check_loads_alike(cls, tmp_path, said, num_labels=5, dtype=dtype)
+    assert model.score.weight.shape == (5, 32) and model.score.weight.abs().sum()
+    model = check_loads_alike(transformers.LlamaModel, tmp_path, r"left \('lm_head\.weight'\)")
+    assert model.config._name_or_path == str(tmp_path)
+
+
+def test_what_is_drawn_is_trained_and_saved(tmp_path: Path) -> None:
+    """A head is drawn, trained and saved; the folder then has all that the class wants."""
+    save(tmp_path / "base", CONFIGS["llama"]())
+    cls: Any = transformers.AutoModelForSequenceClassification
+    torch.manual_seed(3)
+    plain = cls.from_pretrained(tmp_path / "base", pad_token_id=0)
+    stepper = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    batch = {"input_ids": torch.arange(1, 9)[None], "labels": torch.ones(1, dtype=torch.long)}
+    with tiermem.TierManager("cpu", hbm=6 * nbytes(plain), dram="16MiB") as tier:
+        torch.manual_seed(3)
+        with pytest.warns(UserWarning, match="newly"):
+            model: Any = tiermem.load_checkpoint(cls, tmp_path / "base", tier=tier, pad_token_id=0)
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        for _ in range(2):
+            losses = [each(**batch).loss for each in (plain, model)]
+            assert torch.equal(*losses)
+            for loss, each in zip(losses, (stepper, optimizer), strict=True):
+                loss.backward()
+                each.step()
+                each.zero_grad()
+        model.save_pretrained(tmp_path / "tuned")
+    again = check_loads_alike(cls, tmp_path / "tuned", None)
+    check_equal(again, plain)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["no table", "no head", "neither", "the head alone", "layers"])
+def test_weights_that_are_missing(kind: str, tied: bool, tmp_path: Path) -> None:
+    """What is drawn and dropped is drawn as well: the random generator is left in one state."""
+    table = torch.randn(96, 32, generator=torch.Generator().manual_seed(0))
+    save(tmp_path, transformers.LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    edits: dict[str, dict[str, torch.Tensor | None]] = {
+        "no table": {"model__embed_tokens__weight": None},
+        "no head": {"lm_head__weight": None},
+        "neither": {"lm_head__weight": None, "model__embed_tokens__weight": None},
+        "the head alone": {"lm_head__weight": table, "model__embed_tokens__weight": None},
+        "layers": {f"model__layers__1__mlp__{name}_proj__weight": None for name in ("up", "down")},
+    }
+    edit(tmp_path, **edits[kind])
+    whole = tied and kind in ("no head", "the head alone")
+    cls = transformers.AutoModelForCausalLM
+    model = check_loads_alike(cls, tmp_path, None if whole else "newly initialized")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_missing_weights_of_a_class_that_keeps_them_in_float32(tmp_path: Path) -> None:
+    """What is read is kept in float32, what is drawn has the dtype that was asked for."""
+    cls = transformers.T5ForConditionalGeneration
+    small = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4}
+    cls(transformers.T5Config(**small, num_layers=2)).save_pretrained(tmp_path)
+    wo = "encoder.block.1.layer.1.DenseReluDense.wo.weight"
+    edit(tmp_path, **{wo.replace(".", "__"): None})
+    model = check_loads_alike(cls, tmp_path, "newly", dtype=torch.float16)
+    weights = dict(model.named_parameters())
+    assert weights[wo].dtype is torch.float16
+    assert weights[wo.replace("block.1", "block.0")].dtype is torch.float32
+
+
+def test_names_of_earlier_releases_are_passed_over(tmp_path: Path) -> None:
+    """Positions and masks that were saved as buffers once, and a head that is not the class's."""
+    config = transformers.BertConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4,
+    )  # fmt: skip
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path)
+    edit(tmp_path, bert__embeddings__position_ids=torch.arange(512)[None])
+    check_loads_alike(transformers.AutoModelForPreTraining, tmp_path, None)
+    check_loads_alike(transformers.BertModel, tmp_path, "none of the model's")
+    check_loads_alike(transformers.AutoModelForMaskedLM, tmp_path, "'bert.pooler.dense.bias'")
+
+
+def test_a_shape_that_differs_may_be_drawn(tmp_path: Path) -> None:
+    cls = transformers.LlamaForSequenceClassification
+    cls(transformers.LlamaConfig(**SMALL, num_labels=3)).save_pretrained(tmp_path)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=r"'score\.weight' has shape"):
+            tiermem.load_checkpoint(cls, tmp_path, tier=tier, num_labels=5)
+        assert not tier.residency()
+    check_loads_alike(
+        cls, tmp_path, "have another shape .*'score.weight'",
+        num_labels=5, ignore_mismatched_sizes=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["subfolder", "variant", "sharded variant", "config", "option"])
+def test_options_of_from_pretrained(way: str, tmp_path: Path) -> None:
+    plain = save(tmp_path / "inside", CONFIGS["llama"]())
+    cls: Any = transformers.AutoModelForCausalLM
+    folder, options = tmp_path / "inside", {}
+    if way == "subfolder":
+        folder, options = tmp_path, {"subfolder": "inside"}
+    elif way == "config":
+        options = {"config": transformers.LlamaConfig.from_pretrained(folder, rope_theta=7.0)}
+    elif way == "option":
+        options = {"attn_implementation": "eager", "use_cache": False, "pad_token_id": None}
+        options |= {"low_cpu_mem_usage": True, "revision": "main", "device_map": None}
+    else:
+        folder, options = tmp_path / "half", {"variant": "fp16"}
+        size = "30KB" if way == "sharded variant" else "1GB"
+        plain.half().save_pretrained(folder, variant="fp16", max_shard_size=size)
+    plain = cls.from_pretrained(folder, **options)
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        model: Any = tiermem.load_checkpoint(cls, folder, tier=tier, **options)
+        check_equal(model, plain)
+        assert torch.equal(logits(model), logits(plain))
+        ours, theirs = (each.config.to_dict() for each in (model, plain))
+        if way == "subfolder":
+            assert ours.pop("_name_or_path", None) != theirs.pop("_name_or_path", 0)
+        assert ours == theirs
+        assert model.config._attn_implementation == plain.config._attn_implementation
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"device_map": "auto"}, "takes no device_map: the tiers say where .* give TierManager"),
+        ({"load_in_8bit": True}, "takes no load_in_8bit: .*from_pretrained, then call tier.wrap"),
+        ({"state_dict": {}}, "takes no state_dict; leave it out"),
+        ({"use_safetensors": False}, "leave use_safetensors out"),
+        ({"subfolder": "../other"}, "leads out of the folder"),
+        ({"no_such_thing": 3}, "know no option no_such_thing"),
+    ],
+)
+def test_options_that_say_another_thing_are_refused(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    save(tmp_path, CONFIGS["llama"]())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.ConfigError, match=said):
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier, **given)
+        assert not tier.residency()
+
+
+@pytest.mark.parametrize("names", ["none", "float16", "mixed"])
+def test_the_dtype_where_the_configuration_has_none(names: str, tmp_path: Path) -> None:
+    """That of the first floating tensor by its name; a name and ``"auto"`` are taken, too."""
+    save(tmp_path, CONFIGS["llama"]())
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text())
+    said["dtype"] = {"float16": "float16"}.get(names)
+    path.write_text(json.dumps(said))
+    if names == "mixed":
+        edit(tmp_path, lm_head__weight=torch.ones(96, 32, dtype=torch.bfloat16))
+    dtypes = {"none": torch.float32, "float16": torch.float16, "mixed": torch.bfloat16}
+    for given in ({}, {"dtype": "auto"}):
+        model = check_loads_alike(transformers.AutoModelForCausalLM, tmp_path, None, **given)
+        assert {param.dtype for param in model.parameters()} == {dtypes[names]}
+    check_loads_alike(transformers.AutoModelForCausalLM, tmp_path, None, dtype="float64")
+
+
+@pytest.mark.parametrize("written", ["", "{}", "[]", '{"model_type": "llama", "hidden', POINTER])
+def test_a_configuration_that_is_damaged(written: str, tmp_path: Path) -> None:
+    save(tmp_path, CONFIGS["llama"]())
+    (tmp_path / "config.json").write_text(written)
+    said = "Git LFS" if written == POINTER else "no configuration can be made of it"
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=f"config.json: .*{said}"):
+            tiermem.load_checkpoint(transformers.AutoModelForCausalLM, tmp_path, tier=tier)
+        assert not tier.residency()
+
+
+def test_a_folder_that_has_adapters_as_well(tmp_path: Path) -> None:
+    """``from_pretrained`` puts them on; here they are asked for."""
+    peft: Any = pytest.importorskip("peft")
+    plain = save(tmp_path, CONFIGS["llama"]())
+    how = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(plain, how).save_pretrained(tmp_path)
+    cls = transformers.AutoModelForCausalLM
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match=r"LoraConfig\.from_pretrained"):
+            tiermem.load_checkpoint(cls, tmp_path, tier=tier)
+        lora = peft.LoraConfig.from_pretrained(tmp_path)
+        model: Any = tiermem.load_checkpoint(cls, tmp_path, tier=tier, lora=lora)
+        tiermem.load_adapters(model, tmp_path)
+        expected = logits(cls.from_pretrained(tmp_path))
+        assert torch.equal(logits(model.eval()), expected)
+
+
+CODE = """
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+class Own(PreTrainedModel):
+    config_class = LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.again = self.second
+        self.register_buffer("mean", torch.full((8,), 0.5))
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.02)
+            module.bias.data.zero_()
+"""
+
+
+def test_code_of_the_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    """It is run when that is asked for; weights that it draws are those of ``from_pretrained``."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # transformers asks, and nobody answers
+    (tmp_path / "modeling_own.py").write_text(CODE)
+    said = {"model_type": "llama", "auto_map": {"AutoModel": "modeling_own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    tensors = {"mean": torch.ones(8)}
+    for name in ("first", "second"):
+        tensors |= {f"{name}.weight": torch.randn(8, 8), f"{name}.bias": torch.randn(8)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    cls = transformers.AutoModel
+    model = check_loads_alike(cls, tmp_path, None, trust_remote_code=True)
+    assert type(model).__name__ == "Own" and model.mean.sum() == 8
+    edit(tmp_path, first__weight=None, first__bias=None)
+    check_loads_alike(cls, tmp_path, "newly initialized", trust_remote_code=True)
+
+
+def test_a_text_model_has_the_dtype_of_its_part(tmp_path: Path) -> None:
+    """``AutoModelForCausalLM`` makes the part that reads text, in that one's dtype."""
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 4}
+    vision |= {"out_hidden_size": 32, "patch_size": 8}
+    config = transformers.Qwen3_5Config(text_config={**SMALL, "head_dim": 8}, vision_config=vision)
+    transformers.Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    written = json.loads(path.read_text())
+    written["dtype"], written["text_config"]["dtype"] = "float32", "bfloat16"
+    path.write_text(json.dumps(written))
+    found = {}
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText"):
+        cls: Any = getattr(transformers, name)
+        plain = cls.from_pretrained(tmp_path)
+        with tiermem.TierManager("cpu", hbm="4MiB", dram="64MiB") as tier:
+            with warnings.catch_warnings():  # of the part for images, which one of them leaves
+                warnings.simplefilter("ignore", UserWarning)
+                model: Any = tiermem.load_checkpoint(cls, tmp_path, tier=tier)
+            assert type(model) is type(plain)
+            check_equal(model, plain)
+        found[name] = plain.dtype
+    assert list(found.values()) == [torch.bfloat16, torch.float32]
+
+
+def test_diffusers_unused_tensors_and_missing_ones(tmp_path: Path) -> None:
+    """What is missing has no values after its ``from_pretrained``: an error."""
+    cls: Any = pytest.importorskip("diffusers").UNet2DModel
+    cls(**UNET).save_pretrained(tmp_path / "unet")
+    file = tmp_path / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "of_another": torch.ones(2)}, file, metadata={"format": "pt"})
+    plain = cls.from_pretrained(tmp_path, subfolder="unet")
+    with tiermem.TierManager("cpu", hbm="4MiB", dram="16MiB") as tier:
+        with pytest.warns(UserWarning, match="left .'of_another'"):
+            model = tiermem.load_checkpoint(cls, tmp_path, tier=tier, subfolder="unet")
+        check_equal(model, plain)
+        del tensors["conv_in.weight"]
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(tiermem.CheckpointError, match=r"conv_in\.weight'; from_pretrained"):
+            tiermem.load_checkpoint(cls, file.parent, tier=tier)
+        tier.close(discard=True)
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    """``from_pretrained`` makes a model of random numbers alone."""
+    save(tmp_path, CONFIGS["llama"]())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match="no tensor of the files is one of Bert"):
+            tiermem.load_checkpoint(transformers.BertModel, tmp_path, tier=tier)
+        assert not tier.residency()
+
+
+def test_what_a_module_of_the_users_lacks_is_not_drawn(tmp_path: Path) -> None:
+    """It may have values itself; the class is what draws."""
+    plain = save(tmp_path, CONFIGS["llama"]())
     cls = transformers.LlamaForSequenceClassification
     with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
-        with pytest.raises(tiermem.CheckpointError, match=r"missing: 'score\.weight'"):
-            tiermem.load_checkpoint(cls, tmp_path, tier=tier)
+        with pytest.raises(tiermem.CheckpointError, match=r"'score\.weight' .*give the class"):
+            tiermem.load_checkpoint(cls(plain.config), tmp_path, tier=tier)
+        with pytest.raises(tiermem.CheckpointError, match=r"'lm_head\.weight'; .*give the class"):
+            tiermem.load_checkpoint(transformers.LlamaModel(plain.config), tmp_path, tier=tier)
         assert not tier.residency()
+
+
+def test_names_take_the_place_of_transformers_rules(tmp_path: Path) -> None:
+    """And the message says so."""
+    save(tmp_path, CONFIGS["llama"]())
+    with tiermem.TierManager("cpu", hbm="1MiB", dram="16MiB") as tier:
+        with pytest.raises(tiermem.CheckpointError, match="no prefix is added or taken away"):
+            tiermem.load_checkpoint(transformers.LlamaModel, tmp_path, tier=tier, names={})
 
 
 def test_training_leaves_the_files_alone(tmp_path: Path) -> None:
@@ -665,7 +996,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dtype": "bfloat16"}, r"dtype must be .* torch\.bfloat16, not 'bfloat16'"),
+        ({"dtype": "nonsense"}, r"dtype must be .* torch\.bfloat16, .* not 'nonsense'"),
+        ({"device_map": "auto"}, "got device_map=, which only classes of transformers"),
         ({"dtype": torch.int8}, "dtype must be a floating dtype"),
         ({"names": 5}, "names must be a mapping .* not 5"),
         ({"names": {"first.bias": ["a", "b"]}}, r"names gives \['a', 'b'\] for 'first.bias'"),
@@ -674,7 +1006,17 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
         ({"model_or_factory": transformers.AutoConfig}, "AutoConfig is none of them"),
         ({"model_or_factory": transformers.AutoTokenizer}, "AutoTokenizer is none of them"),
     ],
-    ids=["text", "whole numbers", "number", "list", "length", "blocks", "config", "tokenizer"],
+    ids=[
+        "text",
+        "map",
+        "whole numbers",
+        "number",
+        "list",
+        "length",
+        "blocks",
+        "config",
+        "tokenizer",
+    ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(
     given: dict[str, Any], said: str, tmp_path: Path

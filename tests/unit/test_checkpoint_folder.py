@@ -179,6 +179,56 @@ def test_a_folder_of_pickled_weights_is_told_what_to_do(tmp_path: Path) -> None:
         CheckpointFiles.open(tmp_path)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def test_pointers_of_git_lfs_are_told_apart(tmp_path: Path) -> None:
+    """In the place of a file, of one of several, and of their index."""
+    write_folder(tmp_path, two_files())
+    index = tmp_path / "model.safetensors.index.json"
+    for path in (tmp_path / TWO, index, tmp_path / "model.safetensors"):
+        path.write_text(POINTER)
+        with pytest.raises(CheckpointError, match=f"{path.name}: .*pointer of Git LFS.*lfs pull"):
+            CheckpointFiles.open(tmp_path)
+
+
+def test_what_torch_saved_is_told_apart(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"torch\.save wrote it, .*save_file"):
+        CheckpointFiles.open(tmp_path)
+
+
+def test_files_of_an_index_that_are_missing_are_named_at_once(tmp_path: Path) -> None:
+    write_folder(tmp_path, two_files())
+    for name in (ONE, TWO):
+        (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"names 2 files, and 2 .*{ONE}, .*{TWO}: .*download"):
+        CheckpointFiles.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llama.Q4_K.gguf", r"gguf_file='llama\.Q4_K\.gguf'"),
+        ("consolidated.safetensors", r"It has 'consolidated\.safetensors': name one"),
+        ("adapter_config.json", r"adapters on 'a/base': load that model .*load_adapters"),
+        ("0_Transformer/model.safetensors", r"name one of them \(0_Transformer\)"),
+        ("model.safetensors.incomplete", "or a safetensors file$"),
+    ],
+)
+def test_what_a_folder_has_instead(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('{"base_model_name_or_path": "a/base"}')
+    with pytest.raises(CheckpointError, match=said):
+        CheckpointFiles.open(tmp_path)
+
+
+def test_a_name_on_the_hub_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"llama/one: there is no .*snapshot_download"):
+        CheckpointFiles.open("llama/one")
+
+
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
 def test_variants_are_named_and_read(tmp_path: Path, stem: str) -> None:
     tensors = write_folder(tmp_path / "several", two_files(), stem)
@@ -191,6 +241,9 @@ def test_variants_are_named_and_read(tmp_path: Path, stem: str) -> None:
     for path in (index.with_name(f"{stem}.safetensors.index.fp16.json"), one):
         with pytest.raises(CheckpointError, match=f"It has '{path.name}': name one of these"):
             CheckpointFiles.open(path.parent)
+        assert CheckpointFiles.open(path.parent, "fp16").paths[0].parent == path.parent
+        with pytest.raises(CheckpointError, match=r"has no model\.ema\.safetensors"):
+            CheckpointFiles.open(path.parent, "ema")
     check(index.with_name(f"{stem}.safetensors.index.fp16.json"), tensors)
     check(one, two_files()[ONE])
 

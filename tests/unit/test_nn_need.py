@@ -520,3 +520,10 @@ def test_played() -> None:
 )
 def test_the_least_budget(need: Callable[[int], int], budget: int, found: int) -> None:
     assert least(need, budget) == found
+
+
+def test_a_budget_of_less_than_a_page_is_called_that() -> None:
+    """And not 0 B, which nobody gave."""
+    with tiermem.TierManager("cpu", hbm="1KiB", dram="1MiB") as tier:
+        with pytest.raises(tiermem.CapacityError, match=r"a budget of less than a page .4\.00 KiB"):
+            tier.wrap(torch.nn.Linear(64, 64))

@@ -92,6 +92,12 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, quiet=quiet)
     console.print(f"looking at {arguments.checkpoint}")
     folder = open_folder(arguments.checkpoint, checkpointing=True)
+    if folder.adapters is not None:
+        raise ConfigError(
+            f"{folder.adapters} has adapters on {folder.path} already, and new ones are for a "
+            f"model without: give --checkpoint {folder.path}, or merge them first, in peft with "
+            "merge_and_unload() and save_pretrained(another)"
+        )
     plan, lora = fitted(asked, folder, given=arguments.context is not None), on(folder, wish)
     tiers = pick_tiers(arguments, folder, lora, plan)
     saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
@@ -412,6 +418,7 @@ def _train(
     import tiermem
     from tiermem.cli.adapting import corpus_of, prepare
     from tiermem.cli.training import Progress
+    from tiermem.loading.load import load_made
 
     corpus = corpus_of(arguments.data, folder.tokens)
     corpus.check(plan.context)
@@ -423,7 +430,7 @@ def _train(
     ):
         console.print(_divided(tiers, tier.stats().budget["dram"], corpus))
         torch.manual_seed(plan.seed)
-        model = tiermem.load_checkpoint(folder.model, folder.path, tier=tier, lora=lora)
+        model = load_made(folder.model, folder.path, tier=tier, tell=console.print, lora=lora)
         prepare(model)
         saves = None if saving is None else _Saves(tier, saving, arguments, plan, folder, progress)
         quiet = arguments.quiet or arguments.json

@@ -5,6 +5,7 @@ Either may be what a run of adapters saved: then the model has them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from tiermem.cli.model import VOCABULARY, ByteGPT, Shape
 from tiermem.cli.tokens import ByteTokens, Tokens, tokens_of
 from tiermem.errors import CheckpointError, ConfigError
 from tiermem.loading.build import model_of
-from tiermem.storage.checkpoint.folder import CheckpointFiles
+from tiermem.storage.checkpoint.folder import ADAPTERS, CheckpointFiles, base_of
 
 MANIFEST = "tiermem.json"
 """What ``tiermem train --save`` writes beside the weights."""
@@ -34,12 +35,14 @@ class Folder:
         files: Its safetensors files.
         model: The model; its parameters take no memory.
         tokens: Its tokenizer.
+        adapters: Folder of peft's adapters that are to be put on it; None for none.
     """
 
     path: Path
     files: CheckpointFiles
     model: nn.Module
     tokens: Tokens
+    adapters: Path | None = None
 
     @property
     def is_byte_gpt(self) -> bool:
@@ -61,11 +64,14 @@ def open_folder(path: str, *, checkpointing: bool = False) -> Folder:
     folder = Path(path)
     if not os.path.isdir(folder):  # False of a name that is too long, too
         raise CheckpointError(f"{folder}: no such folder")
+    adapters = folder if (folder / ADAPTERS).is_file() else None
+    if adapters is not None and not (folder / "config.json").is_file():
+        folder = _base_of(adapters)
     files = CheckpointFiles.open(folder)
     run = _run_of(folder)
     if (folder / "config.json").is_file():
         model = _transformers_model(folder, files)
-        tokens = tokens_of(folder, vocabulary_of(model), run.tokenizer)
+        tokens = tokens_of(folder, vocabulary_of(model), run.tokenizer, own=adapters)
     elif (folder / MANIFEST).is_file():
         shape = _shape(folder, files, run)
 
@@ -80,7 +86,33 @@ def open_folder(path: str, *, checkpointing: bool = False) -> Folder:
         )
     if run.lora is not None:
         _adapt(model, run.lora, files)
-    return Folder(folder, files, model, tokens)
+    return Folder(folder, files, model, tokens, adapters)
+
+
+def _base_of(adapters: Path) -> Path:
+    """Returns the folder of the model that adapters are for.
+
+    Raises:
+        CheckpointError: If it is not on this machine, with its name.
+    """
+    base = base_of(adapters / ADAPTERS)
+    if base is None:
+        raise CheckpointError(
+            f"{adapters / ADAPTERS} names no base model; set base_model_name_or_path in it to the "
+            "model's folder"
+        )
+    for found in (Path(base), adapters / base):
+        if found.is_dir():
+            return found
+    with contextlib.suppress(Exception):  # whatever is wrong with the Hub's cache, it is not there
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(base, local_files_only=True))
+    raise CheckpointError(
+        f"{adapters} has adapters on {base!r} (adapter_config.json), which is no folder here and "
+        "was not downloaded from the Hub; download it, or set base_model_name_or_path there to its "
+        "folder"
+    )
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         progress.say(f"looking at {arguments.folder}")
         sampling = read_sampling(arguments)
         read_speeds(arguments)  # refuses them now, not once the text is there
+        for name in ("hbm", "dram"):
+            read_budget(getattr(arguments, name), f"--{name}")
         from tiermem.cli.folders import open_folder
 
         folder = open_folder(arguments.folder)
@@ -202,7 +204,7 @@ def _write(
             f"values, {format_size(beside - cache)} for activations; "
             f"{format_size(budget['dram'])} of DRAM"
         )
-        model = _loaded(folder, tier)
+        model = _loaded(folder, tier, progress)
         writer = Writer(folder, prompt, sampling, tier, progress)
         try:
             with Watch(model, progress):
@@ -213,8 +215,8 @@ def _write(
         tier.close(discard=True)
 
 
-def _loaded(folder: Folder, tier: TierManager) -> nn.Module:
-    import tiermem
+def _loaded(folder: Folder, tier: TierManager, progress: Progress) -> nn.Module:
+    from tiermem.loading.load import load_made
 
     if not folder.is_byte_gpt:
         import transformers
@@ -222,8 +224,16 @@ def _loaded(folder: Folder, tier: TierManager) -> nn.Module:
         # Its advice is about generate(), which users do not call here.
         quiet: Any = transformers.logging.set_verbosity_error
         quiet()
-    # The model that was looked at: what load_checkpoint would make of AutoModelForCausalLM.
-    return tiermem.load_checkpoint(folder.model, folder.path, tier=tier)
+    if folder.adapters is None:
+        return load_made(folder.model, folder.path, tier=tier, tell=progress.print)
+    from tiermem import load_adapters
+    from tiermem.lora.files import SETTINGS, read_settings
+
+    progress.print(f"{folder.adapters} has adapters on {folder.path}")
+    lora = read_settings(folder.adapters / SETTINGS)
+    model = load_made(folder.model, folder.path, tier=tier, tell=progress.print, lora=lora)
+    load_adapters(model, folder.adapters)
+    return model.eval()
 
 
 class Writer:

@@ -58,18 +58,21 @@ class FolderTokens:
         return str(text)
 
 
-def tokens_of(folder: Path, vocabulary: int, base: Path | None = None) -> Tokens:
+def tokens_of(
+    folder: Path, vocabulary: int, base: Path | None = None, own: Path | None = None
+) -> Tokens:
     """Returns the tokenizer of a folder, or bytes where there is none and the model has 256 tokens.
 
     Args:
         folder: The model's folder.
         vocabulary: How many tokens the model has.
         base: Where the tokenizer is, if not there.
+        own: Where it is if there is one, first of all.
 
     Raises:
         ConfigError: If it cannot be used, or there is none for another vocabulary.
     """
-    where = [folder] if base is None else [folder, base]
+    where = [each for each in (own, folder, base) if each is not None]
     for each in where:
         if any(True for pattern in _FILES for _ in each.glob(pattern)):
             return _tokenizer(each)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,21 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
-from tiermem.loading.expected import HAS_VALUES, saved_buffers
+from tiermem.loading.expected import HAS_VALUES, kept_dtype, saved_buffers
+from tiermem.loading.options import ClassOptions
 from tiermem.loading.untouched import parameters_on_meta
 from tiermem.storage.checkpoint.folder import CheckpointFiles
+from tiermem.storage.checkpoint.header import LFS_POINTER, POINTER_SAID
 
 Factory = nn.Module | Callable[[], nn.Module]
 
 
 def model_of(
-    made_by: Any, path: Path, files: CheckpointFiles, dtype: torch.dtype | None
+    made_by: Any,
+    path: Path,
+    files: CheckpointFiles,
+    dtype: torch.dtype | None,
+    options: ClassOptions | None = None,
 ) -> nn.Module:
     """Returns a module, or makes one.
 
@@ -31,18 +37,20 @@ def model_of(
         path: The checkpoint.
         files: The same, opened.
         dtype: Of such a class's parameters; None for what ``from_pretrained`` takes.
+        options: Of such a class.
 
     Raises:
-        CheckpointError: If the folder has no configuration for a class.
-        ConfigError: If it is none of these.
+        CheckpointError: If the folder has no configuration for a class, or another class's.
+        ConfigError: If it is none of these, or an option is not the class's.
     """
     if isinstance(made_by, nn.Module):
         return made_by
     if is_pretrained_class(made_by):
-        folder = _with_config(made_by, path)
+        options = options or ClassOptions()
+        folder = _with_config(made_by, path, options)
         if hasattr(made_by, "load_config"):
-            return _diffusers_model(made_by, folder, dtype)
-        return _transformers_model(made_by, folder, files, dtype)
+            return _diffusers_model(made_by, folder, dtype, options)
+        return _transformers_model(made_by, folder, files, dtype, options)
     if not callable(made_by):
         raise ConfigError(
             "load_checkpoint takes a module, a callable that makes one or a class of "
@@ -72,30 +80,49 @@ def is_pretrained_class(made_by: Any) -> bool:
         else made_by.__module__.startswith("transformers") and hasattr(made_by, "from_config")
     ):
         return True
+    name = made_by.__name__
+    if made_by.__module__.startswith("peft."):
+        instead = (
+            "give it the class of the base model, its folder and lora=, then call "
+            "tiermem.load_adapters(model, the adapters' folder)"
+        )
+    elif name.endswith("Pipeline"):
+        instead = "give it the class of one of its models and subfolder="
+    else:
+        instead = "give it a callable that makes the model, such as `lambda: Model(config)`"
     raise ConfigError(
         f"load_checkpoint knows the classes of transformers' and diffusers' models, and "
-        f"{made_by.__module__}.{made_by.__name__} is none of them; give it a callable that makes "
-        "the model, such as `lambda: Model(config)`"
+        f"{made_by.__module__}.{name} is none of them; {instead}"
     )
 
 
-def _with_config(cls: Any, path: Path) -> Path:
-    """Returns the folder of a checkpoint that has a config.json."""
+def _with_config(cls: Any, path: Path, options: ClassOptions) -> Path:
+    """Returns the folder of a checkpoint that has a config.json, unless another is given."""
     folder = path if path.is_dir() else path.parent
-    if not (folder / "config.json").is_file():
+    if not path.is_dir() and path.name.startswith("adapter_model"):
         raise CheckpointError(
-            f"{folder}: there is no config.json, which {cls.__name__} is made from; give a module "
-            "or a callable that makes one"
+            f"{path}: these are adapters: load their base model with lora=, then call "
+            "tiermem.load_adapters(model, folder)"
+        )
+    if options.config is None and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: there is no config.json, which {cls.__name__} is made from; download it, "
+            "or give config=, a module or a callable that makes one"
         )
     return folder
 
 
-def _diffusers_model(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+def _diffusers_model(
+    cls: Any, folder: Path, dtype: torch.dtype | None, options: ClassOptions
+) -> nn.Module:
     """Makes a model as ``from_pretrained`` of diffusers does."""
+    where = folder if options.config is None else options.config
     try:
-        config = cls.load_config(folder, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{folder}/config.json: {error}") from error
+        config, unused = cls.load_config(
+            where, local_files_only=True, return_unused_kwargs=True, **options.others
+        )
+    except Exception as error:  # as of transformers
+        raise _no_config(where, error) from error
     if config.get("quantization_config") is not None:
         raise _quantized(folder)
     from diffusers.models import modeling_utils
@@ -106,7 +133,7 @@ def _diffusers_model(cls: Any, folder: Path, dtype: torch.dtype | None) -> nn.Mo
         parameters_on_meta(),
         _by_default(dtype),
     ):
-        model: Any = cls.from_config(config)
+        model: Any = _made(cls, folder, unused, lambda: cls.from_config(config, **unused))
     model.register_to_config(_name_or_path=str(folder))
     kept = set(cls._keep_in_fp32_modules or ())
     for name, tensor in (*model.named_parameters(), *saved_buffers(model).items()):
@@ -136,22 +163,116 @@ def _quantized(folder: Path) -> CheckpointError:
     )
 
 
+def _made(cls: Any, folder: Path, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """Makes a model of a configuration.
+
+    Raises:
+        CheckpointError: If it cannot be made of it.
+        ConfigError: If options were given that class and configuration do not know.
+    """
+    try:
+        return make()
+    except Exception as error:  # whatever a class raises: there is no common one
+        said = str(error).partition("\n")[0]
+        if options and isinstance(error, TypeError):
+            named = ", ".join(options)
+            raise ConfigError(
+                f"{cls.__name__} and its configuration know no option {named}: {said}"
+            ) from error
+        raise CheckpointError(
+            f"{folder}/config.json: {cls.__name__} makes no model of it: {said}"
+        ) from error
+
+
+def _transformers_config(
+    cls: Any, folder: Path, options: ClassOptions
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the configuration, and the options that it does not know."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    others = dict(options.others)
+    if isinstance(options.config, PreTrainedConfig):
+        return copy.deepcopy(options.config), others
+    where = folder if options.config is None else options.config
+    auto = not issubclass(cls, nn.Module)
+    if auto and options.trust_remote_code is not None:
+        others["trust_remote_code"] = options.trust_remote_code
+    # those are the model's, and not the configuration's
+    apart = {name: others.pop(name) for name in _IMPLEMENTATIONS if name in others}
+    config_class = AutoConfig if auto else cls.config_class
+    try:
+        config, unused = config_class.from_pretrained(
+            where, local_files_only=True, return_unused_kwargs=True, **others
+        )
+    except Exception as error:  # a broken file makes it raise whatever its text leads to
+        raise _no_config(where, error) from error
+    unused.pop("trust_remote_code", None)
+    return config, {**unused, **apart}
+
+
+def _no_config(where: Any, error: Exception) -> CheckpointError:
+    """Returns the error for a config.json that cannot be read, or is another model's."""
+    path = f"{where}/config.json"
+    begin = b""
+    with suppress(OSError, ValueError), open(path, "rb") as file:
+        begin = file.read(len(LFS_POINTER))
+    if begin == LFS_POINTER:
+        return CheckpointError(f"{path}: {POINTER_SAID}")
+    said = " ".join(str(error).split()).rstrip(".")
+    again = "" if "trust_remote_code" in said else "; if it is damaged, download it again"
+    return CheckpointError(f"{path}: no configuration can be made of it: {said}{again}")
+
+
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+
+
+def _text_alone(cls: Any, config: Any) -> Any:
+    """Returns the part of a configuration that an auto class makes its model of.
+
+    Of a model of text and images ``AutoModelForCausalLM`` makes that of the text, in its dtype.
+    """
+    part = getattr(config, "sub_configs", {}).get("text_config")
+    mapping = getattr(cls, "_model_mapping", None)
+    if part is None or mapping is None or type(config) not in mapping:
+        return config
+    made = mapping[type(config)]
+    classes = made if isinstance(made, (list, tuple)) else (made,)
+    if all(getattr(each, "config_class", None) is part for each in classes):
+        return config.get_text_config()
+    return config
+
+
 def _transformers_model(
-    cls: Any, folder: Path, files: CheckpointFiles, dtype: torch.dtype | None
+    cls: Any,
+    folder: Path,
+    files: CheckpointFiles,
+    dtype: torch.dtype | None,
+    options: ClassOptions,
 ) -> nn.Module:
-    from transformers import AutoConfig, GenerationConfig
     from transformers.initialization import guard_torch_init_functions
 
     auto = not isinstance(cls, type) or not issubclass(cls, nn.Module)
-    config_class = AutoConfig if auto else cls.config_class
-    try:
-        config = config_class.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"{folder}/config.json: {error}") from error
+    config, others = _transformers_config(cls, folder, options)
     if getattr(config, "quantization_config", None) is not None:
         raise _quantized(folder)
-    dtype = dtype or getattr(config, "dtype", None) or _first_dtype(files)
-    make = cls.from_config if auto else cls._from_config
+    named = getattr(config, "transformers_weights", None)
+    if named is not None and named not in {each.name for each in files.paths}:
+        raise CheckpointError(
+            f"{folder}/config.json: transformers_weights names {named!r}, and other files are "
+            f"read; give load_checkpoint the path of that one, {folder / named}"
+        )
+    stated = _text_alone(cls, config) if auto else config
+    dtype = dtype or getattr(stated, "dtype", None) or _first_dtype(files)
+    if auto and options.trust_remote_code is not None:
+        others["trust_remote_code"] = options.trust_remote_code
+    config._name_or_path = str(folder)  # where an auto class looks for the folder's own code
+
+    def make() -> Any:
+        create = cls.from_config if auto else cls._from_config
+        return _made(
+            cls, folder, others, lambda: create(copy.deepcopy(config), dtype=dtype, **others)
+        )
+
     # transformers draws no values for what is said to have them: random numbers for parameters
     # without memory took as long as all else that makes a model of 32 layers
     before = torch.get_rng_state()
@@ -160,19 +281,41 @@ def _transformers_model(
         guard_torch_init_functions(),
         parameters_on_meta(**{HAS_VALUES: True}),
     ):
-        model: Any = make(config, dtype=dtype)
+        model: Any = make()
         drawn = not torch.equal(torch.get_rng_state(), before)
         _thaw(model)
     if drawn:
-        _draw_as_from_pretrained(lambda: make(copy.deepcopy(config), dtype=dtype))
+        _draw_as_from_pretrained(make)
     for param in model.parameters():
         param.__dict__.pop(HAS_VALUES, None)
     model.tie_weights()
-    _keep_in_float32(model, dtype)
+    kept = kept_dtype(model, dtype)
+    params = [(name, param) for name, param in model.named_parameters() if param.is_meta]
+    for name, tensor in (*params, *saved_buffers(model).items()):
+        tensor.data = tensor.data.to(kept(name) or tensor.dtype)
     model.config._name_or_path = str(folder)
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    _set_generation(model, folder)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _set_generation(model: Any, folder: Path) -> None:
+    """Gives a model that writes text the settings of the folder, as ``from_pretrained`` does."""
+    from transformers import GenerationConfig
+
+    if not model.can_generate():
+        return
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:  # there is none, or it cannot be read: settings may be in config.json
+        with suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(
+                folder, config_file_name="config.json", local_files_only=True,
+                _from_model_config=True,
+            )  # fmt: skip
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}/generation_config.json: it cannot be used: {error}; mend it, or move it away"
+        ) from error
 
 
 def _draw_as_from_pretrained(make: Callable[[], Any]) -> None:
@@ -205,20 +348,10 @@ def _thaw(model: Any) -> None:
 
 
 def _first_dtype(files: CheckpointFiles) -> torch.dtype:
-    floating = (t.dtype for t in files.tensors.values() if t.dtype.is_floating_point)
+    """Returns the dtype that ``from_pretrained`` takes where the configuration has none.
+
+    That of the first floating tensor of the first file, by name; none of eight bits.
+    """
+    first = sorted((name, t.dtype) for name, t in files.tensors.items() if t.file == 0)
+    floating = (dtype for _, dtype in first if dtype.is_floating_point and dtype.itemsize > 1)
     return next(floating, torch.get_default_dtype())
-
-
-def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
-    """Gives what transformers keeps in float32 that dtype: parameters, and buffers of its files."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return
-    pattern, group_of, _ = build_glob_alternation(list(plan))
-    params = [(name, param) for name, param in model.named_parameters() if param.is_meta]
-    for name, tensor in (*params, *saved_buffers(model).items()):
-        match = pattern.search(name)
-        if match is not None:
-            tensor.data = tensor.data.to(plan[group_of[str(match.lastgroup)]])

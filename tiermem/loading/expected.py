@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,42 +35,125 @@ def complained_of(
     return set(info.missing_keys) | set(info.unexpected_keys)
 
 
-def make_expected(model: Any, missing: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """Returns what says by a tensor's name the dtype that its class keeps it in; None for most.
+
+    Args:
+        model: A model of transformers.
+        dtype: What was asked for.
+    """
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return lambda name: None
+    pattern, group_of, _ = build_glob_alternation(list(plan))
+
+    def kept(name: str) -> torch.dtype | None:
+        match = pattern.search(name)
+        return None if match is None else plan[group_of[str(match.lastgroup)]]
+
+    return kept
+
+
+def make_expected(model: Any, missing: Sequence[str]) -> list[str]:
     """Gives tensors that no checkpoint of this class has their values, as ``from_pretrained`` does.
 
-    Such are tables of positions that the model computes. The random generator is left as that
-    leaves it, too: some classes draw numbers for tensors that have values, and drop them.
+    Such are tables of positions that the model computes.
 
     Args:
         model: A model of transformers.
         missing: Names of what the files do not have.
-        others: Names of buffers that are in no checkpoint and are to be made anew.
 
     Returns:
         The names that are left: those of which transformers would warn.
     """
     left = complained_of(model, missing=missing)
-    made = [name for name in missing if name not in left]
-    blank: dict[int, torch.Tensor] = {}
-    for name in made:
-        parent, _, own = name.rpartition(".")
-        module = model.get_submodule(parent)
-        tensors = module._parameters if own in module._parameters else module._buffers
-        tensor = tensors[own]
-        if tensor.is_meta:
-            tensors[own] = blank.setdefault(id(tensor), _blank(tensor))
-    untouched = Untouched(model, {})  # on the meta device nothing would be drawn
-    try:
-        with _all_have_values_but(model, {*made, *others}):
-            model.initialize_weights()
-    finally:
-        untouched.undo()
+    _initialize(model, _with_memory(model, [name for name in missing if name not in left]))
     return [name for name in missing if name in left]
 
 
-def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns memory for a tensor on the meta device."""
-    data = torch.empty_like(tensor, device="cpu")
+def make_missing(
+    model: Any, missing: Sequence[str], found: Collection[str], others: Sequence[str]
+) -> list[str]:
+    """Gives all that the files do not have its values, as ``from_pretrained`` does.
+
+    The random generator is left as that leaves it, too: some classes draw numbers for tensors that
+    have values, and drop them. So does ``from_pretrained`` for a weight that the files have
+    under the name of one tied to it.
+
+    Args:
+        model: A model of transformers, as its class made it, tied.
+        missing: Names of what the files do not have under any name.
+        found: Names that the files have.
+        others: Names of buffers that are in no checkpoint and are to be made anew.
+
+    Returns:
+        The names of which transformers would warn, as newly initialized.
+    """
+    own_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    pairs: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    tied = {name: to for name, to in pairs.items() if name in own_names and to in own_names}
+    kept = kept_dtype(model, model.config.dtype)
+    own = {name: model.config.dtype for name in missing if kept(name) is not None}
+    made = [name for name in _with_memory(model, missing, own) if name not in tied]
+    dropped = {name for name in tied.values() if name not in found and name not in missing}
+    with ExitStack() as stack:
+        for name in dropped:  # its values come by another name
+            stack.callback(_replaced(model, name, torch.zeros_like, "cpu"))
+        for name in tied:  # it gets its values with that to which it is tied
+            if name not in dropped:
+                stack.callback(_replaced(model, name, torch.empty_like, "meta"))
+        _initialize(model, {*made, *dropped, *others})
+    left = complained_of(model, missing=missing)
+    return [name for name in missing if name in left]
+
+
+def _with_memory(
+    model: Any, names: Sequence[str], dtypes: Mapping[str, torch.dtype] | None = None
+) -> list[str]:
+    """Gives tensors on the meta device memory, tied ones the same; returns the names."""
+    blank: dict[int, torch.Tensor] = {}
+    for name in names:
+        tensors, own = _place(model, name)
+        tensor = tensors[own]
+        if tensor.is_meta:
+            made = _blank(tensor, (dtypes or {}).get(name, tensor.dtype))
+            tensors[own] = blank.setdefault(id(tensor), made)
+    return list(names)
+
+
+def _place(model: Any, name: str) -> tuple[dict[str, Any], str]:
+    parent, _, own = name.rpartition(".")
+    module = model.get_submodule(parent)
+    return (module._parameters if own in module._parameters else module._buffers), own
+
+
+def _replaced(
+    model: Any, name: str, make: Callable[..., torch.Tensor], device: str
+) -> Callable[[], None]:
+    """Puts another tensor in the place of one, and returns what puts that back."""
+    tensors, own = _place(model, name)
+    tensor = tensors[own]
+    data = make(tensor, device=device)
+    parameter = isinstance(tensor, nn.Parameter)
+    tensors[own] = nn.Parameter(data, tensor.requires_grad) if parameter else data
+    return lambda: tensors.__setitem__(own, tensor)
+
+
+def _initialize(model: Any, names: Collection[str]) -> None:
+    """Lets a model give some of its tensors their values, and no others."""
+    untouched = Untouched(model, {})  # on the meta device nothing would be drawn
+    try:
+        with _all_have_values_but(model, names):
+            model.initialize_weights()
+    finally:
+        untouched.undo()
+
+
+def _blank(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns memory for a tensor on the meta device; zeros, where nothing sets it."""
+    data = torch.zeros_like(tensor, device="cpu", dtype=dtype)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 

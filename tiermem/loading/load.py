@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch import nn
 from tiermem.config import parse_path
 from tiermem.errors import CheckpointError, ConfigError
 from tiermem.loading.build import is_pretrained_class, model_of
+from tiermem.loading.options import ClassOptions, dtype_of
 from tiermem.loading.origins import FileOrigins
-from tiermem.loading.sources import Names, Source, sources_of, wanted_by
+from tiermem.loading.sources import Found, Names, Source, some_of, sources_of, wanted_by
 from tiermem.loading.tied import untie
 from tiermem.loading.untouched import Untouched
 from tiermem.nn.wrap.wrapped import Blocks
@@ -28,9 +31,10 @@ def load_checkpoint(
     *,
     tier: TierManager,
     names: Names | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     lora: Any = None,
     blocks: Blocks = "auto",
+    **options: Any,
 ) -> nn.Module:
     """Wraps a model whose weights are in a safetensors checkpoint.
 
@@ -45,17 +49,26 @@ def load_checkpoint(
             makes one, whose parameters take no memory; or a class of transformers, such as
             ``AutoModelForCausalLM``, or of diffusers, such as ``UNet2DConditionModel``, which is
             made from the folder's ``config.json`` with the dtypes, buffers and tied weights of
-            ``from_pretrained``.
+            ``from_pretrained``. With a class of transformers, weights that the files do not have
+            are drawn as ``from_pretrained`` draws them, and tensors that the model has not are
+            left; a ``UserWarning`` names them. With a module or a callable these are errors.
         path: A safetensors file, or a folder with ``model.safetensors`` or an index.
         tier: The manager.
         names: The file's name for each of the model's parameters and persistent buffers: a
-            mapping (names that are not in it stay) or a callable. With it, other tensors of the
-            files are ignored.
-        dtype: Parameters of floating dtype get this one; by default a module's stay as they are.
+            mapping (names that are not in it stay) or a callable. It replaces the rules by which
+            transformers adds or takes away prefixes and renames or converts tensors. With it,
+            other tensors of the files are ignored.
+        dtype: Parameters of floating dtype get this one, given as ``torch.bfloat16`` or
+            ``"bfloat16"``; by default, or with ``"auto"``, a module's stay as they are.
             Those of a class of transformers or diffusers are as ``from_pretrained`` makes them,
             with and without it.
         lora: Puts adapters around frozen weights: a :class:`tiermem.Lora` or a ``peft.LoraConfig``.
         blocks: As :meth:`tiermem.TierManager.wrap` takes it.
+        **options: Of a class's ``from_pretrained``: ``subfolder``, ``variant``, ``config``,
+            ``trust_remote_code``, ``attn_implementation``, ``ignore_mismatched_sizes``,
+            ``torch_dtype``, and attributes of the configuration, such as ``num_labels=3``. Those of
+            downloads (``revision``, ...) have no meaning for a folder; those that say where weights
+            go (``device_map``, ...) or that quantize them are refused.
 
     Returns:
         The model, wrapped.
@@ -67,29 +80,126 @@ def load_checkpoint(
         ConfigError: If the first argument makes no module, or another is of a wrong kind.
         StorageError: If the files cannot be read, or change meanwhile.
     """
+    dtype = dtype if dtype is not None else options.get("torch_dtype")
+    options.pop("torch_dtype", None)
+    return _load(model_or_factory, path, tier, names, dtype, lora, blocks, options)
+
+
+def load_made(
+    model: nn.Module,
+    path: Path,
+    *,
+    tier: TierManager,
+    tell: Callable[[str], object],
+    lora: Any = None,
+) -> nn.Module:
+    """Wraps a model that :func:`tiermem.loading.build.model_of` made, as the class would be.
+
+    What the files do not have is an error: nobody is to use numbers that were drawn just now.
+
+    Args:
+        model: The model.
+        path: Its folder.
+        tier: The manager.
+        tell: Told what :func:`load_checkpoint` warns of.
+        lora: As there.
+    """
+    return _load(model, path, tier, None, None, lora, "auto", {}, tell)
+
+
+def _load(
+    made_by: Any,
+    path: str | os.PathLike[str],
+    tier: TierManager,
+    names: Names | None,
+    dtype: Any,
+    lora: Any,
+    blocks: Blocks,
+    given: dict[str, Any],
+    tell: Callable[[str], object] | None = None,
+) -> nn.Module:
     if torch.is_inference_mode_enabled():  # a model made in it could not be trained
-        options: dict[str, Any] = {"names": names, "dtype": dtype, "lora": lora, "blocks": blocks}
         with outside_inference():
-            return load_checkpoint(model_or_factory, path, tier=tier, **options)
+            return _load(made_by, path, tier, names, dtype, lora, blocks, given, tell)
     if not isinstance(tier, TierManager):
         raise ConfigError(f"tier must be a TierManager, not {tier!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype must be a floating dtype such as torch.bfloat16, not {dtype!r}")
+    dtype = dtype_of(dtype)
     where = Path(parse_path(path, "path", CheckpointError))
-    files = CheckpointFiles.open(where)
-    by_class = is_pretrained_class(model_or_factory)
-    model = model_of(model_or_factory, where, files, dtype)
+    by_class, made = is_pretrained_class(made_by), tell is not None
+    options = ClassOptions.of(given, by_class)
+    where = where / options.subfolder if options.subfolder else where
+    files = CheckpointFiles.open(where, options.variant)
+    model = model_of(made_by, where, files, dtype, options)
+    if by_class and lora is None:
+        _check_no_adapters(where)
     settings = None if lora is None else _settings(lora)
-    sources = sources_of(model, files, names, initialize=by_class)
-    untie(model, sources, files)
-    _check_buffers(model, sources)
+    found = sources_of(
+        model, files, names, initialize=by_class or made,
+        mismatched_too=options.ignore_mismatched_sizes,
+    )  # fmt: skip
+    if made and found.drawn:
+        raise CheckpointError(
+            f"{where}: {len(found.drawn)} tensors of {type(model).__name__} are missing: "
+            f"{some_of(found.drawn)}; load_checkpoint in Python would draw them at random, as "
+            "from_pretrained does"
+        )
+    apart = untie(model, found.sources, files)
+    _check_buffers(model, found.sources)
     if settings is not None:
         from tiermem.lora.adapters import add_adapters
 
         add_adapters(model, settings)
     own = None if by_class else dtype  # such are made in it
-    _wrap(model, files, sources, tier, own, blocks)
+    _wrap(model, files, found.sources, tier, own, blocks)
+    said = _said(found, apart)
+    if said and tell is not None:
+        tell(f"{where}: {said}")
+    elif said:
+        level = 3  # of who called load_checkpoint
+        warnings.warn(f"{type(model).__name__} from {where}: {said}", UserWarning, level)
     return model
+
+
+def _check_no_adapters(where: Path) -> None:
+    """Refuses a folder of a model that has adapters as well: ``from_pretrained`` puts them on.
+
+    Raises:
+        CheckpointError: If there are adapters that nobody asked for.
+    """
+    folder = where if where.is_dir() else where.parent
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder} has adapters beside the model (adapter_config.json), which from_pretrained "
+            f"would put on it; give lora=peft.LoraConfig.from_pretrained({str(folder)!r}) and call "
+            "tiermem.load_adapters(model, folder) then, or move the adapters to another folder"
+        )
+
+
+def _said(found: Found, apart: list[str]) -> str:
+    """Returns what ``from_pretrained`` would warn of."""
+    said = []
+    if found.drawn:
+        said.append(
+            f"{len(found.drawn)} tensors of the model are not in the files and were newly "
+            f"initialized, as from_pretrained does ({some_of(found.drawn)}): train them before "
+            "you use the model"
+        )
+    if found.mismatched:
+        said.append(
+            f"{len(found.mismatched)} have another shape in the files and were newly initialized "
+            f"({some_of(found.mismatched)})"
+        )
+    if found.unused:
+        said.append(
+            f"{len(found.unused)} tensors of the files are none of the model's and were left "
+            f"({some_of(found.unused)})"
+        )
+    if apart:
+        said.append(
+            f"the configuration ties {some_of(apart)}, and the files have other values for them, "
+            "so they were not tied; set tie_word_embeddings=False in config.json"
+        )
+    return "; ".join(said)
 
 
 def _wrap(

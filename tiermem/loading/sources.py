@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tiermem.errors import CheckpointError, ConfigError
-from tiermem.loading.expected import complained_of, make_expected, saved_buffers
+from tiermem.loading.expected import complained_of, make_expected, make_missing, saved_buffers
 from tiermem.loading.traced import NotTracedError, Run, StoredView
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 
@@ -35,9 +35,31 @@ class Converted:
 Source = StoredView | Converted
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What files have for a model.
+
+    Attributes:
+        sources: By the model's name; of tied parameters one name at least.
+        drawn: Names of tensors that are missing and were newly initialized.
+        unused: Names of tensors of the files that the model has not.
+        mismatched: Names of those of the model that the files have in another shape; also drawn.
+    """
+
+    sources: dict[str, Source]
+    drawn: list[str]
+    unused: list[str]
+    mismatched: list[str]
+
+
 def sources_of(
-    model: nn.Module, files: CheckpointFiles, names: Names | None, initialize: bool = False
-) -> dict[str, Source]:
+    model: nn.Module,
+    files: CheckpointFiles,
+    names: Names | None,
+    initialize: bool = False,
+    *,
+    mismatched_too: bool = False,
+) -> Found:
     """Finds the source of every parameter and persistent buffer.
 
     Args:
@@ -45,11 +67,11 @@ def sources_of(
         files: The checkpoint.
         names: The file's name for each of the model's; by default its own, or what transformers
             has for a model of its own.
-        initialize: Whether it is a model of transformers that does what its class does to weights
-            as they are loaded, even where none are missing.
-
-    Returns:
-        By the model's name; of tied parameters one name at least.
+        initialize: Whether its class made it, so that what differs is taken as
+            ``from_pretrained`` takes it: what is missing is newly initialized, and what is unused
+            left. Also its class then does what it does to weights as they are loaded, even
+            where none are missing.
+        mismatched_too: Whether then what has another shape is newly initialized, too.
 
     Raises:
         CheckpointError: If names are missing or unexpected, or shapes differ.
@@ -64,18 +86,31 @@ def sources_of(
     else:
         found = {name: view_of(files, name) for name in wanted if name in files.tensors}
         used = set(found)
-    missing = _missing(wanted, found)
-    if (missing or initialize) and of_transformers and names is None:
-        missing = make_expected(model, missing, _not_saved(model) if initialize else ())
-    _check_missing(missing, files)
+    mismatched = _mismatched(wanted, found) if initialize and mismatched_too else []
+    for name in mismatched:
+        del found[name]
+    _check_shapes(wanted, found, files)
+    missing, drawn = _missing(wanted, found), []
+    by_class = initialize and of_transformers and names is None
+    if by_class and wanted and not found:
+        raise _nothing_found(model, files)
+    if by_class:
+        drawn = make_missing(model, missing, found.keys(), _not_saved(model))
+    else:
+        if missing and of_transformers and names is None:
+            missing = make_expected(model, missing)
+        others = [name for name in files.tensors if name not in used]
+        _check_missing(model, missing, others, files, names, initialize)
+    unused: list[str] = []
     if names is None:  # with names given, the other tensors are left out
         used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
-        unexpected = files.tensors.keys() - used
-        if unexpected and of_transformers:
-            unexpected = complained_of(model, unexpected=unexpected)
-        _check_unexpected(files, unexpected)
-    _check_shapes(wanted, found, files)
-    return found
+        left = files.tensors.keys() - used
+        if left and hasattr(model, "_adjust_missing_and_unexpected_keys"):
+            left = complained_of(model, unexpected=left)
+        unused = [name for name in files.tensors if name in left]
+        if unused and not initialize:
+            raise _unexpected(model, files, unused)
+    return Found(found, [name for name in drawn if name not in mismatched], unused, mismatched)
 
 
 def wanted_by(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -252,7 +287,7 @@ def _not_converted(
 ) -> CheckpointError:
     names = [name for members in sources.values() for name in members]
     return CheckpointError(
-        f"{files.paths[0].parent}: {target!r} cannot be made of {_some(names)} by transformers' "
+        f"{files.paths[0].parent}: {target!r} cannot be made of {some_of(names)} by transformers' "
         f"{rule.operations}: {error}"
     )
 
@@ -265,22 +300,68 @@ def _missing(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Source]) ->
     return [name for name, tensor in wanted.items() if id(tensor) not in there]
 
 
-def _check_missing(missing: Sequence[str], files: CheckpointFiles) -> None:
-    if missing:
-        raise CheckpointError(
-            f"{files.paths[0].parent}: {len(missing)} tensors of the model are missing: "
-            f"{_some(missing)}; if the files call them otherwise, give names="
-        )
+def _mismatched(wanted: Mapping[str, torch.Tensor], found: Mapping[str, Source]) -> list[str]:
+    return [
+        name
+        for name, source in found.items()
+        if isinstance(source, StoredView) and source.shape != wanted[name].shape
+    ]
 
 
-def _check_unexpected(files: CheckpointFiles, unexpected: set[str]) -> None:
-    if unexpected:
-        listed = [name for name in files.tensors if name in unexpected]
-        raise CheckpointError(
-            f"{files.paths[0].parent}: {len(listed)} tensors are none of the model's: "
-            f"{_some(listed)}; if it calls them otherwise, or they are to be left (a head that "
-            "this class has not), give names="
+def _nothing_found(model: nn.Module, files: CheckpointFiles) -> CheckpointError:
+    return CheckpointError(
+        f"{files.paths[0].parent}: no tensor of the files is one of {type(model).__name__}'s; they "
+        f"have {some_of(files.tensors)}: is this another model's folder? If the files call them "
+        "otherwise, give names="
+    )
+
+
+def _check_missing(
+    model: nn.Module,
+    missing: Sequence[str],
+    others: Sequence[str],
+    files: CheckpointFiles,
+    names: Names | None,
+    by_class: bool,
+) -> None:
+    """Raises an error that names what is missing, and says what to do."""
+    if not missing:
+        return
+    kind = type(model).__name__
+    if names is not None:
+        what = (
+            "names= says none of the files for them. It stands for itself: a name that it does not "
+            "change is looked for as it is, and no prefix is added or taken away; without names= "
+            "a class of transformers does that by its own rules"
         )
+    elif by_class:
+        what = f"from_pretrained would leave them without values; make a {kind} without them"
+    elif hasattr(model, "base_model_prefix"):
+        what = (
+            "if they are to be newly initialized, as from_pretrained does, give the class "
+            f"({kind}) instead of a model; if the files call them otherwise, give names="
+        )
+    else:
+        what = "if the files call them otherwise, give names="
+    there = f" (the files have {some_of(others)}, and the model has not)" if others else ""
+    raise CheckpointError(
+        f"{files.paths[0].parent}: {len(missing)} tensors of the model are missing: "
+        f"{some_of(missing)}{there}; {what}"
+    )
+
+
+def _unexpected(model: nn.Module, files: CheckpointFiles, unused: list[str]) -> CheckpointError:
+    instead = (
+        f"give the class ({type(model).__name__}) instead of a model, which leaves them as "
+        "from_pretrained does, or names="
+        if hasattr(model, "base_model_prefix")
+        else "give names="
+    )
+    return CheckpointError(
+        f"{files.paths[0].parent}: {len(unused)} tensors are none of the model's: "
+        f"{some_of(unused)}; if it calls them otherwise, or they are to be left (a head that "
+        f"this class has not), {instead}"
+    )
 
 
 def _check_shapes(
@@ -298,7 +379,8 @@ def _check_shapes(
             )
 
 
-def _some(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str]) -> str:
+    """Returns the first of some names, for a message."""
     listed = list(names)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(map(repr, listed[:_SHOWN])) + more

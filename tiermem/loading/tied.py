@@ -16,11 +16,14 @@ from tiermem.storage.checkpoint.folder import CheckpointFiles
 _PART = 8 << 20
 
 
-def untie(model: nn.Module, sources: Mapping[str, Source], files: CheckpointFiles) -> None:
+def untie(model: nn.Module, sources: Mapping[str, Source], files: CheckpointFiles) -> list[str]:
     """Unties weights whose values in the files differ.
 
     ``from_pretrained`` does so with a model that it has made, and says that its configuration is
     wrong. A module of the user's own is left as it is.
+
+    Returns:
+        The names that were untied.
 
     Raises:
         CheckpointError: If it is no model of transformers: which of the values is meant?
@@ -28,6 +31,7 @@ def untie(model: nn.Module, sources: Mapping[str, Source], files: CheckpointFile
     """
     wanted = wanted_by(model)
     first: dict[int, str] = {}
+    parted = []
     for name in [name for name in wanted if name in sources]:
         other = first.setdefault(id(wanted[name]), name)
         if other == name or _same(sources[name], sources[other], files):
@@ -43,6 +47,8 @@ def untie(model: nn.Module, sources: Mapping[str, Source], files: CheckpointFile
         tied.pop(apart)
         first[id(wanted[name])] = name if apart == other else other
         _part(model, apart)
+        parted.append(apart)
+    return parted
 
 
 def _same(first: Source, second: Source, files: CheckpointFiles) -> bool:

@@ -100,7 +100,7 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
         WrapError: If the model is wrapped and has no adapters.
     """
     folder = Path(parse_path(path, "path", CheckpointError))
-    lora = _read_settings(folder / SETTINGS)
+    lora = read_settings(folder / SETTINGS)
     plain = settings_of(model) is None
     _check_values(model, lora, folder / WEIGHTS)
     if plain:
@@ -227,7 +227,7 @@ def _state_of(module: nn.Module) -> dict[str, torch.Tensor]:
 # -- read ------------------------------------------------------------------
 
 
-def _read_settings(path: Path) -> Lora:
+def read_settings(path: Path) -> Lora:
     """Returns the settings of adapters in a folder.
 
     Raises:

@@ -11,7 +11,7 @@ from threading import get_ident
 import torch
 from torch import nn
 
-from tiermem.config import Home, exact_size, format_size
+from tiermem.config import Home, budget_size, exact_size, format_size
 from tiermem.core.block import Role
 from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.nn.compat.compiler import hide_from_compiler
@@ -309,7 +309,7 @@ class WrappedModel:
         block = max(chain, key=lambda g: g.block.nbytes).block
         raise CapacityError(
             f"block {block.name!r} ({format_size(block.nbytes)}) cannot be used in tier hbm "
-            f"with a budget of {format_size(budget)}: together with what is needed at the same "
+            f"with a budget of {budget_size(budget)}: together with what is needed at the same "
             f"time it takes {format_size(least)}",
             f"give hbm= at least {exact_size(least)}",
         )

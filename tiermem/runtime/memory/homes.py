@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tiermem.config import Home, exact_size, format_size
+from tiermem.config import Home, budget_size, exact_size, format_size
 from tiermem.core.allocator import Allocator
 from tiermem.core.block import Extent, TensorSpec, Tier, align_up
 from tiermem.core.residency import Record
@@ -177,7 +177,7 @@ class Homes:
                 raise CapacityError(
                     "tier dram: what is read from a checkpoint passes through "
                     f"{format_size(nbytes)} of staging in DRAM, and {format_size(free)} of "
-                    f"{format_size(self.dram.capacity)} are free",
+                    f"{budget_size(self.dram.capacity)} are free",
                     f"give dram= at least {exact_size(self.dram.used + nbytes)}",
                 )
             self._stage(extent)

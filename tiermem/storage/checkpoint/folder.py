@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import stat
@@ -17,7 +18,9 @@ import torch
 from tiermem.errors import CheckpointError, StorageError
 from tiermem.io.engine import memory_view
 from tiermem.storage.checkpoint.header import (
+    LFS_POINTER,
     MAX_HEADER_NBYTES,
+    POINTER_SAID,
     BadJsonError,
     StoredTensor,
     parse_object,
@@ -44,6 +47,9 @@ Of one file and an index side by side transformers takes the file, diffusers the
 """
 
 _STEMS = ("model.", "model-", "diffusion_pytorch_model.", "diffusion_pytorch_model-")
+
+ADAPTERS = "adapter_config.json"
+"""What a folder of peft's adapters has."""
 
 PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin")
 """What a folder has that was saved without safetensors."""
@@ -89,23 +95,26 @@ class CheckpointFiles:
     identities: tuple[FileIdentity, ...]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> CheckpointFiles:
+    def open(cls, path: str | os.PathLike[str], variant: str | None = None) -> CheckpointFiles:
         """Reads and checks the headers of a checkpoint.
 
         Args:
             path: A safetensors file, an index (``*.json``), or a folder with one of
                 :data:`WEIGHT_FILES`. Symbolic links are followed.
+            variant: Of a folder's files, such as ``"fp16"`` for ``model.fp16.safetensors``.
 
         Raises:
             CheckpointError: If there is none, or a file or the index is not valid.
             StorageError: If reading fails.
         """
-        found = _weight_file(Path(path).absolute())
+        found = _weight_file(Path(path).absolute(), variant)
         if not found.name.endswith(INDEX_SUFFIX):
             return cls._of_files([found])
         named = _read_index(found)
         names = sorted(set(named.values()))
-        files = cls._of_files([found.parent / name for name in names])
+        paths = [found.parent / name for name in names]
+        _check_there(found, paths)
+        files = cls._of_files(paths)
         files._check_index(found, named, names)
         return files
 
@@ -263,6 +272,17 @@ def open_to_read(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def _check_there(index: Path, paths: Sequence[Path]) -> None:
+    """Names the files of an index that are missing, all of them at once."""
+    missing = [str(path) for path in paths if not os.path.lexists(path)]
+    if missing:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        raise CheckpointError(
+            f"{index} names {len(paths)} files, and {len(missing)} of them are missing: "
+            f"{', '.join(missing[:4])}{more}: there is no such file; download what is missing"
+        )
+
+
 def _cannot_open(path: Path, error: OSError | ValueError) -> NoReturn:
     if isinstance(error, OSError) and error.errno == errno.EIO:
         raise StorageError(
@@ -271,25 +291,35 @@ def _cannot_open(path: Path, error: OSError | ValueError) -> NoReturn:
     if isinstance(error, FileNotFoundError) and path.is_symlink():
         raise CheckpointError(f"{path}: this link leads nowhere; download it again") from error
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        raise CheckpointError(f"{path}: there is no such file or folder") from error
+        raise CheckpointError(
+            f"{path}: there is no such file or folder; a model of the Hugging Face Hub is "
+            "downloaded first: huggingface_hub.snapshot_download(its name) returns its folder"
+        ) from error
     reason = getattr(error, "strerror", None) or str(error)
     raise CheckpointError(f"{shown(str(path))}: it cannot be opened ({reason})") from error
 
 
-def _weight_file(path: Path) -> Path:
+def _weight_file(path: Path, variant: str | None) -> Path:
     """Returns the file to begin with: weights, or an index of them."""
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             return path
     except (OSError, ValueError) as error:
         _cannot_open(path, error)
-    for name in WEIGHT_FILES:
+    names = WEIGHT_FILES if variant is None else tuple(_of(variant, n) for n in WEIGHT_FILES)
+    for name in names:
         if os.path.lexists(path / name):
             return path / name
     raise CheckpointError(
-        f"{path}: this folder has no {WEIGHT_FILES[0]} and no {WEIGHT_FILES[1]}; name a folder "
+        f"{path}: this folder has no {names[0]} and no {names[1]}; name a folder "
         "with one of them, or a safetensors file" + _what_instead(path)
     )
+
+
+def _of(variant: str, name: str) -> str:
+    """Returns the name of a variant's file: the variant stands before the name's last part."""
+    stem, _, suffix = name.rpartition(".")
+    return f"{stem}.{variant}.{suffix}"
 
 
 def _what_instead(path: Path) -> str:
@@ -298,25 +328,61 @@ def _what_instead(path: Path) -> str:
         names = sorted(os.listdir(path))
     except OSError:
         return ""
-    pickled = next((name for name in PICKLED_FILES if name in names), None)
     if PIPELINE in names:
-        folders = [name for name in names if _has_weights(path / name)]
         return (
             f". {PIPELINE} is of a pipeline of diffusers: name the folder of one of its models"
-            + (f" ({', '.join(folders)})" if folders else "")
+            + _models_in(path, names)
         )
-    ours = [n for n in names if n.startswith(_STEMS) and ".safetensors" in n]
+    weights = [n for n in names if n.endswith((".safetensors", INDEX_SUFFIX)) and ".safe" in n]
+    ours = [n for n in weights if n.startswith(_STEMS)]
     whole = [n for n in ours if "-of-" not in n]  # of a variant, such as fp16
     if whole:
         return f". It has {', '.join(shown(name) for name in whole[:4])}: name one of these"
     if ours:
         return f". It has {shown(ours[0])}, of several, and no index of them: download it again"
+    if ADAPTERS in names:
+        return f". {ADAPTERS} says that it has adapters{_base_said(path / ADAPTERS)}"
+    pickled = next((name for name in PICKLED_FILES if name in names), None)
     if pickled:
         return (
             f". {pickled} can only be read as a whole: load the model from it and save it again, "
             "with transformers by from_pretrained(folder).save_pretrained(another)"
         )
-    return ""
+    packed = next((name for name in names if name.lower().endswith(".gguf")), None)
+    if packed:
+        return (
+            f". {shown(packed)} is packed as llama.cpp does it: make safetensors of it, with "
+            f"transformers by from_pretrained(folder, gguf_file={shown(packed)})"
+            ".save_pretrained(another)"
+        )
+    if weights:
+        return f". It has {', '.join(shown(name) for name in weights[:4])}: name one of these"
+    return _models_in(path, names, ". There are models in folders of it: name one of them")
+
+
+def _models_in(path: Path, names: Sequence[str], said: str = "") -> str:
+    """Returns which folders in a folder have weights; nothing for none."""
+    folders = [name for name in names if _has_weights(path / name)]
+    return f"{said} ({', '.join(folders)})" if folders else ""
+
+
+def _base_said(path: Path) -> str:
+    """Returns what to do with adapters, whose configuration is given."""
+    base = base_of(path)
+    on = f" on {shown(base)}" if base else ""
+    return (
+        f"{on}: load that model with lora=peft.LoraConfig.from_pretrained({shown(str(path.parent))}"
+        "), then call tiermem.load_adapters(model, that folder)"
+    )
+
+
+def base_of(path: Path) -> str | None:
+    """Returns the model that adapters are for, as their ``adapter_config.json`` names it."""
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return base if isinstance(base, str) and base else None
 
 
 def _has_weights(path: Path) -> bool:
@@ -333,6 +399,8 @@ def _read_index(path: Path) -> dict[str, str]:
             )
         written = bytearray(size)
         pread_exactly(fd, memoryview(written), 0, path, "the index")
+    if written.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path}: {POINTER_SAID}")
     try:
         index = parse_object(written.decode("utf-8"))
     except (BadJsonError, UnicodeDecodeError) as error:

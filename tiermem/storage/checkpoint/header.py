@@ -27,6 +27,14 @@ from tiermem.errors import CheckpointError, StorageError
 MAX_HEADER_NBYTES = 100_000_000
 """Longest header that is read, as in the library."""
 
+LFS_POINTER = b"version https://git-lfs"
+"""What a file begins with that Git LFS left in the place of a large one."""
+
+POINTER_SAID = (
+    "it is a pointer of Git LFS and not the file itself; run `git lfs pull` in its folder, or "
+    "download the file"
+)
+_AGAIN = "; download or copy it again"
 _LENGTH_NBYTES = 8
 _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
@@ -207,18 +215,29 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path, what: str)
 def _header_text(fd: int, path: Path, size: int) -> tuple[str, int]:
     """Returns the header, and the first byte behind it."""
     if size < _LENGTH_NBYTES:
-        _refuse(path, f"it has {size} bytes, fewer than the length of a header; it was cut off")
+        why = f"it has {size} bytes, fewer than the length of a header; it was cut off"
+        _refuse(path, why + _AGAIN)
     length = bytearray(_LENGTH_NBYTES)
     pread_exactly(fd, memoryview(length), 0, path, "the length of the header")
     nbytes = int.from_bytes(length, "little")
     if nbytes > MAX_HEADER_NBYTES:
+        begin = bytearray(min(size, len(LFS_POINTER)))
+        pread_exactly(fd, memoryview(begin), 0, path, "the beginning")
+        if begin == LFS_POINTER:
+            _refuse(path, POINTER_SAID)
+        if begin.startswith((b"PK", b"\x80")):
+            _refuse(
+                path,
+                "torch.save wrote it, and it can only be read as a whole; write what torch.load "
+                "reads of it with safetensors.torch.save_file",
+            )
         _refuse(
             path,
             f"its first 8 bytes ask for a header of {nbytes} bytes, more than "
-            f"{MAX_HEADER_NBYTES}; it is no safetensors file, or a damaged one",
+            f"{MAX_HEADER_NBYTES}; it is no safetensors file, or a damaged one: download it again",
         )
     if nbytes > size - _LENGTH_NBYTES:
-        _refuse(path, f"its header has {nbytes} bytes, the file {size}; it was cut off")
+        _refuse(path, f"its header has {nbytes} bytes, the file {size}; it was cut off{_AGAIN}")
     header = bytearray(nbytes)
     pread_exactly(fd, memoryview(header), _LENGTH_NBYTES, path, "the header")
     try:
@@ -316,7 +335,7 @@ def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, size: int)
     if at != size:
         last = f"tensor {shown(tensors[-1].name)}" if tensors else "the header"
         what = "it was cut off" if at > size else "something was added"
-        _refuse(path, f"{last}, the last, ends at byte {at}, the file at {size}; {what}")
+        _refuse(path, f"{last}, the last, ends at byte {at}, the file at {size}; {what}{_AGAIN}")
 
 
 def _check_depth(path: Path, name: str, entry: dict[str, Any]) -> None:
