@@ -79,6 +79,7 @@ def test_threads_get_the_bits_of_the_resident_model(streams: str, layers: float)
     assert not wrong
 
 
+@pytest.mark.filterwarnings("ignore:this .* steps weights in the tiers from outside")
 @pytest.mark.parametrize("tiered", [True, False], ids=["tiered optimizer", "plain optimizer"])
 @pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.AdamW, torch.optim.SGD])
 def test_hidden_weights_are_stepped_by_foreach(cls: type, tiered: bool) -> None:
