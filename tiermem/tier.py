@@ -40,12 +40,12 @@ from tiermem.nn.wrap.materialize import Target, materialize
 from tiermem.nn.wrap.origins import Origins
 from tiermem.nn.wrap.repair import repair
 from tiermem.nn.wrap.wrapped import Blocks, WrappedModel
-from tiermem.optim.beside import follow_optimizers
 from tiermem.optim.host.sides import prepare_share
 from tiermem.optim.hostpart import Where
 from tiermem.optim.rules.groups import Params
 from tiermem.optim.tiered import TieredOptimizer
 from tiermem.optim.timing import Overlap
+from tiermem.plainoptimizers import follow_optimizers
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.hostmemory import total_memory
 from tiermem.runtime.metrics.counters import PaceRow, ResidencyRow, Stats

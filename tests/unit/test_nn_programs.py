@@ -430,6 +430,7 @@ def plain_values(value: Any) -> Any:
     return value
 
 
+@pytest.mark.filterwarnings("ignore:this .* steps weights in the tiers from outside")
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.one_in(2)

@@ -23,7 +23,7 @@ from tiermem.nn.groups.group import Group
 from tiermem.optim.tiered import TieredOptimizer
 from tiermem.optim.units.undo import OURS
 
-_HERE = __name__.rpartition(".")[0]
+_OPTIM = "tiermem.optim."
 _told: WeakSet[torch.optim.Optimizer] = WeakSet()
 _followed: list[object] = []
 
@@ -69,6 +69,6 @@ def _groups(optimizer: torch.optim.Optimizer) -> Iterator[Group]:
 
 def _is_ours(frame: types.FrameType | None) -> bool:
     """Whether tiermem has called ``step()``: a tiered optimizer's units are torch's inside."""
-    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_HERE):
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_OPTIM):
         frame = frame.f_back
     return frame is not None
