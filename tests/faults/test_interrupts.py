@@ -97,7 +97,7 @@ def _pairs() -> list[tuple[str, str]]:
 
 @pytest.mark.timeout(7200 if _ALL else 300)
 @pytest.mark.parametrize(("name", "phase"), _pairs())
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_program_cut_short_at_a_line_goes_on_to_the_same_bits(tmp_path, name, phase) -> None:
     """Or is refused with an error of the project's that says what to do."""
     program = PROGRAMS[name]

@@ -646,7 +646,7 @@ def tiers(homes: str, folder: Path) -> Iterator[tiermem.TierManager]:
 
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_the_bits_of_plain_torch(name: str, homes: str, tmp_path: Path) -> None:
     plain = made(SCRIPTS[name], Run())
     with tiers(homes, tmp_path) as tier:
