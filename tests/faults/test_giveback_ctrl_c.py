@@ -14,7 +14,7 @@ from torch import nn
 
 import tiermem
 
-STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "37"))
+STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "61"))
 """Every so many lines are tried; with 1 all of them."""
 FILES = [
     "nn/wrap/giveback.py",

@@ -170,7 +170,7 @@ def test_killed_at_any_operation(prepared, tmp_path, kind) -> None:
 def test_the_first_save_of_all_is_killed(prepared, tmp_path, kind) -> None:
     path = tmp_path / "run"
     with Small() as run:
-        for at in range(0, 60, 4):
+        for at in range(0, 60, 6):
 
             def kill(number: int, _: str, at: int = at) -> None:
                 if number == at:

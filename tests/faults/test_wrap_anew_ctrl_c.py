@@ -14,7 +14,7 @@ from torch import nn
 import tiermem
 from tiermem.nn.groups import partition
 
-STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "16"))
+STRIDE = int(os.environ.get("TIERMEM_CTRL_C_STRIDE", "31"))
 """Every so many lines are tried; with 1 all of them."""
 FILES = [
     "nn/wrap/anew.py",

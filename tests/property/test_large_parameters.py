@@ -547,6 +547,7 @@ def test_a_model_comes_back_with_a_gradient_in_runs() -> None:
 @pytest.mark.parametrize(
     ("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
+@pytest.mark.one_in(2)
 def test_embeddings_that_do_not_fit_are_trained_where_they_lie(
     make: Any, case: Any, dtype: torch.dtype, masters: bool
 ) -> None:

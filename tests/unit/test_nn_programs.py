@@ -433,7 +433,7 @@ def plain_values(value: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:this .* steps weights in the tiers from outside")
 @pytest.mark.parametrize("homes", HOMES)
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_the_same_bits_or_an_error_that_says_why(name: str, homes: str) -> None:
     run = PROGRAMS[name]
     found = refused = None

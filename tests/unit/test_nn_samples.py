@@ -59,7 +59,7 @@ def _compare(
 
 
 @pytest.mark.parametrize("info", modules.module_db, ids=lambda info: info.name)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_some_samples_of_every_module(info: Any) -> None:
     dtype = _dtype_of(info)
     samples = list(_samples(info, dtype))

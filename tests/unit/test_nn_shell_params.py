@@ -149,6 +149,7 @@ WAYS: list[Callable[[Any, int, Any], None]] = [
 
 
 @pytest.mark.parametrize("write", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.one_in(2)
 def test_what_is_written_stays(kind: type[Quantized], write: Callable[..., None]) -> None:
     plain, model, other, x = quantized(kind), quantized(kind), quantized(kind, seed=9), inputs()
     with manager() as tier:
