@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
@@ -37,10 +36,10 @@ def follow_optimizers() -> None:
 
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Warns once of an optimizer whose weights are in the tiers and come and go."""
-    group = next(_groups(optimizer), None)
-    if group is None or group.manager.parts.table.all_fit or optimizer in _told:
+    if isinstance(optimizer, TieredOptimizer) or optimizer in _told:
         return
-    if isinstance(optimizer, TieredOptimizer) or _is_ours(sys._getframe(1)):
+    group = _group_of(optimizer)
+    if group is None or group.manager.parts.table.all_fit or _is_ours(sys._getframe(1)):
         return
     _told.add(optimizer)
     device = group.manager.parts.device
@@ -57,14 +56,15 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     )
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> Iterator[Group]:
-    """Yields the groups of an optimizer's parameters, of each list only the first parameter's."""
+def _group_of(optimizer: torch.optim.Optimizer) -> Group | None:
+    """Returns the group of one of an optimizer's parameters, of each list only the first."""
     for settings in optimizer.param_groups:
         for param in settings["params"][:1]:
             group = group_of.get(id(param))
             member = None if group is None else group.pointing.member_of(param)
             if group is not None and member is not None and not member.materialized:
-                yield group
+                return group
+    return None
 
 
 def _is_ours(frame: types.FrameType | None) -> bool:

@@ -16,7 +16,8 @@ from support_process import child, nothing_left_open
 from torch import nn
 
 import tiermem
-from tiermem.lora.files import SETTINGS, WEIGHTS
+from tiermem.lora.files import WEIGHTS
+from tiermem.storage.checkpoint.folder import ADAPTERS
 
 CALLS = ("fsync", "rename", "replace", "unlink")
 Fault = Callable[[int], None]
@@ -61,7 +62,7 @@ def found(path: Path) -> tuple[int, float] | None:
     """Returns which adapters are there; None where readers see that there are none."""
     model = made(*FORMER)
     try:
-        settings = json.loads((path / SETTINGS).read_text())
+        settings = json.loads((path / ADAPTERS).read_text())
         weights = load_file(path / WEIGHTS)
     except FileNotFoundError:
         with pytest.raises(tiermem.CheckpointError, match=r"cannot be read|is not there"):
@@ -75,7 +76,7 @@ def put_back(path: Path) -> None:
     """Does what the error of a load says."""
     with pytest.raises(tiermem.CheckpointError, match="a save was cut short") as caught:
         tiermem.load_adapters(made(*FORMER), path)
-    for name in (WEIGHTS, SETTINGS):
+    for name in (WEIGHTS, ADAPTERS):
         for old in path.glob(f".{name}.*.old"):
             assert old.name in str(caught.value)
             old.rename(path / name)
@@ -149,7 +150,7 @@ def test_other_files_stay(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for adapters in (FORMER, NEW, SAME):
         save(tmp_path, adapters)
-        assert sorted(os.listdir(tmp_path)) == sorted([SETTINGS, WEIGHTS, "notes.txt"])
+        assert sorted(os.listdir(tmp_path)) == sorted([ADAPTERS, WEIGHTS, "notes.txt"])
         model = made(adapters[0], 0.0)
         tiermem.load_adapters(model, tmp_path)
         (layer,) = model

@@ -227,10 +227,11 @@ def _loaded(folder: Folder, tier: TierManager, progress: Progress) -> nn.Module:
     if folder.adapters is None:
         return load_made(folder.model, folder.path, tier=tier, tell=progress.print)
     from tiermem import load_adapters
-    from tiermem.lora.files import SETTINGS, read_settings
+    from tiermem.lora.files import read_settings
+    from tiermem.storage.checkpoint.folder import ADAPTERS
 
     progress.print(f"{folder.adapters} has adapters on {folder.path}")
-    lora = read_settings(folder.adapters / SETTINGS)
+    lora = read_settings(folder.adapters / ADAPTERS)
     model = load_made(folder.model, folder.path, tier=tier, tell=progress.print, lora=lora)
     load_adapters(model, folder.adapters)
     return model.eval()

@@ -21,7 +21,7 @@ from tiermem.loading.tied import untie
 from tiermem.loading.untouched import Untouched
 from tiermem.nn.wrap.wrapped import Blocks
 from tiermem.runtime.base.functorch import outside_inference
-from tiermem.storage.checkpoint.folder import CheckpointFiles
+from tiermem.storage.checkpoint.folder import ADAPTERS, CheckpointFiles
 from tiermem.tier import TierManager
 
 
@@ -80,8 +80,8 @@ def load_checkpoint(
         ConfigError: If the first argument makes no module, or another is of a wrong kind.
         StorageError: If the files cannot be read, or change meanwhile.
     """
-    dtype = dtype if dtype is not None else options.get("torch_dtype")
-    options.pop("torch_dtype", None)
+    former = options.pop("torch_dtype", None)  # its name in earlier releases of transformers
+    dtype = former if dtype is None else dtype
     return _load(model_or_factory, path, tier, names, dtype, lora, blocks, options)
 
 
@@ -167,7 +167,7 @@ def _check_no_adapters(where: Path) -> None:
         CheckpointError: If there are adapters that nobody asked for.
     """
     folder = where if where.is_dir() else where.parent
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTERS).is_file():
         raise CheckpointError(
             f"{folder} has adapters beside the model (adapter_config.json), which from_pretrained "
             f"would put on it; give lora=peft.LoraConfig.from_pretrained({str(folder)!r}) and call "

@@ -31,9 +31,9 @@ from tiermem.lora.adapters import (
 from tiermem.lora.config import Lora
 from tiermem.lora.pair import left_beside, replace_pair
 from tiermem.lora.targets import by_pattern, chosen, saved_whole
+from tiermem.storage.checkpoint.folder import ADAPTERS
 
 WEIGHTS = "adapter_model.safetensors"
-SETTINGS = "adapter_config.json"
 _PREFIX = "base_model.model."
 _MOST_SETTINGS = 1 << 24  # bytes of a configuration that is read at all
 
@@ -72,7 +72,7 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         replace_pair(
-            folder / SETTINGS,
+            folder / ADAPTERS,
             lambda new: Path(new).write_text(text, encoding="utf-8"),
             folder / WEIGHTS,
             lambda new: save_file(tensors, new, metadata={"format": "pt"}),
@@ -100,14 +100,14 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
         WrapError: If the model is wrapped and has no adapters.
     """
     folder = Path(parse_path(path, "path", CheckpointError))
-    lora = read_settings(folder / SETTINGS)
+    lora = read_settings(folder / ADAPTERS)
     plain = settings_of(model) is None
     _check_values(model, lora, folder / WEIGHTS)
     if plain:
         check_plain(model)
     else:
-        _check_alike(model, lora, folder / SETTINGS)
-    wanted = _expected(model, lora, folder / SETTINGS)
+        _check_alike(model, lora, folder / ADAPTERS)
+    wanted = _expected(model, lora, folder / ADAPTERS)
     tensors = _read(folder / WEIGHTS, wanted, _also(model, lora))
     if plain:
         with torch.random.fork_rng(devices=()):  # what is drawn is not kept

@@ -98,8 +98,7 @@ class ModelNames:
         A buffer that stays in HBM and was given other memory (``buffer.data = ...``) is not in its
         block any more.
         """
-        resident = self.wrapped.resident
-        groups = [*self.wrapped.groups, *([resident] if resident is not None else [])]
+        groups = self.wrapped.every_group()
         members = [(g, m) for g in groups for m in (*g.entries, *g.buffers)]
         return {
             id(m.tensor): (g, m.index)

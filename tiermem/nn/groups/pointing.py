@@ -14,7 +14,7 @@ from tiermem.nn.groups.entry import Member
 from tiermem.nn.groups.names import HeldDict, TieredDict
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.runtime.base.functorch import outside_inference
-from tiermem.runtime.memory.slots import Slot, in_own_storage, use_count
+from tiermem.runtime.memory.slots import Slot, in_own_storage
 
 ORDINARY = (nn.Parameter, torch.Tensor)
 """Classes that add nothing to what torch does with a tensor."""
@@ -23,8 +23,6 @@ Classes = tuple[Sequence[Any], Sequence[type]]
 Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
 _address = torch._C.TensorBase.data_ptr
-_OWN = 2
-"""References to a tensor's storage while one looks: the tensor's, and the looking one's."""
 
 
 class Pointing:
@@ -180,11 +178,6 @@ class Pointing:
             and _address(data) == _address(view)
             and (data.shape, data.stride()) == (view.shape, view.stride())
         )
-
-    def has_views(self) -> bool:
-        """Whether there are views of tensors that have storages of their own (:attr:`alone`)."""
-        storages = [tensor.untyped_storage() for tensor in self.tensors if self.alone]
-        return any(use_count(storage._cdata) > _OWN for storage in storages)
 
     def restore_sizes(self) -> None:
         """Gives tensors their sizes back, which torch changes before it finds no room for more."""

@@ -325,7 +325,7 @@ class WrappedModel:
             for block in read_in(self.runtime.manager, self.origins, self.groups, sources):
                 del sources[block.id]
         with torch.no_grad():
-            for group in [*self.groups, *([self.resident] if self.resident else [])]:
+            for group in self.every_group():
                 tensors = sources.pop(group.block.id, None)
                 if tensors is None:
                     continue  # its home is a file that has it
@@ -344,13 +344,11 @@ class WrappedModel:
 
     def blocks(self) -> set[int]:
         """Returns the ids of the blocks of its parameters and buffers."""
-        resident = [self.resident] if self.resident is not None else []
-        return {group.block.id for group in (*self.groups, *resident)}
+        return {group.block.id for group in self.every_group()}
 
     def _install(self) -> None:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
-        groups = [*self.groups, *([self.resident] if self.resident is not None else [])]
-        self.before = self.modules.originals(groups)
+        self.before = self.modules.originals(self.every_group())
         self.runtime.add(self.groups)
         # torch swaps no tensors of which there are any (a program may have had its function before)
         self._unswapped = [weakref.ref(m.tensor) for group in self.groups for m in group.buffers]
@@ -456,9 +454,13 @@ class WrappedModel:
             self.runtime.program.models.remove(self.inventory)
         self.given_back = True
 
+    def every_group(self) -> list[Group]:
+        """Returns its groups, and that of small buffers, which stay in HBM, where there are any."""
+        return [*self.groups, *([self.resident] if self.resident is not None else [])]
+
     def restore_sizes(self) -> None:
         """Gives tensors their sizes back, after torch has failed to make one longer in place."""
-        for group in (*self.groups, *([self.resident] if self.resident is not None else [])):
+        for group in self.every_group():
             group.pointing.restore_sizes()
 
     def staying(self) -> set[int]:
@@ -467,9 +469,9 @@ class WrappedModel:
 
     def has_views_of_buffers(self) -> bool:
         """Whether anybody has a view of a buffer whose storage is its own, and no block's."""
-        if self.resident is not None and self.resident.pointing.has_views():
-            return True
-        storages = [t.untyped_storage() for t in self._apart if t.layout is torch.strided]
+        small = self.resident.pointing.tensors if self.resident is not None else ()
+        own = (*self._apart, *small)
+        storages = [t.untyped_storage() for t in own if t.layout is torch.strided]
         counts = Counter(storage._cdata for storage in storages)
         return any(use_count(key) > count + 1 for key, count in counts.items())  # and who asks
 
