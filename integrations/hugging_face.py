@@ -8,7 +8,8 @@
 
 or, for trainers that put adapters on the model or train more than it, ``tier.attach(trainer)``.
 Accumulation, clipping, evaluation, schedulers, bf16, recomputation, saving and resuming are the
-trainer's own, and give the bits of the resident run.
+trainer's own, and give the bits of the resident run. So do several processes, with a GPU each
+(``torchrun``): make ``TrainingArguments`` before the tiers, since they choose each one's device.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class TrainerTiers(TierManager):
             The optimizer, and None: the trainer makes the scheduler.
 
         Raises:
-            ConfigError: If ``args`` asks for several processes or for another system's sharding.
+            ConfigError: If ``args`` asks for another device or for another system's sharding.
             WrapError: If the model cannot be wrapped.
             CapacityError: If a budget cannot hold it.
         """
-        _refuse_others(args)
+        _refuse_others(args, self._manager.parts.device)
         trainer = need("transformers", "transformers", "hugging_face.TrainerTiers").Trainer
         _watch_trainers()
         own: dict[str, Any] = {}
@@ -102,12 +103,12 @@ class TrainerTiers(TierManager):
 
         Raises:
             ConfigError: If the trainer makes its model itself, has a tiered optimizer already, or
-                asks for several processes or for another system's sharding.
+                asks for another device or for another system's sharding.
             WrapError: If the model cannot be wrapped.
             StepError: If the class cannot be stepped block by block, or has made a step already.
             CapacityError: If a budget cannot hold it.
         """
-        _refuse_others(trainer.args)
+        _refuse_others(trainer.args, self._manager.parts.device)
         _watch_trainers()
         if trainer.model is None or trainer.model_init is not None:
             raise ConfigError(
@@ -349,8 +350,12 @@ def _partition(optimizer: torch.optim.Optimizer) -> set[frozenset[int]]:
     return {group for group in groups if group}
 
 
-def _refuse_others(args: Any) -> None:
+def _refuse_others(args: Any, device: torch.device) -> None:
     """Refuses what shards or moves the model by itself.
+
+    Args:
+        args: ``TrainingArguments``.
+        device: The tiers'.
 
     Raises:
         ConfigError: Naming the argument.
@@ -367,13 +372,14 @@ def _refuse_others(args: Any) -> None:
             f"optim={args.optim!r} steps each parameter inside backward by hooks of its own; take "
             "the optimizer without layerwise: its state is in the tiers anyway"
         )
-    if getattr(args, "world_size", 1) > 1:
-        raise ConfigError(
-            f"TrainingArguments asks for {args.world_size} processes; tiermem trains on one GPU a "
-            "process so far"
-        )
     if getattr(args, "n_gpu", 1) > 1:
         raise ConfigError(
             f"the trainer would replicate the model over {args.n_gpu} GPUs; set "
-            "CUDA_VISIBLE_DEVICES to one"
+            "CUDA_VISIBLE_DEVICES to one, or run a process for each with torchrun"
+        )
+    chosen = getattr(args, "device", device)
+    if chosen != device:
+        raise ConfigError(
+            f"TrainingArguments trains on {chosen} in this process, and these tiers are of "
+            f"{device}: make TrainingArguments first, then the tiers, or pass them device=args.device"
         )

@@ -136,5 +136,9 @@ def most_hbm(device: torch.device) -> int:
 
 
 def default_dram() -> int:
-    """Returns the bytes of host memory that are taken at most where nothing is said."""
-    return available_memory() // 2
+    """Returns the bytes of host memory that are taken at most where nothing is said.
+
+    Processes that torchrun has started on one machine take as much together as one alone.
+    """
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return available_memory() // 2 // max(int(processes) if processes.isdecimal() else 1, 1)

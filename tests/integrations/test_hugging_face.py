@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support_two_trainers as two_trainers
 import torch
+from support_scripts import run_at_once
 from support_trainers import arguments
 from torch import Tensor
 
@@ -256,8 +258,8 @@ def test_another_class_and_other_settings(tmp_path: Path) -> None:
     [
         ("deepspeed", "zero3.json", "hands the model to another system"),
         ("fsdp", "full_shard", "hands the model to another system"),
-        ("world_size", 2, "asks for 2 processes"),
         ("n_gpu", 4, "replicate the model over 4 GPUs"),
+        ("device", torch.device("cuda:1"), "trains on cuda:1 in this process"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_moves(name: str, value: Any, says: str) -> None:
@@ -270,6 +272,12 @@ def test_what_cannot_be_is_refused_before_anything_moves(name: str, value: Any, 
         with pytest.raises(tiermem.ConfigError, match=says):
             tier.optimizers(model, args)
         assert tier.residency() == []
+
+
+def test_several_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:
+    lines = [[str(rank), "2", str(tmp_path / "store")] for rank in range(2)]
+    for out in run_at_once(Path(two_trainers.__file__), lines, tmp_path, seconds=200):
+        assert out.split() == ["equal"] * len(two_trainers.CASES)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:

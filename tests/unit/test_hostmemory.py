@@ -119,6 +119,9 @@ def test_default_budgets_keep_within_the_cgroup(monkeypatch: pytest.MonkeyPatch)
     with TierManager(device="cpu") as manager:
         assert manager.stats().budget["dram"] == 400 * MIB
         assert manager.stats().budget["hbm"] == 100 * MIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # as torchrun tells each of its processes
+    with TierManager(device="cpu") as manager:
+        assert manager.stats().budget["dram"] == 100 * MIB
 
 
 class Library:

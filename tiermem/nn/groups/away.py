@@ -18,10 +18,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import distributed
 from torch.optim.optimizer import _foreach_supported_types
 
-from tiermem.errors import CapacityError, ClosedError, InvariantError, ParameterError, WrapError
+from tiermem.errors import ClosedError, InvariantError, ParameterError, WrapError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.compat.views import VIEWS
 from tiermem.nn.groups.inplace import no_room
@@ -44,7 +43,6 @@ _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Ten
 _ALIASES = {*_UNSEEN_WRITES, torch.Tensor.storage, torch.Tensor.numpy, torch.Tensor.__array__}
 """What returns a tensor's memory itself, in no tensor."""
 NEW_PARAMETER = nn.Parameter.__new__.__code__
-_BROADCAST = getattr(getattr(distributed, "_sync_module_states", None), "__code__", None)
 _FLATTENS = "_detach_if_needed"
 """The function in which FSDP takes the weights that it puts into one; not imported, as it takes
 long."""
@@ -167,18 +165,6 @@ class Away(StandIn):
             data = _ordinary(self, torch.Tensor, copy=False)
             kind: Any = type(self)
             return True, torch.Tensor._make_subclass(kind, data)
-        if caller is _BROADCAST:
-            try:
-                return True, _ordinary(self, torch.Tensor, copy=False).detach()
-            except CapacityError as error:
-                raise CapacityError(
-                    "DistributedDataParallel broadcasts all weights at once as it is made, and as "
-                    "join() ends, and HBM has no room for them: start every process from the same "
-                    "weights, give all as many batches instead of join(), and pass init_sync=False "
-                    "to it (torch 2.6 has no such option; accelerate does not "
-                    "pass it: give DistributedDataParallel(model, init_sync=False) to "
-                    f"accelerator.prepare_model(..., evaluation_mode=True)); {error}"
-                ) from error
         if caller.co_name == _FLATTENS and "fsdp" in caller.co_filename:
             raise WrapError(f"torch's FSDP around a wrapped model: {OR_SHARDED}")
         return (True, self._given(torch.Tensor.detach)) if id(self) in group_of else (False, None)

@@ -5,6 +5,9 @@ here: one that is wrapped, whose blocks the child's code may write; a ``Distribu
 which broadcasts buffers in C++, unseen by Python; a ``DataParallel``, which copies all weights to
 several devices in each call; and what ``torch.compile`` returns, where one graph of the whole is
 asked for.
+
+The weights that a ``DistributedDataParallel`` sends to all processes as it is made, and as its
+``join()`` ends, go one after another here: all at once they would need the room of the model.
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from weakref import WeakSet
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel, distributed
 
 from tiermem.errors import WrapError
 from tiermem.nn.compat.compiler import WHOLE_GRAPH
@@ -27,6 +32,9 @@ from tiermem.nn.passes.reduced import ReducedGradients
 from tiermem.nn.wrap.statedict import LoadAllInterceptor
 
 _COMPILED = "OptimizedModule"
+_MADE_ALIKE = "_sync_module_states"
+"""The function of torch that sends all weights and buffers from one process to the others."""
+_make_all_alike: Callable[..., None] = getattr(distributed, _MADE_ALIKE)
 _FRAMES = 5
 _everybody: WeakSet[ReducedGradients] = WeakSet()
 _replicas: WeakSet[DistributedDataParallel] = WeakSet()
@@ -35,6 +43,7 @@ _replicas: WeakSet[DistributedDataParallel] = WeakSet()
 def follow(reduced: ReducedGradients) -> None:
     """Notifies ``reduced`` of every ``DistributedDataParallel`` from now on."""
     _everybody.add(reduced)
+    setattr(distributed, _MADE_ALIKE, _make_alike)
 
 
 def refuse_replica(model: nn.Module) -> None:
@@ -54,6 +63,50 @@ def refuse_replica(model: nn.Module) -> None:
                 "before tier.wrap, beside which its weights cannot come and go; wrap first, and "
                 "make that anew: DistributedDataParallel(tier.wrap(model))"
             )
+
+
+def _make_alike(
+    module: nn.Module,
+    process_group: Any,
+    broadcast_bucket_size: int,
+    src: int,
+    params_and_buffers_to_ignore: Collection[str],
+    broadcast_buffers: bool = True,
+) -> None:
+    """Gives all processes the weights and buffers of one of them, in torch's function's place.
+
+    Those of a wrapped model are sent tensor by tensor, each from a copy: its block may be divided
+    otherwise in another process, and be used in place where HBM has no room for it.
+
+    Args:
+        module: What is replicated.
+        process_group: The processes.
+        broadcast_bucket_size: Bytes that torch sends at a time.
+        src: The one that gives, by its number in the group.
+        params_and_buffers_to_ignore: Names of what each process keeps as it is.
+        broadcast_buffers: Whether buffers are sent.
+    """
+    if not is_wrapped(module):
+        _make_all_alike(
+            module,
+            process_group,
+            broadcast_bucket_size,
+            src,
+            params_and_buffers_to_ignore,
+            broadcast_buffers,
+        )
+        return
+    named = [*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())]
+    receives = dist.get_rank(process_group) != src
+    with torch.no_grad():
+        for name, tensor in named:
+            if name in params_and_buffers_to_ignore:
+                continue
+            # to the device: a block that is used in place gives a copy in host memory
+            sent = tensor.clone().to(tensor.device)
+            dist._broadcast_coalesced(process_group, [sent], broadcast_bucket_size, src)
+            if receives:
+                tensor.copy_(sent)
 
 
 def _is_replica(model: nn.Module) -> bool:
