@@ -378,8 +378,8 @@ def _refuse_others(args: Any, device: torch.device) -> None:
             "CUDA_VISIBLE_DEVICES to one, or run a process for each with torchrun"
         )
     chosen = getattr(args, "device", device)
-    if chosen != device:
+    if chosen.type != device.type or (chosen.type == "cuda" and chosen != device):
         raise ConfigError(
             f"TrainingArguments trains on {chosen} in this process, and these tiers are of "
-            f"{device}: make TrainingArguments first, then the tiers, or pass them device=args.device"
+            f"{device}: make TrainingArguments first, then the tiers, or pass device=args.device"
         )

@@ -6,6 +6,9 @@
 
 and for Fabric ``Fabric(strategy=FabricTierStrategy(hbm="7GiB"))``. ``configure_optimizers`` stays
 as it is: plain optimizers of torch become tiered ones, schedulers go on with them.
+
+With several GPUs, each process trains a replica on its own: ``Trainer(devices=2,
+strategy=TierDDPStrategy(hbm="7GiB"))``, and for Fabric ``FabricTierDDPStrategy``.
 """
 
 from __future__ import annotations
@@ -23,19 +26,17 @@ from .conversion import hand_over, tiered, without_hooks
 from .options import need
 
 if TYPE_CHECKING:
-    _Strategy = Any
-    _FabricStrategy = Any
+    _Strategy = _DDPStrategy = Any
+    _FabricStrategy = _FabricDDPStrategy = Any
 else:
-    _Strategy = need(
-        "lightning.pytorch.strategies", "lightning", "TierStrategy"
-    ).SingleDeviceStrategy
-    _FabricStrategy = need(
-        "lightning.fabric.strategies", "lightning", "FabricTierStrategy"
-    ).SingleDeviceStrategy
+    _strategies = need("lightning.pytorch.strategies", "lightning", "TierStrategy")
+    _Strategy, _DDPStrategy = _strategies.SingleDeviceStrategy, _strategies.DDPStrategy
+    _strategies = need("lightning.fabric.strategies", "lightning", "FabricTierStrategy")
+    _FabricStrategy, _FabricDDPStrategy = _strategies.SingleDeviceStrategy, _strategies.DDPStrategy
 
 
 class _OverTiers:
-    """What both strategies do: one manager, opened when the first model is set up.
+    """What all strategies do: one manager, opened when the first model is set up.
 
     Attributes:
         tier: The manager, once there is one.
@@ -56,7 +57,8 @@ class _OverTiers:
         """Keeps the settings; the manager is opened when a model is set up.
 
         Args:
-            device: Where the model computes; CUDA where there is one.
+            device: Where the model computes; CUDA where there is one. Strategies of several
+                processes have it from ``Trainer(devices=...)``.
             hbm: Budget of device memory; bytes or text such as ``"7GiB"``.
             dram: Budget of host memory.
             nvme: A folder on a fast disk, or several, or None.
@@ -65,11 +67,14 @@ class _OverTiers:
             checkpoint_io: As in Lightning's strategies.
             **settings: Others of :class:`tiermem.TierManager`; what that does not know goes to
                 Lightning's strategy.
+
+        Raises:
+            ConfigError: If a device is given to one that has several processes.
         """
         known = inspect.signature(TierManager).parameters
         own = {name: settings.pop(name) for name in list(settings) if name in known}
         super().__init__(
-            _device(device),  # type: ignore[call-arg]
+            *self._places(device),  # type: ignore[call-arg]
             accelerator=accelerator,
             checkpoint_io=checkpoint_io,
             **settings,
@@ -78,6 +83,10 @@ class _OverTiers:
         self._settings = {"hbm": hbm, "dram": dram, "nvme": nvme, **own}
         self._of_optimizers = dict(optimizer or {})
         self._plain: dict[int, torch.optim.Optimizer] = {}  # by id of the tiered one
+
+    def _places(self, device: str | torch.device | None) -> tuple[torch.device, ...]:
+        """Returns what Lightning's strategy is told of places before all else."""
+        return (_device(device),)
 
     def _open(self, device: torch.device) -> TierManager:
         """Returns the manager; opens it where there is none."""
@@ -106,11 +115,11 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device(text)
 
 
-class TierStrategy(_OverTiers, _Strategy):  # type: ignore[misc, unused-ignore]
-    """Trains a ``LightningModule`` on one device, with its tensors in tiers."""
+class _TrainedOverTiers(_OverTiers):
+    """What strategies of a ``Trainer`` do."""
 
-    strategy_name = "tiers"
     optimizers: list[Any]
+    lightning_module: Any
 
     def model_to_device(self) -> None:
         """Wraps the model, in place of moving it."""
@@ -118,7 +127,7 @@ class TierStrategy(_OverTiers, _Strategy):  # type: ignore[misc, unused-ignore]
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Makes the module's optimizers and schedulers, and tiered ones of them."""
-        super().setup_optimizers(trainer)
+        super().setup_optimizers(trainer)  # type: ignore[misc]
         plain: list[torch.optim.Optimizer] = self.optimizers
         self.optimizers = [self._convert(optimizer) for optimizer in plain]
         self._plain = {id(new): old for old, new in zip(plain, self.optimizers, strict=True)}
@@ -133,19 +142,43 @@ class TierStrategy(_OverTiers, _Strategy):  # type: ignore[misc, unused-ignore]
         tier = self.tier
         if tier is not None and not tier.closed:
             states = [_state_of(optimizer) for optimizer in self.optimizers]
-            if self.model is not None:
-                tier.unwrap(self.model)  # first: state goes where its parameter is
+            if self.lightning_module is not None:
+                tier.unwrap(self.lightning_module)  # first: state goes where its parameter is
             self.optimizers = [
                 optimizer if state is None else _given_back(self._plain[id(optimizer)], state)
                 for optimizer, state in zip(self.optimizers, states, strict=True)
             ]
             self._plain = {}
             tier.close()
-        super().teardown()
+        super().teardown()  # type: ignore[misc]
 
 
-class FabricTierStrategy(_OverTiers, _FabricStrategy):  # type: ignore[misc, unused-ignore]
-    """Fabric's strategy: ``fabric.setup(model, optimizer)`` gives tiered ones of both."""
+class TierStrategy(_TrainedOverTiers, _Strategy):  # type: ignore[misc, unused-ignore]
+    """Trains a ``LightningModule`` on one device, with its tensors in tiers."""
+
+    strategy_name = "tiers"
+
+
+class _ManyProcesses:
+    """What strategies with a device for each of several processes do otherwise."""
+
+    def _places(self, device: str | torch.device | None) -> tuple[torch.device, ...]:
+        if device is not None:
+            raise ConfigError(
+                f"device={device!r}: with several processes each has a device of its own, which "
+                "Lightning chooses; say devices= to the Trainer or to Fabric"
+            )
+        return ()
+
+
+class TierDDPStrategy(_ManyProcesses, _TrainedOverTiers, _DDPStrategy):  # type: ignore[misc, unused-ignore]
+    """Trains a replica in each process; gradients are exchanged as in ``DDPStrategy``."""
+
+    strategy_name = "tiers_ddp"
+
+
+class _SetUpOverTiers(_OverTiers):
+    """What strategies of Fabric do."""
 
     def module_to_device(self, module: nn.Module) -> None:
         """Wraps the module, in place of moving it."""
@@ -154,6 +187,14 @@ class FabricTierStrategy(_OverTiers, _FabricStrategy):  # type: ignore[misc, unu
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Makes the tiered optimizer of a plain one."""
         return self._convert(optimizer)
+
+
+class FabricTierStrategy(_SetUpOverTiers, _FabricStrategy):  # type: ignore[misc, unused-ignore]
+    """Fabric's strategy: ``fabric.setup(model, optimizer)`` gives tiered ones of both."""
+
+
+class FabricTierDDPStrategy(_ManyProcesses, _SetUpOverTiers, _FabricDDPStrategy):  # type: ignore[misc, unused-ignore]
+    """The same in each of several processes, which exchange gradients as in ``DDPStrategy``."""
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
-"""Trains one model with a trainer of transformers in several processes, resident and tiered.
+"""Trains a model with others' trainers in several processes, resident and tiered.
 
-Run as a program it is one of them: ``support_two_trainers.py RANK PROCESSES FILE``, and with
-``cuda`` behind it each has a GPU of its own.
+Run as a program it is one of them: ``support_two_trainers.py LIBRARY RANK PROCESSES FILE``, and
+with ``cuda`` behind it each has a GPU of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from support_nn import assert_same
 from support_trainers import arguments
 from torch import Tensor
 
-CASES: dict[str, dict[str, Any]] = {
+HUGGING_FACE: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "attach": True},
     "recomputed": {"gradient_checkpointing": True, "ddp_find_unused_parameters": False},
+}
+LIGHTNING: dict[str, dict[str, Any]] = {
+    "clipped": {"gradient_clip_val": 0.5},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "fabric": {},
 }
 LAYERS = 4
 
@@ -36,11 +41,12 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def llama(width: int, rank: int) -> Any:
+def llama(on_host: bool) -> Any:
     """Returns a model; processes begin with different weights, of which the first one's count."""
     import transformers
 
-    transformers.set_seed(rank)
+    transformers.set_seed(dist.get_rank())
+    width = 64 if on_host else 512
     config = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=width,
@@ -53,8 +59,10 @@ def llama(width: int, rank: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def trained(folder: Path, budgets: dict[str, Any] | None, **settings: Any) -> dict[str, Tensor]:
-    """Trains and evaluates, resident or with budgets.
+def trained_by_transformers(
+    folder: Path, budgets: dict[str, Any] | None, **settings: Any
+) -> dict[str, Tensor]:
+    """Trains and evaluates with a ``Trainer``, resident or with budgets.
 
     Args:
         folder: Of the trainer; of this process alone.
@@ -73,7 +81,7 @@ def trained(folder: Path, budgets: dict[str, Any] | None, **settings: Any) -> di
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     args = arguments(folder, use_cpu=on_host, **evaluating, **settings)
     data = Sentences()
-    model = llama(64 if on_host else 512, dist.get_rank())
+    model = llama(on_host)
     given = {"train_dataset": data, "eval_dataset": data}
     if budgets is None:
         trainer = transformers.Trainer(model, args, **given)
@@ -98,15 +106,73 @@ def seen(trainer: Any) -> dict[str, Tensor]:
     return {"logged": torch.tensor(rows, dtype=torch.float64), **weights}
 
 
+def trained_by_lightning(
+    folder: Path, budgets: dict[str, Any] | None, **settings: Any
+) -> dict[str, Tensor]:
+    """Trains with Lightning's ``Trainer`` or with Fabric; arguments and result as above."""
+    import lightning
+    from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from tiermem.integrations.lightning import FabricTierDDPStrategy, TierDDPStrategy
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        """A module as people write them: it knows nothing of tiers."""
+
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.model = model
+            self.losses: list[Tensor] = []
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            loss: Tensor = self.model(**batch).loss
+            self.losses.append(loss.detach().cpu())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.1)
+
+    on_host = dist.get_backend() == "gloo"
+    where = {"accelerator": "cpu" if on_host else "cuda", "devices": dist.get_world_size()}
+    loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    module = Module(llama(on_host))
+    if folder.parent.name.startswith("fabric"):
+        other = FabricDDPStrategy() if budgets is None else FabricTierDDPStrategy(**budgets)
+        fabric = lightning.Fabric(strategy=other, **where)
+        fabric.launch()
+        model, optimizer = fabric.setup(module, module.configure_optimizers())
+        model.mark_forward_method("training_step")
+        for index, batch in enumerate(fabric.setup_dataloaders(loader)):
+            fabric.backward(model.training_step(batch, index))
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        chosen = DDPStrategy() if budgets is None else TierDDPStrategy(**budgets)
+        quiet = dict.fromkeys(
+            ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+        )
+        trainer = lightning.Trainer(
+            default_root_dir=folder, max_steps=4, strategy=chosen, **where, **quiet, **settings
+        )
+        trainer.fit(module, loader)
+    weights = {name: value.cpu() for name, value in module.state_dict().items()}
+    return {"losses": torch.stack(module.losses), **weights}
+
+
 def main() -> None:
     """Runs every case as one of several processes."""
-    rank, processes, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    cuda = "cuda" in sys.argv[4:]
+    library, rank, processes, file = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    cuda = "cuda" in sys.argv[5:]
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(processes),
         LOCAL_WORLD_SIZE=str(processes),
+        NODE_RANK="0",
+        MASTER_ADDR="127.0.0.1",  # for programs that ask; the processes meet in a file
+        MASTER_PORT="29500",
+        TORCHELASTIC_RUN_ID="tests",
         HF_HUB_OFFLINE="1",
     )
     torch.set_num_threads(1)
@@ -116,7 +182,9 @@ def main() -> None:
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=processes)
     budgets = {"hbm": "24MiB", "dram": "512MiB"} if cuda else {"hbm": "400KiB", "dram": "16MiB"}
-    for case, settings in CASES.items():
+    hugging_face = library == "transformers"
+    trained = trained_by_transformers if hugging_face else trained_by_lightning
+    for case, settings in (HUGGING_FACE if hugging_face else LIGHTNING).items():
         folder = Path(file).parent / f"{case}{rank}"
         expected = trained(folder / "resident", None, **settings)
         found = trained(folder / "tiers", budgets, **settings)

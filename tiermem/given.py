@@ -41,7 +41,8 @@ def device_of(device: str | torch.device) -> torch.device:
         if where.index >= count:
             last = f"cuda:{count - 1}"
             raise ConfigError(f"device={device!r}: the last CUDA device that torch sees is {last}")
-    return where
+        return where
+    return torch.device("cpu")  # with no number: tensors there have none
 
 
 def folders_of(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:

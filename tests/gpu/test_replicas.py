@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import support_replicas as replicas
+import support_two_trainers as two_trainers
 import torch
 import torch.distributed as dist
 
@@ -21,11 +22,12 @@ pytestmark = [
 ]
 
 
-def test_two_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:
-    command = [sys.executable, replicas.__file__]
+def run_two(command: list[str], folder: Path) -> list[str]:
+    """Returns what two processes print that know of each other by a file."""
+    printed = []
     running = [
         subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store"), "cuda"],
+            [*command, str(rank), "2", str(folder / "store"), "cuda"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -36,8 +38,25 @@ def test_two_processes_train_as_those_with_resident_models(tmp_path: Path) -> No
     try:
         for process in running:
             out, error = process.communicate(timeout=240)
-            assert f"equal {len(replicas.CASES)}" in out, error
+            assert process.returncode == 0, error
+            printed.append(out)
     finally:
         for process in running:
             process.kill()
             process.wait()
+    return printed
+
+
+def test_two_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:
+    for out in run_two([sys.executable, replicas.__file__], tmp_path):
+        assert f"equal {len(replicas.CASES)}" in out
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_trainers_of_others_in_two_processes(library: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip(library)
+    command = [sys.executable, two_trainers.__file__, library]
+    cases = two_trainers.HUGGING_FACE if library == "transformers" else two_trainers.LIGHTNING
+    for out in run_two(command, tmp_path):
+        assert out.splitlines().count("equal") == len(cases)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support_two_trainers as two_trainers
 import torch
 from support_integrations import batches, decoder
+from support_scripts import run_at_once
 from torch import Tensor, nn
 
 import tiermem
@@ -16,6 +18,7 @@ lightning = pytest.importorskip("lightning")
 
 from tiermem.integrations.lightning import (  # noqa: E402
     FabricTierStrategy,
+    TierDDPStrategy,
     TierStrategy,
     _device,
 )
@@ -435,3 +438,14 @@ def test_a_device_without_a_number_gets_one() -> None:
     assert _device("cuda") == torch.device("cuda", 0)
     assert _device("cuda:1") == torch.device("cuda", 1)
     assert _device("cpu") == torch.device("cpu")
+
+
+def test_several_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:
+    lines = [["lightning", str(rank), "2", str(tmp_path / "store")] for rank in range(2)]
+    for out in run_at_once(Path(two_trainers.__file__), lines, tmp_path, seconds=200):
+        assert out.splitlines().count("equal") == len(two_trainers.LIGHTNING)
+
+
+def test_a_device_for_several_processes_is_refused() -> None:
+    with pytest.raises(tiermem.ConfigError, match="say devices= to the Trainer or to Fabric"):
+        TierDDPStrategy(device="cuda:0")

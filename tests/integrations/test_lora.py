@@ -379,6 +379,7 @@ def test_wrapping_peft_s_own_adapters_keeps_them_in_hbm() -> None:
 
 @pytest.mark.parametrize("share", [0.5, 8.0])
 @pytest.mark.parametrize("make", [mixtral, qwen_moe])
+@pytest.mark.one_in(2)
 def test_peft_s_adapters_of_stacked_experts(make: Callable[[], Any], share: float) -> None:
     """They put a function in the place of each stacked parameter, in every call."""
 

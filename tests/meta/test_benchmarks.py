@@ -328,6 +328,7 @@ def test_memory(tmp_path, model: str) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_host_time(tmp_path) -> None:
     line = "--shape tiny --device cpu --repeats 3 --out out.json"
     rows = run("bench_host.py", tmp_path, *line.split())["rows"]
@@ -339,6 +340,7 @@ def test_host_time(tmp_path) -> None:
     assert {"Acquirer.decide", "Transfers.fill", "HostCopyEngine.up"} <= parts
 
 
+@pytest.mark.thorough
 def test_calls(tmp_path) -> None:
     line = "layers --device cpu --set tiny --tokens 1 --calls 3 --out out.json"
     (row,) = check_rows(run("bench_calls.py", tmp_path, *line.split()), "GB", "raw ms", "in HBM ms")
@@ -346,6 +348,7 @@ def test_calls(tmp_path) -> None:
     assert row["equal"] is True and row["later"] > 0 and row["first of later"] > 0
 
 
+@pytest.mark.thorough
 def test_rounds(tmp_path) -> None:
     line = "layers --device cpu --set tiny --tokens 8 --micro-batches 2 --rounds 3 --out out.json"
     (row,) = check_rows(run("bench_rounds.py", tmp_path, *line.split()), "GB", "in HBM ms, last")
@@ -353,6 +356,7 @@ def test_rounds(tmp_path) -> None:
     assert all(" up, " in row[f"round {number}"] for number in (1, 2, 3))
 
 
+@pytest.mark.thorough
 def test_phases(tmp_path) -> None:
     line = "layers --device cpu --set tiny --tokens 8 --warm 1 --steps 2 --out out.json"
     found = run("bench_phases.py", tmp_path, *line.split())
@@ -363,7 +367,8 @@ def test_phases(tmp_path) -> None:
 
 
 @needs_transformers
-@pytest.mark.parametrize("only", ["amp", pytest.param("", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("only", ["amp", ""])
 def test_usual_scripts(only: str, tmp_path) -> None:
     line = "--device cpu --set tiny --steps 1 --warm 2 --out out.json"
     rows = run("bench_scripts.py", tmp_path, *line.split(), "--only", only)["rows"]
@@ -452,6 +457,7 @@ def test_uses(tmp_path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+@pytest.mark.thorough
 def test_steps(tmp_path) -> None:
     """Where compute binds, copies up that wait for all of it take longer."""
     line = "layers --computes 0.15+0.4 --steps 6 --out out.json"
@@ -534,6 +540,7 @@ def test_trainers(tmp_path) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_checkpoint(tmp_path) -> None:
     line = "--folder model --device cpu --shape tiny --tokens 4 --hbm 512KiB --dram 16MiB"
     line += " --roomy 64MiB --lora-dram 16MiB --warm 1 --repeats 1 --out out.json"
@@ -599,6 +606,7 @@ def test_run_gpu_of_training(tmp_path) -> None:
     assert reached["every saved tensor to DRAM, of the bound"] == "not measured"
 
 
+@pytest.mark.thorough
 def test_run_gpu_stops_what_takes_too_long(tmp_path) -> None:
     line = "--small --only host --results found --seconds 0.01"
     with pytest.raises(AssertionError, match="stopped after"):
@@ -606,6 +614,7 @@ def test_run_gpu_stops_what_takes_too_long(tmp_path) -> None:
     assert (tmp_path / "found" / "required_gpu.json").exists()
 
 
+@pytest.mark.thorough
 def test_profile_of_the_host(tmp_path) -> None:
     line = "--device cpu --layers 16 --width 1024 --repeats 2 --lines 3"
     found = re.search(r"([0-9.]+) us per block", output("profile_host.py", tmp_path, *line.split()))

@@ -132,6 +132,7 @@ def forget_hooks(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("overlap", [False, "forward", "backward"])
 @pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.one_in(2)
 def test_gradients_that_are_not_announced(micro: int, overlap: Any) -> None:
     with watched(Twins(Net, Tiers("dram"), overlap=overlap)) as pair:
         if overlap == "backward":

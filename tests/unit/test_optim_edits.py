@@ -168,6 +168,7 @@ def _some(param: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", [_later, _loaded, _put])
 @pytest.mark.parametrize("overlap", [False, "forward", "auto"])
+@pytest.mark.one_in(3)
 def test_state_for_which_no_room_was_planned(
     overlap: Any, how: Callable[[Any], None], in_parts: bool
 ) -> None:
@@ -194,6 +195,7 @@ def test_state_for_which_no_room_was_planned(
     ("cls", "setting"),
     [(torch.optim.AdamW, {"amsgrad": True}), (torch.optim.RMSprop, {"momentum": 0.5})],
 )
+@pytest.mark.one_in(2)
 def test_settings_that_ask_for_more_state_before_the_first_step(
     cls: Any, setting: dict[str, Any], in_parts: bool
 ) -> None:
@@ -265,6 +267,7 @@ class Converts(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("missing", [["amsgrad"], ["maximize"], ["amsgrad", "eps"]])
+@pytest.mark.one_in(2)
 def test_settings_that_a_checkpoint_of_old_has_not_are_as_the_class_says(
     missing: list[str], in_parts: bool
 ) -> None:
@@ -287,6 +290,7 @@ def test_settings_that_a_checkpoint_of_old_has_not_are_as_the_class_says(
 
 
 @pytest.mark.parametrize("overlap", [False, "auto"])
+@pytest.mark.one_in(2)
 def test_settings_that_a_class_makes_of_those_of_old_are_stepped_with(
     overlap: Any, in_parts: bool
 ) -> None:

@@ -329,6 +329,7 @@ class ByHand(torch.optim.Optimizer):
 @pytest.mark.parametrize("where", ["host", "both"])
 @pytest.mark.parametrize("policy", ["nvme", "auto"])
 @pytest.mark.parametrize("width", [64, 200])
+@pytest.mark.one_in(2)
 def test_a_dram_budget_that_an_error_names_does(
     tmp_path: Path, policy: Any, where: Any, width: int, cls: Any
 ) -> None:

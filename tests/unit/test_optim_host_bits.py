@@ -522,6 +522,7 @@ def test_torchs_own_cpu_kernels_have_other_bits() -> None:
 @pytest.mark.parametrize(
     ("cls", "settings"), [STEPS[0], STEPS[1], (torch.optim.SGD, {"weight_decay": 0.1})]
 )
+@pytest.mark.one_in(3)
 def test_auto_steps_on_both_sides_with_the_residents_bits(
     cls: Any, settings: dict[str, Any], overlap: Any
 ) -> None:
@@ -538,6 +539,7 @@ def test_auto_steps_on_both_sides_with_the_residents_bits(
 
 @pytest.mark.parametrize("where", ["auto", "both"])
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.one_in(2)
 def test_gradients_in_float32_of_bfloat16_weights_are_cast_first(cls: Any, where: Any) -> None:
     """As the device does, which has one dtype for all that a kernel is given."""
     dtypes = {"master_dtype": None, "grad_dtype": FP32}
@@ -552,6 +554,7 @@ def test_gradients_in_float32_of_bfloat16_weights_are_cast_first(cls: Any, where
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("later", [False, True])
+@pytest.mark.one_in(2)
 def test_gradients_that_the_loop_does_not_read_are_the_devices(
     dtype: torch.dtype, later: bool
 ) -> None:
@@ -576,6 +579,7 @@ def test_gradients_that_the_loop_does_not_read_are_the_devices(
     ("weights", "gradients", "total"),
     [(FP32, BF16, FP32), (FP32, BF16, BF16), (BF16, FP32, FP32), (BF16, FP32, BF16)],
 )
+@pytest.mark.one_in(2)
 def test_factors_of_gradients_in_other_dtypes_than_weights_are_the_devices(
     weights: torch.dtype, gradients: torch.dtype, total: torch.dtype
 ) -> None:

@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import utils
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel, distributed
 
@@ -43,7 +44,8 @@ _replicas: WeakSet[DistributedDataParallel] = WeakSet()
 def follow(reduced: ReducedGradients) -> None:
     """Notifies ``reduced`` of every ``DistributedDataParallel`` from now on."""
     _everybody.add(reduced)
-    setattr(distributed, _MADE_ALIKE, _make_alike)
+    for place in (distributed, utils):
+        setattr(place, _MADE_ALIKE, _make_alike)
 
 
 def refuse_replica(model: nn.Module) -> None:
@@ -107,6 +109,9 @@ def _make_alike(
             dist._broadcast_coalesced(process_group, [sent], broadcast_bucket_size, src)
             if receives:
                 tensor.copy_(sent)
+    if torch.cuda.is_available():
+        # some trainers have it made on a stream of its own, and use the model on another
+        torch.cuda.current_stream().synchronize()
 
 
 def _is_replica(model: nn.Module) -> bool:
