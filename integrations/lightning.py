@@ -26,8 +26,10 @@ from .conversion import hand_over, tiered, without_hooks
 from .options import need
 
 if TYPE_CHECKING:
-    _Strategy = _DDPStrategy = Any
-    _FabricStrategy = _FabricDDPStrategy = Any
+    _Strategy = Any
+    _DDPStrategy = Any
+    _FabricStrategy = Any
+    _FabricDDPStrategy = Any
 else:
     _strategies = need("lightning.pytorch.strategies", "lightning", "TierStrategy")
     _Strategy, _DDPStrategy = _strategies.SingleDeviceStrategy, _strategies.DDPStrategy
@@ -118,6 +120,8 @@ def _device(device: str | torch.device | None) -> torch.device:
 class _TrainedOverTiers(_OverTiers):
     """What strategies of a ``Trainer`` do."""
 
+    model: Any
+    root_device: torch.device
     optimizers: list[Any]
     lightning_module: Any
 
@@ -179,6 +183,8 @@ class TierDDPStrategy(_ManyProcesses, _TrainedOverTiers, _DDPStrategy):  # type:
 
 class _SetUpOverTiers(_OverTiers):
     """What strategies of Fabric do."""
+
+    root_device: torch.device
 
     def module_to_device(self, module: nn.Module) -> None:
         """Wraps the module, in place of moving it."""

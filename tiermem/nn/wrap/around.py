@@ -106,7 +106,9 @@ def _make_alike(
                 continue
             # to the device: a block that is used in place gives a copy in host memory
             sent = tensor.clone().to(tensor.device)
-            dist._broadcast_coalesced(process_group, [sent], broadcast_bucket_size, src)
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                process_group, [sent], broadcast_bucket_size, src
+            )
             if receives:
                 tensor.copy_(sent)
     if torch.cuda.is_available():
