@@ -366,6 +366,13 @@ def test_phases(tmp_path) -> None:
     assert 0 < parts < 2 * tiered["whole ms"]
 
 
+@pytest.mark.thorough
+def test_replicas(tmp_path) -> None:
+    line = "layers --device cpu --set tiny --tokens 8 --warm 1 --steps 2 --out out.json"
+    (row,) = check_rows(run("bench_replicas.py", tmp_path, *line.split()), "GB", "of resident")
+    assert row["equal"] is True and row["processes"] == 2
+
+
 @needs_transformers
 @pytest.mark.thorough
 @pytest.mark.parametrize("only", ["amp", ""])
