@@ -29,6 +29,7 @@ import tiermem
 
 Row = dict[str, Any]
 LEARNING_RATE = 1e-5
+OVERLAPS = {"auto": "auto", "forward": "forward", "none": False}
 
 
 class Steps:
@@ -89,19 +90,28 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Row
     model = build()
     with tiermem.TierManager(device=device, hbm=int(nbytes * options.share) // 4096 * 4096) as tier:
         tiered = Steps(kind, tier.wrap(model), tokens, device)
-        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE)
-        times = tiered.make(optimizer, steps)
+        settings: Any = {} if options.overlap is None else {"overlap": OVERLAPS[options.overlap]}
+        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, **settings)
+        first = tiered.make(optimizer, options.warm)
+        tier.reset_stats()
+        times = tiered.make(optimizer, options.steps)
+        links = tier.stats().links
+        up, down = (
+            sum(link.nbytes for name, link in links.items() if name.endswith(end)) / options.steps
+            for end in (">hbm", ">dram")
+        )
         found = [value.cpu() for value in model.state_dict().values()]
         equal = all(map(torch.equal, kept + losses, found + tiered.losses))
         del optimizer
         tier.close(discard=True)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, equal)
-    mine, theirs = (statistics.median(all_of[options.warm :]) for all_of in (times, resident))
+    mine, theirs = statistics.median(times), statistics.median(resident[options.warm :])
     return {
         "model": name, "GB": nbytes / 1e9, "tokens": tokens, "processes": dist.get_world_size(),
         "resident s": theirs, "tiermem s": mine, "of resident": theirs / mine,
-        "equal": all(every), "first step s": times[0],
+        "equal": all(every), "first step s": first[0],
+        "up of all weights": up / nbytes, "down of all weights": down / nbytes,
     }  # fmt: skip
 
 
@@ -142,6 +152,7 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=24, help="steps before those measured")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--set", choices=SETS, default="full", help="sizes of the models")
+    parser.add_argument("--overlap", choices=OVERLAPS, help="of the optimizer; its default if none")
     parser.add_argument("--share", type=float, default=0.5, help="of the bytes, in HBM")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")
