@@ -177,6 +177,41 @@ def test_ctrl_c_again_as_the_process_ends() -> None:
         assert "interrupted" in said and "Traceback" not in said
 
 
+DROPPED = """
+import os, signal, sys
+import tiermem.cli as cli, tiermem.cli.plan as plan  # torch would take seconds
+
+class Deleted:
+    def __init__(self, act):
+        self.act = act
+
+    def __del__(self):
+        self.act()
+
+def fail():
+    raise ValueError("of another kind")
+
+def run(arguments):
+    Deleted(fail)
+    Deleted(lambda: os.kill(os.getpid(), signal.SIGINT))
+    while True:
+        signal.pause()
+
+plan.run = run
+sys.exit(cli.command())
+"""
+
+
+def test_ctrl_c_that_python_drops_comes_again() -> None:
+    """Other exceptions that it drops are told of, as ever."""
+    line = [sys.executable, "-c", DROPPED, *PLAN[1:]]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == cli.INTERRUPTED
+    assert done.stderr.count("Traceback") == 1 and "of another kind" in done.stderr
+    assert done.stderr.endswith("tiermem plan: interrupted\n")
+    assert "KeyboardInterrupt" not in done.stderr
+
+
 def test_torch_is_imported_where_a_command_runs() -> None:
     """Ctrl-C comes to the command's own handler then, and usage is said at once."""
     program = (
@@ -250,6 +285,7 @@ PLAN = ["tiermem", "plan", "--hbm", "1", "--dram", "1"]
 def as_process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """``cli.command()`` with the arguments of ``PLAN``; Ctrl-C stays what it was."""
     monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(sys, "argv", PLAN)
     return monkeypatch
 

@@ -14,6 +14,9 @@ from types import ModuleType
 COMMANDS = ("train", "generate", "bench", "plan", "doctor")
 INTERRUPTED = 130
 
+_AGAIN = 0.01
+"""Seconds after which Ctrl-C comes again that Python has dropped."""
+
 
 def command() -> int:
     """Runs the command line as all that a process does.
@@ -29,11 +32,13 @@ def command() -> int:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):  # paths and texts may have what it cannot encode
             stream.reconfigure(errors="backslashreplace")
+    sys.unraisablehook = _dropped
     try:
         status = _flushed(main())
     except KeyboardInterrupt:  # again, while the first was reported
         status = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
     return status
 
 
@@ -52,6 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # as torch is imported, too
         print("\ntiermem: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _dropped(dropped: sys.UnraisableHookArgs) -> None:
+    """Tells of an exception that Python drops, but has Ctrl-C come again.
+
+    It came while an object was deleted, or in a callback of a weak reference: nothing that is
+    raised there, or in this function, gets any further. So it has to come a little later.
+    """
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN)
 
 
 def _flushed(status: int) -> int:
