@@ -54,6 +54,7 @@ def test_version(capsys) -> None:
         ["train", "--lr", "nan"],
         ["train", "--lr", "inf"],
         ["train", "--lr", "1e300"],
+        ["train", "--nvme", "none", "--nvme-bytes", "1GiB"],
         ["train", "--policy", "params=dram,params=nvme"],
         ["train", "--checkpoint", "a", "--lora", "r=8,r=4"],
         ["train", "--checkpoint", "a", "--lora", "r=8", "--lr", "1e300"],

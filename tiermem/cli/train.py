@@ -375,6 +375,8 @@ def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
     folders = [default_swap_folder()] if arguments.nvme is None else arguments.nvme
     if folders == ["none"]:
         folders = []
+        if arguments.nvme_bytes is not None:
+            raise ConfigError("--nvme-bytes is of the swap file, and --nvme none leaves it out")
     # Weights, gradients and two moments are four times the weights: twice leaves
     # half of it to the swap file; without one, DRAM has to hold it all, and some
     # room for alignment. With masters these and the moments are of their dtype.
