@@ -3176,8 +3176,8 @@ MUTATIONS = (
     Mutation(
         "command line: a folder that takes no file is refused before the work",
         "tiermem/cli/options.py",
-        "        with tempfile.TemporaryFile(dir=out):\n            return out\n",
-        "        return out\n",
+        "        with tempfile.TemporaryFile(dir=out):\n            pass\n",
+        "",
         ("tests/unit/test_cli_checkpoints.py",),
     ),
     Mutation(

@@ -191,21 +191,32 @@ def generate_options() -> Any:
     return parser.parse_args(["x", "--prompt", "x"])
 
 
-def test_folders_that_are_none(tmp_path: Path, bare: Path, capfd: Any) -> None:
+def test_folders_that_are_none(
+    tmp_path: Path, bare: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(said: str) -> None:
         assert write(tmp_path, "--prompt", "x") == 2
-        assert said in capfd.readouterr().err
+        assert said in (err := capfd.readouterr().err)
+        assert err.count("\n") == 2  # one of them is that it is looked at
 
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     refused("neither config.json")
     (tmp_path / "tiermem.json").write_text("{}")
     refused("not of the model of tiermem train")
+    (tmp_path / "tiermem.json").write_text("[" * 100_000)
+    refused("tiermem.json: maximum recursion depth")
+    (tmp_path / "tiermem.json").write_text("{}")
     save_file(ByteGPT(Shape(1, 8, 2, 4)).state_dict(), tmp_path / "model.safetensors")
     refused("does not say how many heads")
     (tmp_path / "config.json").write_text((bare / "config.json").read_text().replace("256", "200"))
     refused("has no tokenizer, and the model has 200 tokens")
     (tmp_path / "tokenizer.json").write_text("{")
     refused("its tokenizer cannot be used")
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    refused("its tokenizer cannot be used")  # transformers has several lines to say
+    monkeypatch.setattr(folders.os, "access", lambda *_: False)
+    refused("this user may not read it; change its permissions")
     assert write(tmp_path / ("x" * 300), "--prompt", "x") == 2  # longer than a name may be
     assert "no such folder" in capfd.readouterr().err
 
@@ -558,6 +569,18 @@ def test_adapters_that_could_not_be_kept_are_not_trained(
     more = ["--lora", "r=4", "--hbm", "1MiB", option, str(tmp_path / "file")]
     assert adapt(words, tmp_path / "adapters", *more) == 2
     assert str(tmp_path / "file") in capfd.readouterr().err
+
+
+def test_threads_of_fine_tuning(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(adapting, "train", lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    lora = ["--lora", "r=4", "--hbm", "1MiB"]
+    assert adapt(words, tmp_path / "adapters", *lora, "--threads", str(before + 1)) == 0
+    assert adapt(words, tmp_path / "adapters", *lora) == 0
+    assert seen == [before + 1, before] and torch.get_num_threads() == before
 
 
 def test_options_of_adapters() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import tiermem
 from tiermem import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TRAINERS = {"optimizers", "attach"}
+"""What ``TrainerTiers`` of the integration of Hugging Face has beside."""
 QUICK = {"doctor", "plan"}
 """Commands that are run as they stand; the others are parsed only."""
 
@@ -55,15 +59,22 @@ def _commands() -> list[tuple[Code, str]]:
     return [
         (block, line.partition("#")[0].strip())
         for block in BLOCKS
-        if block.language == "bash"
+        if block.language in ("bash", "text")
         for line in block.text.replace("\\\n", " ").splitlines()
         if line.strip().startswith(("tiermem ", "python -m tiermem "))
     ]
 
 
 @pytest.mark.parametrize("text", SKETCHES)
-def test_sketches_are_python(text: str) -> None:
-    compile(text, "a page", "exec")
+def test_sketches_are_python_with_names_that_there_are(text: str) -> None:
+    tree = ast.parse(text)
+    compile(tree, "a page", "exec")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "tiermem":
+                assert node.attr in tiermem.__all__
+            if node.value.id == "tier":  # TierManager's own, or that of an integration
+                assert hasattr(tiermem.TierManager, node.attr) or node.attr in TRAINERS
 
 
 def test_there_are_blocks() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import errno
+import io
+import json
 import os
 import subprocess
 import sys
@@ -13,7 +17,8 @@ import torch
 
 from tiermem import cli
 from tiermem.cli import plan
-from tiermem.errors import StorageError
+from tiermem.cli.options import parse_path
+from tiermem.errors import ConfigError, StorageError
 
 
 def test_help_names_every_command(capsys) -> None:
@@ -48,6 +53,13 @@ def test_version(capsys) -> None:
         ["train", "--steps", "0"],
         ["train", "--lr", "nan"],
         ["train", "--lr", "inf"],
+        ["train", "--lr", "1e300"],
+        ["train", "--nvme", "none", "--nvme-bytes", "1GiB"],
+        ["train", "--policy", "params=dram,params=nvme"],
+        ["train", "--checkpoint", "a", "--lora", "r=8,r=4"],
+        ["train", "--checkpoint", "a", "--lora", "r=8", "--lr", "1e300"],
+        ["train", "--checkpoint", "a", "--lora", "r=8", "--threads", "0"],
+        ["train", "--checkpoint", "a", "--lora", "r=8,task_type=causal"],
         ["train", "--hbm", "-5"],
         ["train", "--policy", "params=moon"],
         ["train", "--policy", "wings=dram"],
@@ -116,6 +128,7 @@ INTERRUPTED_AGAIN = """
 import atexit, os, signal, sys
 from tiermem import cli
 from tiermem.cli import plan
+from tiermem.cli.options import parse_path
 
 # What takes long to import, one process imports for all runs.
 runs = int(sys.argv.pop())
@@ -163,6 +176,41 @@ def test_ctrl_c_again_as_the_process_ends() -> None:
     assert len(runs) == 3 and not rest, done.stderr
     for said in runs:
         assert "interrupted" in said and "Traceback" not in said
+
+
+DROPPED = """
+import os, signal, sys
+import tiermem.cli as cli, tiermem.cli.plan as plan  # torch would take seconds
+
+class Deleted:
+    def __init__(self, act):
+        self.act = act
+
+    def __del__(self):
+        self.act()
+
+def fail():
+    raise ValueError("of another kind")
+
+def run(arguments):
+    Deleted(fail)
+    Deleted(lambda: os.kill(os.getpid(), signal.SIGINT))
+    while True:
+        signal.pause()
+
+plan.run = run
+sys.exit(cli.command())
+"""
+
+
+def test_ctrl_c_that_python_drops_comes_again() -> None:
+    """Other exceptions that it drops are told of, as ever."""
+    line = [sys.executable, "-c", DROPPED, *PLAN[1:]]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == cli.INTERRUPTED
+    assert done.stderr.count("Traceback") == 1 and "of another kind" in done.stderr
+    assert done.stderr.endswith("tiermem plan: interrupted\n")
+    assert "KeyboardInterrupt" not in done.stderr
 
 
 def test_torch_is_imported_where_a_command_runs() -> None:
@@ -229,3 +277,110 @@ def test_output_on_a_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: Any, cod
     else:
         with pytest.raises(OSError, match=os.strerror(code)):
             cli.main(line)
+
+
+PLAN = ["tiermem", "plan", "--hbm", "1", "--dram", "1"]
+
+
+@pytest.fixture
+def as_process(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """``cli.command()`` with the arguments of ``PLAN``; Ctrl-C stays what it was."""
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(sys, "argv", PLAN)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_a_stream_cannot_encode_is_written_all_the_same(
+    as_process: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """A model's text, a table, or a path that is no text: its bytes are none of the encoding's."""
+    written = io.BytesIO()
+
+    def run(arguments: object) -> int:
+        print("24 layers × 192 in \udcff")
+        return 0
+
+    as_process.setattr(plan, "run", run)
+    as_process.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    assert cli.command() == 0
+    times = b"\\xd7" if encoding == "ascii" else "×".encode()
+    assert written.getvalue() == b"24 layers " + times + b" 192 in \\udcff\n"
+
+
+def test_output_that_was_closed_before(as_process: pytest.MonkeyPatch) -> None:
+    """Nothing is told, also not on the other stream, and nothing fails."""
+
+    def run(arguments: object) -> int:
+        assert not sys.stdout.isatty()
+        sys.stdout.write("a text")
+        raise ConfigError("no such thing")
+
+    both = io.StringIO()
+    as_process.setattr(plan, "run", run)
+    for closed, other in (("stdout", "stderr"), ("stderr", "stdout")):
+        as_process.setattr(sys, closed, None)
+        as_process.setattr(sys, other, both)
+        assert cli.command() == 2
+        getattr(sys, closed).close()
+    assert both.getvalue() == "tiermem plan: error: no such thing\na text"
+
+
+@pytest.mark.parametrize("printed", ["at once", "at the end"])
+@pytest.mark.parametrize("target", ["no reader", "full disk"])
+def test_output_that_nobody_takes(
+    as_process: pytest.MonkeyPatch, capsys: Any, printed: str, target: str
+) -> None:
+    """``| head`` says nothing, also where text is left to be written as the process ends."""
+
+    def run(arguments: object) -> int:
+        print(json.dumps({"a": 1}), flush=printed == "at once")
+        return 0
+
+    if target == "no reader":
+        reader, fd = os.pipe()
+        os.close(reader)
+    else:
+        fd = os.open("/dev/full", os.O_WRONLY)
+    as_process.setattr(plan, "run", run)
+    stdout = os.fdopen(fd, "w", encoding="utf-8")
+    as_process.setattr(sys, "stdout", stdout)
+    assert cli.command() == (1 if target == "no reader" else 2)
+    assert sys.stdout is None  # nothing is tried again
+    said = "" if target == "no reader" else os.strerror(errno.ENOSPC)
+    assert said in (err := capsys.readouterr().err) and err.count("\n") == bool(said)
+    with contextlib.suppress(OSError):
+        stdout.close()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["train", "--data", ""],
+        ["train", "--nvme", ""],
+        ["train", "--out", ""],
+        ["train", "--save", ""],
+        ["train", "--checkpoint", "", "--lora", "r=8"],
+        ["generate", "", "--prompt", "a"],
+        ["generate", "folder", "--prompt", "a", "--nvme", ""],
+        ["bench", "--nvme", ""],
+        ["bench", "--picture", ""],
+        ["bench", "--codec", ""],
+        [*PLAN[1:], "--params", "7B", "--profile", ""],
+        ["doctor", "--nvme", ""],
+    ],
+)
+def test_the_path_of_a_variable_that_is_not_set_is_not_the_current_folder(
+    line: list[str], capsys: Any
+) -> None:
+    assert cli.main(line) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert "it is empty; the current folder is '.'" in captured.err
+
+
+def test_other_paths_stay_as_they_are() -> None:
+    assert parse_path(" a ") == " a "
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_path("")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
+import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -265,6 +267,33 @@ def test_out_must_be_a_folder(fake, tmp_path, capsys) -> None:
     (tmp_path / "out").write_text("a file")
     assert _train(tmp_path) == 2
     assert "--out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["timeline.png", "trace.json", "report.json"])
+def test_a_report_that_could_not_be_written_is_refused_before_the_run(
+    fake, tmp_path, capsys, name
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+    fake.options = {}
+    assert _train(tmp_path) == 2
+    assert f"--out {tmp_path / 'out' / name}: Is a directory" in capsys.readouterr().err
+    assert fake.options == {}  # no manager was made
+
+
+def test_files_of_an_earlier_report_stay_until_there_is_another(
+    fake, tmp_path, monkeypatch, capsys
+) -> None:
+    assert _train(tmp_path) == 0
+    former = (tmp_path / "out" / "report.json").read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tiermem.cli.report.write_pictures", full)
+    assert _train(tmp_path) == 2
+    err = capsys.readouterr().err
+    assert f"--out {tmp_path / 'out'}: No space left on device; name another" in err
+    assert (tmp_path / "out" / "report.json").read_bytes() == former
 
 
 def test_live_panel() -> None:

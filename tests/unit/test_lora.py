@@ -54,6 +54,7 @@ def made(dtype: torch.dtype = torch.float32) -> Model:
         ({"alpha": float("nan")}, "alpha=nan"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"bias": "some"}, "bias='some' is not one of"),
+        ({"task_type": "causal_lm"}, "task_type='causal_lm' is not one of .*'CAUSAL_LM'"),
         ({"init": "pissa"}, "init='pissa' is not one of"),
         ({"rslora": 1}, "rslora=1"),
         ({"target_modules": 3}, "target_modules=3 is neither text nor names"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,6 +13,9 @@ from types import ModuleType
 
 COMMANDS = ("train", "generate", "bench", "plan", "doctor")
 INTERRUPTED = 130
+
+_AGAIN = 0.01
+"""Seconds after which Ctrl-C comes again that Python has dropped."""
 
 
 def command() -> int:
@@ -21,11 +26,19 @@ def command() -> int:
     Returns:
         The exit status, as of :func:`main`.
     """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed (`>&-`): the next file that is opened would be in its place
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):  # paths and texts may have what it cannot encode
+            stream.reconfigure(errors="backslashreplace")
+    sys.unraisablehook = _dropped
     try:
-        status = main()
+        status = _flushed(main())
     except KeyboardInterrupt:  # again, while the first was reported
         status = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
     return status
 
 
@@ -44,6 +57,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # as torch is imported, too
         print("\ntiermem: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _dropped(dropped: sys.UnraisableHookArgs) -> None:
+    """Tells of an exception that Python drops, but has Ctrl-C come again.
+
+    It came while an object was deleted, or in a callback of a weak reference: nothing that is
+    raised there, or in this function, gets any further. So it has to come a little later.
+    """
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN)
+
+
+def _flushed(status: int) -> int:
+    """Writes what is left of the output; returns the status, another one if that fails."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        return _failed_output(error, "tiermem")
+    return status
+
+
+def _failed_output(error: OSError, command: str) -> int:
+    """Tells why output could not be written, and sees that nothing is tried again at exit.
+
+    Returns:
+        The exit status.
+    """
+    sys.stdout = None
+    if isinstance(error, BrokenPipeError):  # the reader went away (`| head`)
+        return 1
+    print(f"{command}: error: {error.strerror}", file=sys.stderr)
+    return 2
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -88,17 +137,10 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print(f"\ntiermem {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader went away (`| head`): say nothing, also not at interpreter exit.
-        sys.stdout = None
-        return 1
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # where output goes to a full disk, what is left of it must not be written at exit either
-        print(f"tiermem {arguments.command}: error: {error.strerror}", file=sys.stderr)
-        sys.stdout = None
-        return 2
+        return _failed_output(error, f"tiermem {arguments.command}")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

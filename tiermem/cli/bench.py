@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tiermem.cli.options import parse_bytes, pick_device
+from tiermem.cli.options import parse_bytes, parse_path, pick_device
 from tiermem.cli.plan import add_speed_arguments, read_speeds
 from tiermem.config import format_size
 from tiermem.core.block import ALIGNMENT, align_up
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nvme",
         action="append",
+        type=parse_path,
         metavar="FOLDER",
         help="repeatable; 'none' to leave disks out (default: a folder on a disk)",
     )
@@ -53,10 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-save", action="store_true", help="leave the saved profile as it is")
-    parser.add_argument("--picture", metavar="FILE", help="draw bandwidth by size and by depth")
+    parser.add_argument(
+        "--picture", type=parse_path, metavar="FILE", help="draw bandwidth by size and by depth"
+    )
     codec = parser.add_argument_group("packing, instead of links")
     codec.add_argument(
         "--codec",
+        type=parse_path,
         metavar="DIR",
         help="a checkpoint: ratio and speed of byte planes and lz4 for at most --size of its "
         "weights and moments, and the speed of a link below which that pays",

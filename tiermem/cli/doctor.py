@@ -7,12 +7,15 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from tiermem.cli.options import parse_path
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``tiermem doctor``."""
     parser.add_argument(
         "--nvme",
         action="append",
+        type=parse_path,
         default=[],
         metavar="FOLDER",
         help="a folder meant for a swap file; repeatable (default: a folder on a disk)",

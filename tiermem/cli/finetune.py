@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import copy
 import json
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from tiermem.cli.options import (
     activation_options,
+    check_rate,
+    check_threads,
     check_whole,
     out_folder,
     parse_depth,
+    parse_path,
     pick_device,
     policy_of,
     read_budget,
@@ -64,7 +66,9 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "adapters on a checkpoint", "--hbm is a cap on the whole process there"
     )
-    group.add_argument("--checkpoint", metavar="DIR", help="folder of the model to fine-tune")
+    group.add_argument(
+        "--checkpoint", type=parse_path, metavar="DIR", help="folder of the model to fine-tune"
+    )
     group.add_argument(
         "--lora",
         metavar="r=N,...",
@@ -81,10 +85,12 @@ def _defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs ``tiermem train --checkpoint``."""
+    import torch
     from rich.console import Console
 
     from tiermem.cli.checkpoints import read_saving
     from tiermem.cli.folders import open_folder
+    from tiermem.cli.threads import threads
 
     asked = read_plan(arguments)
     wish = parse_lora(arguments.lora)
@@ -101,7 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     plan, lora = fitted(asked, folder, given=arguments.context is not None), on(folder, wish)
     tiers = pick_tiers(arguments, folder, lora, plan)
     saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
-    with warnings.catch_warnings():
+    # No trial finds a number: a piece of this work would take the weights' whole way.
+    number = arguments.threads or torch.get_num_threads()
+    with threads(number, plan.device, lambda: None), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, about its own names
         result = _train(arguments, folder, lora, plan, tiers, saving, console)
     if arguments.json:
@@ -135,11 +143,11 @@ def read_plan(arguments: argparse.Namespace) -> Plan:
         check_whole(name, getattr(arguments, name))
     context = CONTEXT if arguments.context is None else arguments.context
     check_whole("context", context, 2)
-    for name in ("lr", "clip", "loss_chunks"):
+    for name in ("clip", "loss_chunks"):
         if not getattr(arguments, name) >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must not be negative")
-    if arguments.lr == math.inf:
-        raise ConfigError("--lr must be a number from 0 on, not inf")
+    check_rate(arguments.lr)
+    check_threads(arguments.threads)
     return Plan(
         batch=arguments.batch,
         accumulate=arguments.accumulate,
@@ -187,6 +195,8 @@ def parse_lora(text: str) -> tiermem.Lora:
             raise ConfigError(
                 f"--lora: {part!r} is no option=value with one of the options {sorted(_READ)}"
             )
+        if name in options:
+            raise ConfigError(f"--lora: {name} is given twice")
         try:
             options[name] = _READ[name](value)
         except (ValueError, KeyError):

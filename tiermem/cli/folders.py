@@ -64,6 +64,8 @@ def open_folder(path: str, *, checkpointing: bool = False) -> Folder:
     folder = Path(path)
     if not os.path.isdir(folder):  # False of a name that is too long, too
         raise CheckpointError(f"{folder}: no such folder")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{folder}: this user may not read it; change its permissions")
     adapters = folder if (folder / ADAPTERS).is_file() else None
     if adapters is not None and not (folder / "config.json").is_file():
         folder = _base_of(adapters)
@@ -146,7 +148,7 @@ def _run_of(folder: Path) -> _Run:
         return _Run()
     try:
         said: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # JSON that is deep, too
         raise CheckpointError(f"{path}: {error}") from error
 
     def at(*keys: str) -> Any:

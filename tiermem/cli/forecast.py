@@ -172,7 +172,8 @@ def _homes(sizes: dict[str, float], machine: Machine) -> dict[str, dict[str, flo
         if left > 0:
             raise CapacityError(
                 f"{role} do not fit: {format_size(sum(sizes.values()))} are needed below HBM, "
-                f"but --dram and --nvme-bytes give {format_size(machine.dram + machine.nvme)}"
+                f"but --dram and --nvme-bytes give {format_size(machine.dram + machine.nvme)}",
+                "give more of either",
             )
     return homes
 

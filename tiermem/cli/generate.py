@@ -12,7 +12,7 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from tiermem.cli.options import check_whole, parse_seed, pick_device, read_budget
+from tiermem.cli.options import check_whole, parse_path, parse_seed, pick_device, read_budget
 from tiermem.cli.plan import add_speed_arguments, read_speeds
 from tiermem.config import format_size
 from tiermem.errors import CapacityError, ConfigError
@@ -31,7 +31,7 @@ _PLAIN_LINES = 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``tiermem generate``."""
-    parser.add_argument("folder", metavar="DIR", help="of the model")
+    parser.add_argument("folder", type=parse_path, metavar="DIR", help="of the model")
     text = parser.add_argument_group("text")
     text.add_argument("--prompt", required=True, metavar="TEXT")
     text.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: 128)")
@@ -55,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dram", metavar="SIZE", help="host memory (default: half of what is available)"
     )
     tiers.add_argument(
-        "--nvme", action="append", metavar="FOLDER", help="of a swap file; none is needed to read"
+        "--nvme",
+        action="append",
+        type=parse_path,
+        metavar="FOLDER",
+        help="of a swap file; none is needed to read",
     )
     speeds = parser.add_argument_group("speeds, for the bound")
     add_speed_arguments(speeds)

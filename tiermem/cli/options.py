@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import re
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -29,6 +31,9 @@ MOST = 1 << 40
 _LEAST, _LARGEST = 1e-6, 1e18
 """Of what is counted or measured: models, speeds."""
 
+_THREADS_A_CORE = 8
+"""Threads that may be asked for, by core: OpenMP dies of some ten thousand."""
+
 _SETTING = re.compile(r"\b(hbm|dram|nvme|nvme_bytes|policy|prefetch_depth)= ?")
 _MANAGER = re.compile(r"\bTierManager\(([^()]*)\)")
 
@@ -41,19 +46,46 @@ def with_options(message: str) -> str:
     return _SETTING.sub(lambda found: f"--{found[1].replace('_', '-')} ", message)
 
 
-def out_folder(path: str) -> Path:
+def out_folder(path: str, files: Sequence[str] = ()) -> Path:
     """Returns the folder of ``--out``, made if need be, before anything is worked out for it.
+
+    Args:
+        path: What the user wrote.
+        files: Names of those that will be written there.
 
     Raises:
         ConfigError: If it cannot be made, or takes no file.
     """
     out = Path(path)
-    try:
+    with written(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
-            return out
+            pass
+    for file in (out / name for name in files):
+        if file.exists():
+            with written(file), open(file, "ab"):
+                pass
+    return out
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Tells of ``--out`` where something in it cannot be written, inside ``with``."""
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"--out {path}: {error.strerror}; name another folder") from error
+
+
+def parse_path(text: str) -> str:
+    """Parses the path of a file or folder; an empty one would be the current folder's.
+
+    Raises:
+        ArgumentTypeError: If it is empty, as that of a variable that is not set.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; the current folder is '.'")
+    return text
 
 
 def parse_seed(text: str) -> int:
@@ -87,6 +119,35 @@ def check_whole(name: str, value: int, least: int = 1) -> None:
     if value > MOST:
         raise ConfigError(
             f"--{name} must be at most {MOST}, not a number of {value.bit_length()} bits"
+        )
+
+
+def check_rate(value: float) -> None:
+    """Refuses a learning rate that no step can be made with.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    if not 0 <= value <= _LARGEST:
+        raise ConfigError(f"--lr must be a number from 0 to {_LARGEST:g}, not {value}")
+
+
+def check_threads(number: int | None) -> None:
+    """Refuses a number of CPU threads that torch cannot have, or OpenMP dies of.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    if number is None:
+        return
+    if number < 1:
+        raise ConfigError(f"--threads must be at least 1, not {number}")
+    cores = os.cpu_count() or 1
+    if number > _THREADS_A_CORE * cores:
+        raise ConfigError(
+            f"--threads {number} is more than this machine has any use for: it has {cores} cores, "
+            "and OpenMP fails with a few ten thousand; give "
+            f"{_THREADS_A_CORE * cores} at most"
         )
 
 
@@ -160,6 +221,8 @@ def parse_policy(text: str | None) -> Policy:
         role, equals, home = part.partition("=")
         if not equals:
             raise ConfigError(f"--policy: {part!r} is not role=tier")
+        if role.strip() in homes:
+            raise ConfigError(f"--policy: {role.strip()} is given twice")
         homes[role.strip()] = cast(Home, home.strip())
     return Policy.of(homes)
 

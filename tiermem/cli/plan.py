@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict
 
 from tiermem.cli.forecast import STATES, Forecast, Machine, Workload, forecast
-from tiermem.cli.options import check_whole, parse_bytes, parse_count
+from tiermem.cli.options import check_whole, parse_bytes, parse_count, parse_path
 from tiermem.config import format_size
 from tiermem.errors import ConfigError
 
@@ -48,6 +48,7 @@ def add_speed_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--write-gbps", metavar="GB/S", help="disks, writing")
     group.add_argument(
         "--profile",
+        type=parse_path,
         metavar="FILE",
         help="what `tiermem bench` saved, of any machine; 'none' to use no profile",
     )

@@ -95,7 +95,8 @@ def _tokenizer(folder: Path) -> Tokens:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever its libraries raise: there is no common class
-        raise ConfigError(f"{folder}: its tokenizer cannot be used: {error}") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{folder}: its tokenizer cannot be used: {said}") from error
     return FolderTokens(tokenizer)
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,13 +23,17 @@ from tiermem.cli import finetune
 from tiermem.cli.options import (
     activation_options,
     add_activation_arguments,
+    check_rate,
+    check_threads,
     check_whole,
     out_folder,
     parse_bytes,
     parse_depth,
+    parse_path,
     parse_seed,
     pick_device,
     policy_of,
+    written,
 )
 from tiermem.cli.room import with_room
 from tiermem.config import Policy
@@ -49,8 +51,8 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 _DTYPES = (*_SHORT.values(), *_SHORT)
 _OPTION = {"hbm": "hbm", "dram": "dram", "nvme": "nvme_bytes"}
 
-_THREADS_A_CORE = 8
-"""Threads that may be asked for, by core: OpenMP dies of some ten thousand."""
+_FILES = ("timeline.png", "trace.json", "report.json")
+"""What is written to --out."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
     model.add_argument(
         "--data",
         action="append",
+        type=parse_path,
         default=[],
         metavar="PATH",
         help="a file or folder; repeatable (default: the source of Python's standard library)",
@@ -153,6 +156,7 @@ def _add_tiers(tiers: argparse._ArgumentGroup) -> None:
     tiers.add_argument(
         "--nvme",
         action="append",
+        type=parse_path,
         metavar="FOLDER",
         help="of the swap file; repeatable; 'none' for no such tier (default: a folder on a disk)",
     )
@@ -181,7 +185,9 @@ def _add_tiers(tiers: argparse._ArgumentGroup) -> None:
 
 
 def _add_saving(saving: argparse._ArgumentGroup) -> None:
-    saving.add_argument("--save", metavar="DIR", help="save the run there, at least at the end")
+    saving.add_argument(
+        "--save", type=parse_path, metavar="DIR", help="save the run there, at least at the end"
+    )
     saving.add_argument(
         "--save-every", type=int, metavar="N", help="and after every N steps, while it goes on"
     )
@@ -192,7 +198,7 @@ def _add_saving(saving: argparse._ArgumentGroup) -> None:
 
 def _add_output(output: argparse._ArgumentGroup) -> None:
     output.add_argument("--no-compare", action="store_true", help="skip the resident run")
-    output.add_argument("--out", metavar="FOLDER", help="default: demo-out")
+    output.add_argument("--out", type=parse_path, metavar="FOLDER", help="default: demo-out")
     output.add_argument("--quiet", action="store_true", help="print only the verdict")
     output.add_argument("--json", action="store_true", help="print the report, as JSON, alone")
     output.add_argument(
@@ -220,7 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
     tiers = read_tiers(arguments, settings)
     saving = read_saving(arguments.save, arguments.save_every, arguments.resume)
     corpus = load_corpus(arguments.data)
-    out = out_folder(arguments.out or "demo-out")
+    out = out_folder(arguments.out or "demo-out", _FILES)
     quiet = arguments.quiet or arguments.json
     console = Console(highlight=False, quiet=arguments.json)
     if not quiet:
@@ -253,7 +259,8 @@ def run(arguments: argparse.Namespace) -> int:
         interrupted=interrupted,
         seconds=time.perf_counter() - began,
     )
-    (out / "report.json").write_text(text + "\n", encoding="utf-8")
+    with written(out / "report.json"):
+        (out / "report.json").write_text(text + "\n", encoding="utf-8")
     if arguments.json:
         print(text)
     if not quiet:
@@ -323,22 +330,14 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     from tiermem.cli.model import Shape, usual_heads
     from tiermem.cli.training import Settings
 
-    if arguments.threads is not None and arguments.threads < 1:
-        raise ConfigError(f"--threads must be at least 1, not {arguments.threads}")
-    most = _THREADS_A_CORE * (os.cpu_count() or 1)
-    if arguments.threads is not None and arguments.threads > most:
-        raise ConfigError(
-            f"--threads {arguments.threads} is more than this machine has any use for: it has "
-            f"{os.cpu_count()} cores, and OpenMP fails with a few ten thousand; give {most} at most"
-        )
+    check_threads(arguments.threads)
     heads = usual_heads(arguments.width) if arguments.heads is None else arguments.heads
     context = finetune.CONTEXT if arguments.context is None else arguments.context
     for name in ("batch", "accumulate", "steps"):
         check_whole(name, getattr(arguments, name))
     if arguments.loss_chunks < 0:
         raise ConfigError(f"--loss-chunks must not be negative, not {arguments.loss_chunks}")
-    if not 0 <= arguments.lr < math.inf:
-        raise ConfigError(f"--lr must be a number from 0 on, not {arguments.lr}")
+    check_rate(arguments.lr)
     if not arguments.clip >= 0:
         raise ConfigError(f"--clip must not be negative, not {arguments.clip}")
     if arguments.overlap == "backward" and arguments.clip:
@@ -376,6 +375,8 @@ def read_tiers(arguments: argparse.Namespace, settings: Settings) -> Tiers:
     folders = [default_swap_folder()] if arguments.nvme is None else arguments.nvme
     if folders == ["none"]:
         folders = []
+        if arguments.nvme_bytes is not None:
+            raise ConfigError("--nvme-bytes is of the swap file, and --nvme none leaves it out")
     # Weights, gradients and two moments are four times the weights: twice leaves
     # half of it to the swap file; without one, DRAM has to hold it all, and some
     # room for alignment. With masters these and the moments are of their dtype.
@@ -445,7 +446,8 @@ def _run_tiered(
             interrupted = True
         stats = tier.stats()
         roles = roles_at_home(tier.residency())
-        write_pictures(out, tier.timeline, settings.shape.layers, progress)
+        with written(out):
+            write_pictures(out, tier.timeline, settings.shape.layers, progress)
         if not interrupted:
             with tier.materialize(model):
                 weights = copy_weights(model)

@@ -13,6 +13,11 @@ Names = str | Iterable[str] | None
 
 _INITS = {True: "default", False: "random", "gaussian": "gaussian"}
 _BIASES = ("none", "all", "lora_only")
+_TASKS = (
+    *("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS"),
+    "FEATURE_EXTRACTION",
+)
+"""What peft reads in a file; it refuses files with another one."""
 _CLASSIFIER = ("classifier", "score")
 _HEADS = {"SEQ_CLS": _CLASSIFIER, "TOKEN_CLS": _CLASSIFIER, "QUESTION_ANS": ("qa_outputs",)}
 """Heads of transformers' classes for a task, which peft trains where it is told the task."""
@@ -142,7 +147,7 @@ class Lora:
             value = getattr(self, name)
             _need(isinstance(value, bool), name, value, "True or False")
         task = self.task_type
-        _need(task is None or isinstance(task, str), "task_type", task, "text")
+        _need(task is None or task in _TASKS, "task_type", task, f"one of {list(_TASKS)}")
 
     @classmethod
     def of(cls, config: Any) -> Lora:
