@@ -12,7 +12,7 @@ import torch
 from tiermem.errors import StepError
 from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.compat.quiet import quiet
+from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip
@@ -188,7 +188,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.grad_factor = None  # the step has it
         rounds = self._timing.rounds
         try:
-            self._timing.make(current)
+            uncompiled(StepTiming.make)(self._timing, current)  # like steps made sooner or later
             self._tried.counts.after_step(current.groups, self.param_groups)
         except BaseException as error:
             current.cut_short(error)
