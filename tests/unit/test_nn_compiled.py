@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,3 +97,23 @@ def test_a_layer_of_several_blocks_is_refused_with_their_names_and_works_as_one(
         model[0].compile(fullgraph=True, backend="eager")
         assert same_bits(model(x), expected)
     torch.compiler.reset()
+
+
+def test_compiled_autograd_is_refused_where_weights_come_and_go(
+    pair: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes all of them at once, as inputs of one graph."""
+    compiled = importlib.import_module("torch._dynamo.compiled_autograd")
+    for one in pair:
+        one.zero_grad()
+        losses = [one(torch.ones(2, 16)).square().mean() for _ in range(2)]
+        if one is pair[0]:
+            with monkeypatch.context() as patched:
+                patched.setattr(compiled, "compiled_autograd_enabled", True)
+                with pytest.raises(tiermem.WrapError, match=r"leave .*compiled_autograd off"):
+                    losses[0].backward()
+            one.zero_grad()
+        losses[1].backward()
+    for mine, theirs in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        assert same_bits(mine.grad, theirs.grad)

@@ -572,7 +572,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
+        raise StepError(
+            "a tiered optimizer cannot be copied or pickled, as its state is in the tiers: save "
+            "its state_dict(), or load that into an optimizer that you make over the copy of the "
+            "model: torch's own, or one of tier.optimizer after tier.wrap"
+        )
 
     def __repr__(self) -> str:
         shown = super().__repr__()  # what scripts log: as the class shows itself

@@ -32,6 +32,12 @@ def compiling() -> bool:
     return _callback is None or bool(_callback())
 
 
+def is_autograd_compiled() -> bool:
+    """Whether backward passes that begin now are compiled as wholes (compiled autograd)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
+
+
 def leave_to_interpreter(kind: type) -> None:
     """Has the compiler leave operations on tensors of a class to the interpreter.
 
