@@ -12,7 +12,7 @@ import torch
 from tiermem.errors import StepError
 from tiermem.nn.compat.entrances import entrance
 from tiermem.nn.compat.outside import outside
-from tiermem.nn.compat.quiet import quiet
+from tiermem.nn.compat.quiet import quiet, uncompiled
 from tiermem.nn.passes.runtime import ModuleRuntime
 from tiermem.nn.tensors.lazy import end
 from tiermem.optim import clip
@@ -188,7 +188,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.grad_factor = None  # the step has it
         rounds = self._timing.rounds
         try:
-            self._timing.make(current)
+            uncompiled(StepTiming.make)(self._timing, current)  # like steps made sooner or later
             self._tried.counts.after_step(current.groups, self.param_groups)
         except BaseException as error:
             current.cut_short(error)
@@ -572,7 +572,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        raise StepError("a tiered optimizer cannot be pickled; save its state_dict()")
+        raise StepError(
+            "a tiered optimizer cannot be copied or pickled, as its state is in the tiers: save "
+            "its state_dict(), or load that into an optimizer that you make over the copy of the "
+            "model: torch's own, or one of tier.optimizer after tier.wrap"
+        )
 
     def __repr__(self) -> str:
         shown = super().__repr__()  # what scripts log: as the class shows itself

@@ -19,6 +19,7 @@ WHOLE_GRAPH = (
 )
 """What to say where one graph is asked for of several blocks."""
 
+_opaque: set[type] = set()
 _hidden: set[str] = set()
 _looked_through: tuple[int, str] = (0, "")
 _callback: Callable[[], Any] | None = getattr(
@@ -31,12 +32,39 @@ def compiling() -> bool:
     return _callback is None or bool(_callback())
 
 
+def is_autograd_compiled() -> bool:
+    """Whether backward passes that begin now are compiled as wholes (compiled autograd)."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))
+
+
+def leave_to_interpreter(kind: type) -> None:
+    """Has the compiler leave operations on tensors of a class to the interpreter.
+
+    Else it takes the memory that such a tensor has for that of what it stands for.
+
+    Args:
+        kind: A class whose tensors have none of the memory that they seem to have.
+    """
+    _opaque.add(kind)
+    tell_compiler()
+
+
+def tell_compiler() -> None:
+    """Tells the compiler of those classes, once it is imported; may be called often."""
+    config = sys.modules.get("torch._dynamo.config")
+    told = getattr(config, "nontraceable_tensor_subclasses", _opaque)
+    if not told >= _opaque:
+        told |= _opaque
+
+
 def hide_from_compiler() -> None:
     """Marks the code of every module of tiermem that has been imported since the last time.
 
     The compiler leaves a marked function to the interpreter and goes on with what it calls.
     """
     global _looked_through
+    tell_compiler()
     names = list(sys.modules)  # of a program with transformers there are thousands, the newest last
     found = len(names), names[-1]
     if found == _looked_through:

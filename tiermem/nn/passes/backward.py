@@ -12,6 +12,8 @@ import torch
 
 from tiermem.core.block import Role
 from tiermem.core.schedule import SOFT
+from tiermem.errors import WrapError
+from tiermem.nn.compat.compiler import is_autograd_compiled
 from tiermem.nn.compat.entrances import inside
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.incoming import IncomingGradients
@@ -124,6 +126,12 @@ class BackwardPass:
         if self.under_way:
             self.end()  # that was another one
         runtime, manager = self.runtime, self.manager
+        if is_autograd_compiled() and not manager.parts.table.all_fit:
+            raise WrapError(
+                "compiled autograd takes all weights of a backward at once, and HBM has no room "
+                "for them: leave torch._dynamo.config.compiled_autograd off (what torch.compile "
+                "makes of each block is compiled in backward as well), or give a larger hbm="
+            )
         ending = _Ending(self)
         self.ending = weakref.ref(ending, self._cut_short)
         torch.autograd.Variable._execution_engine.queue_callback(ending)

@@ -16,6 +16,7 @@ from tiermem.core.block import align_up
 from tiermem.core.experts import Way
 from tiermem.core.need import unit_limit
 from tiermem.errors import CheckpointError, WrapError
+from tiermem.nn.compat.compiler import tell_compiler
 from tiermem.nn.groups.entry import Entry
 from tiermem.nn.groups.grads import GradStore
 from tiermem.nn.groups.group import Group
@@ -247,6 +248,7 @@ class ModuleRuntime:
                 "torch.jit.trace takes weights as they are; trace the module before tier.wrap, or "
                 "take it out of the tiers first with tier.unwrap(module)"
             )
+        tell_compiler()  # which may be imported since
         with self.manager.lock:
             self.models.refuse_half_loaded("a forward")
             self.backward.end()

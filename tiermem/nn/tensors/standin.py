@@ -17,6 +17,7 @@ import torch.distributed
 
 from tiermem.errors import REFUSALS, CapacityError
 from tiermem.nn.compat.collectives import collectives, tell
+from tiermem.nn.compat.compiler import leave_to_interpreter
 from tiermem.runtime.placement.no_room import MANY
 
 _GETTERS = [
@@ -108,6 +109,10 @@ class StandIn:
     __slots__ = ()
 
     _has_functions = False  # whether the class of the real tensor sees torch's functions itself
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        leave_to_interpreter(cls)
 
     @classmethod
     def __torch_function__(

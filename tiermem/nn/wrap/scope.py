@@ -572,7 +572,7 @@ class CompileInterceptor(Interceptor):
         whole = kwargs.get("fullgraph", args[0] if args else False)
         if whole and any(block not in self._own() for block in self.scope.order()):
             name = self.scope.name or type(self.module).__name__
-            raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}")
+            raise WrapError(f"compile() of {name!r}: {WHOLE_GRAPH}. {self._said_of_blocks()}")
         if not self.scope.called:
             self.scope.wrapped.modules.leave_to_compiler(self.scope.name)
             self.inner(*args, **kwargs)
@@ -587,3 +587,15 @@ class CompileInterceptor(Interceptor):
 
     def _own(self) -> set[int]:
         return {group.block.id for group in self.scope.groups}
+
+    def _said_of_blocks(self) -> str:
+        """Returns at which modules in this one blocks begin, and how it would be one block."""
+        above = f"{self.scope.name}." if self.scope.name else ""
+        scopes = self.scope.wrapped.scopes.items()
+        found = [name for name, scope in scopes if scope.groups and name.startswith(above)]
+        names = [repr(name) for name in found if name not in ("", self.scope.name)]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if names[3:] else "")
+        return (
+            f"Blocks begin at {shown} in it; where it is to be one of them, name it in "
+            "tier.wrap(model, blocks=[...])"
+        )

@@ -26,8 +26,9 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 _STEPS = 8
 _REMEDY = (
-    "Use an optimizer that updates each parameter from its own gradient and state, or keep these "
-    "parameters out of tier.wrap"
+    "Use an optimizer that updates each parameter from its own gradient and state, make this one "
+    "without tier.optimizer (over the parameters of the wrapped model: the same bits, with its "
+    "state in device memory beside hbm=), or keep these parameters out of tier.wrap"
 )
 _WHOLE = (
     "Use an optimizer that steps all parameters in each process (tiers have room for its state), "
