@@ -365,6 +365,19 @@ def test_a_dtype_without_room_is_refused_and_the_model_is_as_it_was() -> None:
     assert torch.equal(half_picture(pipe), expected)
 
 
+def test_a_model_becomes_another_memory_format() -> None:
+    pipe = half_stable_diffusion()
+    pipe.unet.to(memory_format=torch.channels_last)
+    expected = half_picture(pipe)
+    pipe = half_stable_diffusion()
+    with offload(pipe, device="cpu", hbm="384KiB", dram="16MiB") as tier:
+        assert pipe.unet.to(memory_format=torch.channels_last) is pipe.unet
+        assert torch.equal(half_picture(pipe), expected)
+        assert any(row.block.startswith("UNet2DConditionModel") for row in tier.residency())
+    assert pipe.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not pipe.unet.conv_in.weight.is_contiguous()
+
+
 def test_copies_and_pickles_of_its_models_are_ordinary_ones(expected: torch.Tensor) -> None:
     pipe = flux()
     with offload(pipe, **BUDGETS):
