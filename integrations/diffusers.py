@@ -40,6 +40,9 @@ _CASTING = ("to", "float", "half", "bfloat16", "double")
 # They would move the models by themselves.
 _MOVING = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
 
+# Methods of a model that would do so, or give its weights another dtype at each use.
+_REFUSED = ("enable_group_offload", "enable_layerwise_casting")
+
 
 class _Instead:
     """What a model has in place of a method; its copies and pickles have the method itself."""
@@ -86,9 +89,10 @@ class PipelineTiers(TierManager):
         for name, model in models.items():
             self.wrap(model)
             self._here[name] = model
-            if hasattr(model, _MOVING[-1]):
-                refusal = functools.partial(self._refuse, f"pipe.{name}.{_MOVING[-1]}")
-                model.__dict__[_MOVING[-1]] = _Instead(model, _MOVING[-1], refusal)
+            for method in _REFUSED:
+                if hasattr(model, method):
+                    refusal = functools.partial(self._refuse, f"pipe.{name}.{method}")
+                    model.__dict__[method] = _Instead(model, method, refusal)
             for method in _CASTING:
                 cast = functools.partial(self._cast, name, model, method)
                 model.__dict__[method] = _Instead(model, method, cast)
@@ -150,7 +154,7 @@ class PipelineTiers(TierManager):
                 self._patched.append(name)
 
     def _refuse(self, what: str, *_: Any, **__: Any) -> None:
-        """Stands for methods that would have diffusers move the models, too.
+        """Stands for methods that would have diffusers move or cast the models, too.
 
         Raises:
             ConfigError: Always.
@@ -238,7 +242,7 @@ def _models_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def _unpatch(model: nn.Module) -> None:
-    for name in (_MOVING[-1], *_CASTING):
+    for name in (*_REFUSED, *_CASTING):
         model.__dict__.pop(name, None)
 
 

@@ -195,6 +195,15 @@ def test_offloading_by_others_meanwhile_is_refused(name: str, expected: torch.Te
     assert "enable_group_offload" not in pipe.transformer.__dict__
 
 
+def test_layerwise_casting_meanwhile_is_refused_and_leaves_no_hook() -> None:
+    pipe = flux()
+    with offload(pipe, **BUDGETS):
+        with pytest.raises(tiermem.ConfigError, match=r"pipe\.vae\.enable_layerwise_casting\(\)"):
+            pipe.vae.enable_layerwise_casting(storage_dtype=torch.float16)
+        assert not any(hasattr(module, "_diffusers_hook") for module in pipe.vae.modules())
+    assert "enable_layerwise_casting" not in pipe.vae.__dict__
+
+
 def test_layerwise_casting_is_refused_before_anything_moves() -> None:
     pipe = flux()
     pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float16)
