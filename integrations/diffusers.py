@@ -33,12 +33,15 @@ _CHANGING = (
     "load_textual_inversion",
 )
 
-# Methods of a model that may give it another dtype; pipelines call the first (a VAE that overflows
-# in float16 is float32 while it decodes).
+# Methods of a model that may give it another dtype or memory format; pipelines call the first (a
+# VAE that overflows in float16 is float32 while it decodes).
 _CASTING = ("to", "float", "half", "bfloat16", "double")
 
 # They would move the models by themselves.
 _MOVING = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
+
+# Methods of a model that would do so, or give its weights another dtype at each use.
+_REFUSED = ("enable_group_offload", "enable_layerwise_casting")
 
 
 class _Instead:
@@ -86,9 +89,10 @@ class PipelineTiers(TierManager):
         for name, model in models.items():
             self.wrap(model)
             self._here[name] = model
-            if hasattr(model, _MOVING[-1]):
-                refusal = functools.partial(self._refuse, f"pipe.{name}.{_MOVING[-1]}")
-                model.__dict__[_MOVING[-1]] = _Instead(model, _MOVING[-1], refusal)
+            for method in _REFUSED:
+                if hasattr(model, method):
+                    refusal = functools.partial(self._refuse, f"pipe.{name}.{method}")
+                    model.__dict__[method] = _Instead(model, method, refusal)
             for method in _CASTING:
                 cast = functools.partial(self._cast, name, model, method)
                 model.__dict__[method] = _Instead(model, method, cast)
@@ -100,7 +104,7 @@ class PipelineTiers(TierManager):
             self.unwrap(model)
 
     def _cast(self, name: str, model: nn.Module, cast: str, *args: Any, **kwargs: Any) -> Any:
-        """Stands for ``model.to`` and the like: another dtype is given to the ordinary model.
+        """Stands for ``model.to`` and the like: what they change is changed in the ordinary model.
 
         Args:
             name: The component's.
@@ -113,25 +117,27 @@ class PipelineTiers(TierManager):
             What the method returns.
 
         Raises:
-            CapacityError: If the budgets have no room for the new dtype; the model is as it was.
+            CapacityError: If the budgets have no room for it then; the model is as it was.
         """
         method = functools.partial(getattr(type(model), cast), model)
-        dtype = _new_dtype(model, cast, args, kwargs)
-        if dtype is None:
+        change = _change(model, cast, args, kwargs)
+        if not change:
             return method(*args, **kwargs)
-        former = {key: tensor.dtype for key, tensor in _tensors_of(model)}
         _unpatch(self._here.pop(name))
         with torch.inference_mode(mode=False):  # weights that are made in it cannot be wrapped
             self.unwrap(model)
+            former = {key: torch.empty_like(t, device="meta") for key, t in _tensors_of(model)}
             try:
-                result = method(dtype) if cast == "to" else method()
+                result = method(**change) if cast == "to" else method()
                 self._wrap({name: model})
             except CapacityError as error:
                 for key, tensor in _tensors_of(model):
-                    tensor.data = tensor.data.to(former[key])
+                    was = torch.empty_like(former[key], device=tensor.device)
+                    tensor.data = was.copy_(tensor.data)
                 self._wrap({name: model})
+                now = change.get("dtype", change.get("memory_format"))
                 raise CapacityError(
-                    f"component {name!r} has no room in tiers as {dtype}, and is as it was: {error}"
+                    f"component {name!r} has no room in tiers as {now}, and is as it was: {error}"
                 ) from error
         return result
 
@@ -148,7 +154,7 @@ class PipelineTiers(TierManager):
                 self._patched.append(name)
 
     def _refuse(self, what: str, *_: Any, **__: Any) -> None:
-        """Stands for methods that would have diffusers move the models, too.
+        """Stands for methods that would have diffusers move or cast the models, too.
 
         Raises:
             ConfigError: Always.
@@ -236,7 +242,7 @@ def _models_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def _unpatch(model: nn.Module) -> None:
-    for name in (_MOVING[-1], *_CASTING):
+    for name in (*_REFUSED, *_CASTING):
         model.__dict__.pop(name, None)
 
 
@@ -244,10 +250,10 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _new_dtype(model: nn.Module, cast: str, args: Any, kwargs: Any) -> torch.dtype | None:
-    """Returns the dtype that a call of ``model.to`` or the like gives to some tensor of a model.
+def _change(model: nn.Module, cast: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the dtype and the memory format that a call of ``model.to`` or the like gives.
 
-    None if every tensor has it already, or if the call would change device or layout, too.
+    Empty if every tensor has that dtype already, or if the call would change the device, too.
 
     Args:
         model: The model, in tiers.
@@ -256,16 +262,18 @@ def _new_dtype(model: nn.Module, cast: str, args: Any, kwargs: Any) -> torch.dty
         kwargs: Others of them.
     """
     floats = [tensor for _, tensor in _tensors_of(model) if tensor.is_floating_point()]
-    dtype: torch.dtype | None = getattr(torch, cast, None)
+    found: dict[str, Any] = {"dtype": getattr(torch, cast, None)}
     if cast == "to":
         try:
             parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
         except (TypeError, RuntimeError):  # the method itself says what is wrong
-            return None
-        device, dtype, _, layout = parsed
-        if layout is not None or not all(_is_on(device, tensor) for tensor in floats):
-            return None
-    return dtype if any(tensor.dtype is not dtype for tensor in floats) else None
+            return {}
+        device, found["dtype"], _, found["memory_format"] = parsed
+        if not all(_is_on(device, tensor) for tensor in floats):
+            return {}
+    found = {key: value for key, value in found.items() if value is not None}
+    others = any(tensor.dtype is not found.get("dtype", tensor.dtype) for tensor in floats)
+    return found if others or "memory_format" in found else {}
 
 
 def _is_on(device: torch.device | None, tensor: torch.Tensor) -> bool:

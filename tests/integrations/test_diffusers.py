@@ -195,6 +195,15 @@ def test_offloading_by_others_meanwhile_is_refused(name: str, expected: torch.Te
     assert "enable_group_offload" not in pipe.transformer.__dict__
 
 
+def test_layerwise_casting_meanwhile_is_refused_and_leaves_no_hook() -> None:
+    pipe = flux()
+    with offload(pipe, **BUDGETS):
+        with pytest.raises(tiermem.ConfigError, match=r"pipe\.vae\.enable_layerwise_casting\(\)"):
+            pipe.vae.enable_layerwise_casting(storage_dtype=torch.float16)
+        assert not any(hasattr(module, "_diffusers_hook") for module in pipe.vae.modules())
+    assert "enable_layerwise_casting" not in pipe.vae.__dict__
+
+
 def test_layerwise_casting_is_refused_before_anything_moves() -> None:
     pipe = flux()
     pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float16)
@@ -363,6 +372,19 @@ def test_a_dtype_without_room_is_refused_and_the_model_is_as_it_was() -> None:
         pipe.vae.half()
     pipe.vae.load_state_dict(half_stable_diffusion().vae.state_dict())
     assert torch.equal(half_picture(pipe), expected)
+
+
+def test_a_model_becomes_another_memory_format() -> None:
+    pipe = half_stable_diffusion()
+    pipe.unet.to(memory_format=torch.channels_last)
+    expected = half_picture(pipe)
+    pipe = half_stable_diffusion()
+    with offload(pipe, device="cpu", hbm="384KiB", dram="16MiB") as tier:
+        assert pipe.unet.to(memory_format=torch.channels_last) is pipe.unet
+        assert torch.equal(half_picture(pipe), expected)
+        assert any(row.block.startswith("UNet2DConditionModel") for row in tier.residency())
+    assert pipe.unet.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+    assert not pipe.unet.conv_in.weight.is_contiguous()
 
 
 def test_copies_and_pickles_of_its_models_are_ordinary_ones(expected: torch.Tensor) -> None:
