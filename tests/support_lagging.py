@@ -13,12 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from support_lagging_files import CHUNK, Faults, LaggingPump, covers, make_mover
+from support_lagging_files import CHUNK, Faults, LaggingPump, MemoryDisk, covers, make_mover
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.core.block import Extent
@@ -258,6 +260,7 @@ def lagging(
     """
     made: list[LaggingEngine] = []
     arenas: list[MappedHostArena] = []
+    content: WeakKeyDictionary[Homes, dict[int, bytearray]] = WeakKeyDictionary()
 
     def open_arena(*args: Any, **settings: Any) -> MappedHostArena:
         arenas.append(MappedHostArena(*args, **settings))
@@ -268,7 +271,9 @@ def lagging(
         return made[-1]
 
     def open_files(homes: Homes, copy: Any, _: Any) -> tuple[Any, str, str]:
-        mover = make_mover(homes, copy, copy.hbm, Random(seed), eager, fault)
+        random = Random(seed)
+        disk = partial(MemoryDisk, content.setdefault(homes, {}), random, fault)
+        mover = make_mover(homes, copy, copy.hbm, disk, random, eager)
         return mover, "given", "files lag"
 
     def ahead(kind: type, name: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tiermem.core.block import Extent
-from tiermem.io.engine import IoCompletion, IoRequest
+from tiermem.io.engine import IoCompletion, IoEngine, IoOp, IoRequest, Progress, memory_view
 from tiermem.runtime.memory.homes import Homes
 from tiermem.storage.arena import HostArena
 from tiermem.testing.helpers import ScriptedHelpers
@@ -30,6 +30,7 @@ from tiermem.transfer.file.pump import Pump
 from tiermem.transfer.streams import CudaChunkCopier, StreamCopyEngine
 
 CHUNK = 4096
+_PATIENCE = 100
 DISK, FENCE, HELPER = "disk", "fence", "helper"
 Faults = Callable[[IoRequest, int], Fault | None]
 
@@ -37,6 +38,35 @@ Faults = Callable[[IoRequest, int], Fault | None]
 def covers(arena: HostArena, tensor: torch.Tensor) -> bool:
     """Whether a tensor lies in an arena."""
     return arena.address <= tensor.data_ptr() < arena.address + arena.capacity
+
+
+class MemoryDisk(ScriptedEngine):
+    """An engine whose swap files are in memory: a real disk takes longer than all the rest.
+
+    Args:
+        content: What has been written to each file, by descriptor.
+        random: Of which operation ends next.
+        fault: What goes wrong with one.
+    """
+
+    def __init__(
+        self, content: dict[int, bytearray], random: Random, fault: Faults | None
+    ) -> None:
+        super().__init__(random.randrange, fault)
+        self._content = content
+
+    def _move(self, progress: Progress, fault: Fault) -> int:
+        request, file = progress.request, self._files[progress.request.file]
+        if request.op is IoOp.READ and file not in self._content:
+            return super()._move(progress, fault)
+        held, end = self._content.setdefault(file, bytearray()), request.offset + request.nbytes
+        held.extend(bytes(max(0, end - len(held))))
+        memory = memory_view(request.address, request.nbytes)
+        if request.op is IoOp.READ:
+            memory[:] = held[request.offset : end]
+        else:
+            held[request.offset : end] = memory
+        return request.nbytes
 
 
 class Turns:
@@ -108,6 +138,7 @@ class LaggingPump(Pump):
         turns: Any = Turns(self)
         self._thread = self.ended.changed = turns
         self._next: str | None = None
+        self._idle = 0
         self._speeds: dict[str, float] = {}
         chunks = self.pieces._staging
         chunks.spare = PoisonedChunks(chunks.spare, chunks._chunks)
@@ -134,7 +165,8 @@ class LaggingPump(Pump):
             self.pieces.look_at_fences()
             self.pieces.begin()
             kinds = self._possible()
-            assert kinds or self._inbox or self.dead, f"the pump stands still: {self._left()}"
+            self._idle = 0 if kinds else self._idle + 1
+            assert self._idle < _PATIENCE, f"the pump stands still: {list(self.pieces.queue.jobs)}"
             weights = [self._speeds[kind] for kind in kinds]
             self._next = self.random.choices(kinds, weights)[0] if kinds else None
             self._end_turn(0.0)
@@ -168,9 +200,6 @@ class LaggingPump(Pump):
         }
         return [kind for kind, left in ways.items() if left]
 
-    def _left(self) -> list[Any]:
-        return list(self.pieces.queue.jobs)
-
     def _helps(self, count: int) -> int:
         if self._next != HELPER:
             return -1
@@ -191,8 +220,8 @@ class LaggingPump(Pump):
 
 
 def make_mover(
-    homes: Homes, copy: StreamCopyEngine, hbm: HostArena, random: Random, eager: float,
-    fault: Faults | None,
+    homes: Homes, copy: StreamCopyEngine, hbm: HostArena, disk: Callable[[], IoEngine],
+    random: Random, eager: float,
 ) -> FileMover | None:  # fmt: skip
     """Returns a file mover that lags, which takes HBM for a device's memory."""
     if not isinstance(homes.dram.free, partial):
@@ -201,8 +230,7 @@ def make_mover(
     if homes.files is None or homes.staging is None:
         return None
     copier = CudaChunkCopier(copy)
-    engine = partial(ScriptedEngine, random.randrange, fault)
-    mover = FileMover(homes.files, engine, homes.staging, homes.chunk, copier)
+    mover = FileMover(homes.files, disk, homes.staging, homes.chunk, copier)
     pump: Any = mover._pump
     pump.random, pump.eager = random, eager
     pump.pieces.copies = DeviceCopies(copier, hbm, homes.arena)
