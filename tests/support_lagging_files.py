@@ -49,9 +49,7 @@ class MemoryDisk(ScriptedEngine):
         fault: What goes wrong with one.
     """
 
-    def __init__(
-        self, content: dict[int, bytearray], random: Random, fault: Faults | None
-    ) -> None:
+    def __init__(self, content: dict[int, bytearray], random: Random, fault: Faults | None) -> None:
         super().__init__(random.randrange, fault)
         self._content = content
 

@@ -14,14 +14,16 @@ from support_runtime import EvenClock, Rig
 
 from tiermem.config import Policy, Settings
 from tiermem.core.block import Block, Role, Tier
-from tiermem.core.residency import State
+from tiermem.core.layout import TensorShape
 from tiermem.errors import CapacityError, StorageError
 from tiermem.io.engine import IoRequest
 from tiermem.runtime.manager import BlockManager
 from tiermem.runtime.memory.homes import HomeRequest
 from tiermem.runtime.services.activation_copies import Copy
 from tiermem.runtime.services.activation_store import ActivationStore
+from tiermem.runtime.services.host_staging import HostStage, Load
 from tiermem.runtime.services.sweep import BlockSweep
+from tiermem.storage.checkpointstore import SourceRange
 from tiermem.testing.io import Fault
 
 PAGE = 4096
@@ -60,8 +62,8 @@ class Bench(Rig):
         super().__init__(BlockManager(settings), None)
         self.manager.parts.pass_timer._clock = EvenClock()
         self.rng = self.random = random
-        self.disk = disk
-        self.failed = 0
+        self.disk, self.folder = disk, folder
+        self.failed, self.loaded = 0, False
         self.kept: list[tuple[Copy, bytes]] = []
         self.loans: list[tuple[Tier, Any, bytes]] = []
         window = random.choice([0, 0, 2, 8]) * PAGE
@@ -83,8 +85,9 @@ class Bench(Rig):
     def run(self, rounds: int, faults: float = 0.0) -> None:
         """Does some rounds of a loop, and other things between its uses."""
         acts = [
-            self.change, self.change, self.anew, self.look, self.replace, self.flush, self.lend,
-            self.sweep, self.borrow, self.send, self.send, self.open, self.both, self.drop,
+            self.change, self.change, self.anew, self.anew, self.look, self.replace, self.flush,
+            self.lend, self.sweep, self.borrow, self.borrow, self.send, self.send, self.send,
+            self.open, self.both, self.drop, self.load, self.stage,
         ]  # fmt: skip
         for number in range(rounds):
             if number == rounds // 2:
@@ -125,6 +128,9 @@ class Bench(Rig):
 
     def anew(self, block: Block) -> None:
         """Gives a block other bytes without a look at those it had."""
+        record = self.manager.record(block)
+        if self.manager.parts.homes.read_only(record.home_extent):
+            return
         self.manager.discard(block)
         self.disk.share = 0.0  # else it may have none
         self.write(block)
@@ -208,6 +214,68 @@ class Bench(Rig):
         """A graph is let go without backward."""
         if self.kept and self.random.random() < 0.5:
             del self.kept[self.random.randrange(len(self.kept)) :]
+            self.store.reap()
+
+    def load(self, _: Block) -> None:
+        """Other files are opened, and some more blocks are at home there."""
+        if self.loaded:
+            return
+        self.loaded, shares = True, [3, 2]
+        path = self.folder / "checkpoint"
+        data = [self.random.randbytes(pages * PAGE) for pages in shares]
+        path.write_bytes(b"".join(data))
+        file = self.manager.attach_files([path])
+        begins = [0, shares[0] * PAGE]
+        wanted = [
+            (f"stored{i}", Role.PARAM, [TensorShape("t", (n * PAGE,), (1,), torch.uint8, 1)])
+            for i, n in enumerate(shares)
+        ]
+        stored = [
+            [[SourceRange(file, begin, len(bytes_), 0)]]
+            for begin, bytes_ in zip(begins, data, strict=True)
+        ]
+        found = self.manager.add_blocks(wanted, stored=stored)
+        for block, bytes_ in zip(found, data, strict=True):
+            self.data[block.id] = bytes_
+        self.order += range(len(self.blocks), len(self.blocks) + len(found))
+        self.blocks += found
+
+    def stage(self, _: Block) -> None:
+        """Code on the host changes blocks in files, by way of DRAM."""
+        manager, homes = self.manager, self.manager.parts.homes
+        files = [b for b in self.blocks if self.in_swap(b)]
+        chosen = self.random.sample(files, min(len(files), 3))
+        loans = manager.host_loans
+        if not chosen or loans.can_lend(chosen):
+            return
+        loans.settle(chosen)
+        loads = [Load([block], []) for block in chosen]
+        try:
+            stage = HostStage(manager, loads)
+        except CapacityError:
+            return
+        homes.owners.append(stage.owned)
+        loans.lend(chosen)
+        self.disk.share = 0.0
+        orders = [stage.order(load) for load in loads]
+        for order in orders:
+            stage.announce(order)
+        for block, order in zip(chosen, orders, strict=True):
+            cargo = stage.bring(order)[block.id]
+            self.compare(cargo.bytes, block)
+            cargo.bytes.copy_(self.noise(block))
+            stage.write_home(order, [block.id])
+        stage.settle(chosen)
+        loans.give_back(chosen)
+        homes.owners.remove(stage.owned)
+        stage.close()
+
+    def in_swap(self, block: Block) -> bool:
+        """Whether a block is at home in the swap file."""
+        record = self.manager.record(block)
+        return record.home is Tier.NVME and not self.manager.parts.homes.read_only(
+            record.home_extent
+        )
 
     def both(self, block: Block) -> None:
         """One block is used while another is."""

@@ -268,6 +268,23 @@ def test_who_writes_a_place_waits_for_what_still_comes_there_from_a_file() -> No
         assert not bool((target == 1).any())
 
 
+def test_the_host_writes_no_home_before_pieces_of_it_have_come_up() -> None:
+    """Copies beside those that wait for compute read homes as well."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN, FILES)
+    target, home = torch.zeros(PAGE, dtype=torch.uint8), torch.ones(PAGE, dtype=torch.uint8)
+    engine.up_behind(target, home, ())
+    risen = engine.risen()
+    assert risen is not None
+    while device.advance(UP):
+        pass
+    assert not risen.done()
+    risen.synchronize()
+    home.fill_(2)
+    device.synchronize()
+    assert bool((target == 1).all())
+
+
 def test_a_circle_of_waits_is_an_error() -> None:
     """The simulation says so where work waits for what can never run."""
     device = SimulatedDevice(Random(0))
