@@ -23,6 +23,7 @@ DISKS = ("tests/faults/test_io_faults.py",)
 ENGINES = ("tests/unit/test_io_engines.py", "tests/property/test_io_filemover.py")
 NN = ("tests/unit/test_nn_training.py", "tests/unit/test_nn_modules.py")
 STREAMS = ("tests/property/test_streams.py",)
+LAGGING = ("tests/property/test_lagging_files.py", "tests/stateful/test_programs.py")
 _COPIES_DOWN = ("tests/unit/test_copy_down.py",)
 GPU = ("tests/gpu/test_training.py",)
 SAVING = ("tests/unit/test_saving.py",)
@@ -2014,6 +2015,70 @@ _ELSEWHERE = (
     ),
 )
 
+_FILES_LAG = (
+    (
+        "a chunk goes up without waiting for anything",
+        _COPY,
+        "        for event in after:\n            self.calls.wait(self._files, event)\n",
+        "",
+    ),
+    (
+        "chunks are used again while they are copied up",
+        _PIECES,
+        "        if not rising:\n            del self.busy",
+        "        if True:\n            del self.busy",
+    ),
+    (
+        "a chunk is written before it has come down",
+        _PIECES,
+        "            return None if chunk.fence is not None else self._send(chunk)",
+        "            return self._send(chunk)",
+    ),
+    (
+        "compute does not wait for what comes up",
+        "tiermem/runtime/transfers/transfers.py",
+        "                    self.ready[block_id] = transfer.event\n",
+        "",
+    ),
+    (
+        "nobody is told what still comes up",
+        "tiermem/runtime/transfers/transfers.py",
+        "                    self.copy.landed(move.target_extent, transfer.event)\n",
+        "",
+    ),
+    (
+        "what was read ahead goes up before it is there",
+        "tiermem/runtime/transfers/transfers.py",
+        "        self.wait(entry.transfer)\n        if self.ahead.look",
+        "        if self.ahead.look",
+    ),
+    (
+        "DRAM for what is read ahead is given back while it goes up",
+        "tiermem/runtime/transfers/staged.py",
+        "        return there and (self.copied is None or self.copied.done())",
+        "        return there",
+    ),
+    (
+        "DRAM for what is read ahead is given back while the disk writes there",
+        "tiermem/runtime/transfers/staged.py",
+        "        there = self.transfer is not None and self.transfer.finished\n",
+        "        there = True\n",
+    ),
+    (
+        "a saved tensor is let go while it is written",
+        "tiermem/runtime/services/activation_store.py",
+        "            self._wait(place.transfer)\n            self._landed(place.transfer)\n",
+        "",
+    ),
+    (
+        "compute does not wait for a saved tensor that comes up",
+        "tiermem/runtime/services/activation_store.py",
+        "            copy.up = reading.event\n            self.manager.parts.copy.use(copy.up)\n",
+        "            copy.up = reading.event\n",
+    ),
+)
+"""Event waits and checks of completion on the way between files and HBM."""
+
 _WAITS = (
     (
         "compute does not wait for a copy up",
@@ -2691,6 +2756,24 @@ MUTATIONS = (
         _COPY,
         "            again = None  # a file mover may look at it\n",
         "            pass\n",
+        STREAMS,
+    ),
+    *(
+        Mutation(f"files that lag: {name}", file, old, new, LAGGING)
+        for name, file, old, new in _FILES_LAG
+    ),
+    Mutation(
+        "the host writes a home while pieces of it come up",
+        _COPY,
+        "        return event if self._behind is None else Both(event, self._behind)\n",
+        "        return event\n",
+        STREAMS,
+    ),
+    Mutation(
+        "the host writes a home while packed pieces of it come up",
+        _COPY,
+        "        self._behind, unpacked = self._up",
+        "        _, unpacked = self._up",
         STREAMS,
     ),
     Mutation(

@@ -902,18 +902,27 @@ def run(
     return seen
 
 
-def tried(drawing: Drawing, device: torch.device) -> str:
-    """Runs a program both ways; returns ``"same"``, why it was refused, or what differs."""
+def tried(drawing: Drawing, device: torch.device, dram: float | None = None) -> str:
+    """Runs a program both ways; returns ``"same"``, why it was refused, or what differs.
+
+    Args:
+        drawing: The program.
+        device: Where.
+        dram: Its budget, of the weights' bytes, so that what does not fit goes to files; None for
+            more than enough.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name)
         plain = run(drawing, device, None, folder)
         nbytes = sum(p.nbytes for p in drawing.build().parameters())
         budgets: dict[str, Any] = {"dram": DRAM[device.type], "policy": drawing.homes}
-        if "nvme" in drawing.homes.values():
+        if "nvme" in drawing.homes.values() or dram is not None:
             budgets["nvme"] = folder
         share = drawing.share
         while True:
             budgets["hbm"] = int(nbytes * share) // 4096 * 4096
+            if dram is not None:
+                budgets["dram"] = int(nbytes * dram) // 4096 * 4096 + (64 << 10)
             with tiermem.TierManager(device, activation_min=LEAST_SAVED, **budgets) as tier:
                 late = Late(drawing.seed, drawing.late, device.type)
                 late.copies(tier._manager.parts.copy)
@@ -925,6 +934,7 @@ def tried(drawing: Drawing, device: torch.device) -> str:
             if not str(mine[-1]).startswith("CapacityError"):
                 return compared(drawing, plain, mine)
             share *= 1.5
+            dram = dram and dram * 1.5
 
 
 def compared(drawing: Drawing, plain: list[Any], mine: list[Any]) -> str:

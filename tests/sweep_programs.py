@@ -22,6 +22,7 @@ import warnings
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 warnings.simplefilter("ignore")
@@ -29,9 +30,30 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from support_lagging import lagging  # noqa: E402
 from support_process import beside_each_other  # noqa: E402
-from support_programs import drawn, tried  # noqa: E402
+from support_programs import Drawing, drawn, tried  # noqa: E402
 
 WIDTH = {"cuda": 768, "cpu": 32}
+
+
+def lagged(drawing: Drawing) -> tuple[Drawing, float | None, dict[str, Any]]:
+    """Draws the homes, the share of DRAM and the lags of a program."""
+    rng = random.Random(drawing.seed)
+    roles = "params", "grads", "optimizer"
+    homes = rng.choice(
+        (
+            drawing.homes,
+            dict.fromkeys(roles, "auto"),
+            dict.fromkeys(roles, "nvme"),
+            {role: rng.choice(("auto", "nvme")) for role in roles},
+        )
+    )
+    homes = homes | {"activations": rng.choice(("hbm", "dram", "nvme"))}
+    lags = {
+        "eager": rng.choice((0.0, 0.1, 0.5)),
+        "chunks": rng.choice((2, 3, 5, 16)),
+        "beside": rng.random() < 0.7,
+    }
+    return replace(drawing, homes=homes), rng.choice((None, 0.3, 1.0, 3.0)), lags
 
 
 def main() -> int:
@@ -41,7 +63,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--lagging", action="store_true", help="no files then")
+    parser.add_argument("--lagging", action="store_true", help="links, and files below them")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each, at most")
     parser.add_argument("--only", type=int, nargs="*", help="seeds of programs")
     parser.add_argument("--show", action="store_true", help="print what is run")
@@ -64,16 +86,17 @@ def main() -> int:
         if time.monotonic() > until:
             break
         drawing = drawn(seed, WIDTH[device.type])
+        links, dram = nullcontext([]), None
         if args.lagging:
-            homes = {role: home for role, home in drawing.homes.items() if home != "nvme"}
-            drawing = replace(drawing, homes=homes)
+            drawing, dram, lags = lagged(drawing)
+            links = lagging(seed, **lags)
         if args.show:
-            print(drawing, flush=True)
+            print(drawing, dram, flush=True)
         began = time.monotonic()
         faulthandler.dump_traceback_later(args.limit, exit=True)
         try:
-            with lagging(seed) if args.lagging else nullcontext([]) as engines:
-                found = tried(drawing, device)
+            with links as engines:
+                found = tried(drawing, device, dram)
             if any(engine.faults for engine in engines):
                 found = f"differs: {[engine.faults for engine in engines]}"
         except Exception:

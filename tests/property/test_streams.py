@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support_streams import DOWN, FILES, PAGE, UP, Case, Streamed, cases
+from support_streams import DOWN, FILES, PAGE, UNPACK, UP, Case, Streamed, cases
 
 import tiermem
 from tiermem.core.block import Extent, Role
 from tiermem.core.layout import TensorShape
+from tiermem.core.packing import Packed, Part
 from tiermem.testing.streams import SimulatedDevice, SimulatedEvent
 from tiermem.transfer.streams import CudaChunkCopier, StreamCopyEngine
 
@@ -266,6 +267,28 @@ def test_who_writes_a_place_waits_for_what_still_comes_there_from_a_file() -> No
             pass
         device.synchronize()
         assert not bool((target == 1).any())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_host_writes_no_home_before_pieces_of_it_have_come_up(packed: bool) -> None:
+    """Copies beside those that wait for compute read homes, and packed copies, as well."""
+    device = SimulatedDevice(Random(0))
+    engine = StreamCopyEngine(device, UP, DOWN, FILES, UNPACK)
+    target, home = torch.zeros(PAGE, dtype=torch.uint8), torch.ones(PAGE, dtype=torch.uint8)
+    if packed:
+        parts = (Part(0, PAGE, 0),)  # smaller than a tile, and so as it is
+        engine.up_packed_behind(target, Packed(home.data_ptr(), parts, PAGE), ())
+    else:
+        engine.up_behind(target, home, ())
+    risen = engine.risen()
+    assert risen is not None
+    while device.advance(UP):
+        pass
+    assert not risen.done()
+    risen.synchronize()
+    home.fill_(2)
+    device.synchronize()
+    assert bool((target == 1).all())
 
 
 def test_a_circle_of_waits_is_an_error() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from support_lagging import lagging
 from support_programs import Drawing, drawn, tried
+
+HABITS = "train", "train", "accumulated", "evaluated", "train"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -16,9 +19,9 @@ def test_programs_see_the_same(seed: int) -> None:
     assert found.startswith("same"), found
 
 
-def tried_with_lagging_links(drawing: Drawing) -> None:
-    with lagging(drawing.seed) as engines:
-        found = tried(drawing, torch.device("cpu"))
+def tried_with_lagging_links(drawing: Drawing, dram: float | None = None, **lags: Any) -> None:
+    with lagging(drawing.seed, **lags) as engines:
+        found = tried(drawing, torch.device("cpu"), dram)
     assert found.startswith("same"), found
     assert not any(engine.faults for engine in engines)
 
@@ -27,6 +30,25 @@ def tried_with_lagging_links(drawing: Drawing) -> None:
 def test_programs_see_the_same_while_links_lag(seed: int) -> None:
     drawing = drawn(seed, 16)
     tried_with_lagging_links(replace(drawing, homes={"activations": "dram"}))
+
+
+@pytest.mark.parametrize(
+    ("seed", "home", "activations", "dram", "beside"),
+    [(1, "nvme", "nvme", 1.0, True), (3, "auto", "nvme", 0.3, False)],
+)
+def test_programs_see_the_same_while_files_lag(
+    seed: int, home: str, activations: str, dram: float, beside: bool
+) -> None:
+    drawing = drawn(seed, 16)
+    habits = [(name, seed + number) for number, name in enumerate(HABITS)]
+    drawing = replace(
+        drawing,
+        kinds=["mlp", "raw", "mlp"],
+        homes=dict.fromkeys(("params", "grads", "optimizer"), home) | {"activations": activations},
+        share=0.5,
+        acts=habits + drawing.acts[:4],
+    )
+    tried_with_lagging_links(drawing, dram, chunks=3, beside=beside)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8])

@@ -243,7 +243,7 @@ class CopyEngine(Protocol):
         ...
 
     def risen(self) -> Event | None:
-        """Returns an event of when every copy up from DRAM so far has been made."""
+        """Returns an event of when every copy up from DRAM so far has been made, for the host."""
         ...
 
     def mark(self) -> Event | None:

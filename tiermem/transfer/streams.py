@@ -99,6 +99,25 @@ class Fences:
         self._most = max(_FENCES, 2 * len(self.fences))
 
 
+class Both:
+    """Two events as one, for the host; no stream can wait for it."""
+
+    waiter = -1
+
+    def __init__(self, one: Event, other: Event) -> None:
+        """Keeps both."""
+        self._events = one, other
+
+    def done(self) -> bool:
+        """Whether both have passed."""
+        return all(event.done() for event in self._events)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for both."""
+        for event in self._events:
+            event.synchronize()
+
+
 class StreamCopyEngine:
     """Streams for copies up, down and up from files, events between them and the compute streams.
 
@@ -152,6 +171,7 @@ class StreamCopyEngine:
         self._rising = Fences()
         self._landed = Fences()
         self._falling = Fences()
+        self._behind: Event | None = None  # of the last copy from DRAM beside those up
         self.capturing: Callable[[], bool] = calls.capturing
         self.stream: Callable[[], int] = calls.current
         self.hold_up: Callable[[int, Event], None] = calls.wait
@@ -190,7 +210,9 @@ class StreamCopyEngine:
     ) -> Event | None:
         """Submits a copy up beside those that wait for compute; see :class:`CopyEngine`."""
         to, at = target.data_ptr(), source.data_ptr()
-        return self.calls.copy_behind(self._files, (), to, at, target.numel(), None, after)
+        event = self.calls.copy_behind(self._files, (), to, at, target.numel(), None, after)
+        self._behind = event
+        return event
 
     @property
     def packs(self) -> bool:
@@ -219,7 +241,8 @@ class StreamCopyEngine:
         self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
     ) -> Event | None:
         """The same beside those that wait for compute; see :class:`CopyEngine`."""
-        return self._up_packed(self._files, (), after, target, packed)[1]
+        self._behind, unpacked = self._up_packed(self._files, (), after, target, packed)
+        return unpacked
 
     def _up_packed(
         self,
@@ -415,11 +438,15 @@ class StreamCopyEngine:
             event.synchronize()
 
     def risen(self) -> Event | None:
-        """Returns an event of when every copy up from DRAM so far has been made."""
+        """Returns an event of when every copy up from DRAM so far has been made, for the host."""
         if self._unpack is None or not self._unpacked.fences:
-            return self.calls.record(self._up)
-        self.calls.follow(self._unpack, self._up)
-        return self.calls.record(self._unpack)
+            event = self.calls.record(self._up)
+        else:
+            self.calls.follow(self._unpack, self._up)
+            event = self.calls.record(self._unpack)
+        if self._behind is not None and self._behind.done():
+            self._behind = None
+        return event if self._behind is None else Both(event, self._behind)
 
     def mark(self) -> Event | None:
         """Returns an event of when what the current compute stream has so far is over."""

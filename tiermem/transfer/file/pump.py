@@ -188,25 +188,35 @@ class Pump:
             atexit.unregister(self.close)
 
     def _loop(self) -> None:
-        pieces, helpers = self.pieces, self.workers.helpers
         look = _FIRST_LOOK
         moved = False
-        while True:
-            self._read_inbox()
-            if self._closing:
-                return
-            moved |= pieces.look_at_fences()
+        while self._begin_turn():
+            moved |= self.pieces.look_at_fences()
             look = _FIRST_LOOK if moved else min(2 * look, _LAST_LOOK)
-            pieces.begin()
-            self._set_brisk(pieces.at_work)
-            helpers.eager = pieces.needs_helpers
-            helped = helpers.collect()  # what is done after this line wakes the engine
-            completions = self.workers.engine.wait(0) if helped else self._wait(look)
-            if completions:
-                pieces.begin()  # the disk is given its next work before anything else
-                pieces.complete(completions)
-            pieces.helped(helped)
-            moved = bool(completions or helped)
+            moved = self._end_turn(look)
+
+    def _begin_turn(self) -> bool:
+        """Does what others have asked for; returns whether to go on."""
+        self._read_inbox()
+        return not self._closing
+
+    def _end_turn(self, look: float) -> bool:
+        """Begins what can be begun and waits for what ends next; returns whether anything has.
+
+        Args:
+            look: Seconds until the next look at copies, where something waits for one.
+        """
+        pieces, helpers = self.pieces, self.workers.helpers
+        pieces.begin()
+        self._set_brisk(pieces.at_work)
+        helpers.eager = pieces.needs_helpers
+        helped = helpers.collect()  # what is done after this line wakes the engine
+        completions = self.workers.engine.wait(0) if helped else self._wait(look)
+        if completions:
+            pieces.begin()  # the disk is given its next work before anything else
+            pieces.complete(completions)
+        pieces.helped(helped)
+        return bool(completions or helped)
 
     def _wait(self, look: float) -> list[IoCompletion]:
         """Waits for what ends next: an operation, a helper's work, or a copy by itself.
