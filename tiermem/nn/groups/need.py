@@ -8,9 +8,9 @@ have. As long as no optimizer was made, AdamW stands for the one that will be.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tiermem.nn.groups.entry import Entry
     from tiermem.nn.groups.gradunit import GradUnit
 
+_NONE: Mapping[str, int] = MappingProxyType({})
 _GRADIENTS = (
     ". That is with gradients: none are kept under torch.no_grad(), nor of what "
     "requires_grad_(False) was called on"
@@ -166,10 +167,14 @@ class Program:
         found = []
         known, dtype_of = plan.inventory, self._dtype_for
         weights_at = self._settings.policy.home(Role.PARAM)
+        order = {id(f): number for number, f in enumerate(known.params)}
+        sharing: dict[int, list[Found]] = {}
+        for f in known.params:
+            sharing.setdefault(id(f.same_as or f), []).append(f)
         for root, members in plan.params.items():
             fixed, stays = plan.fixed(weights_at, root), is_resident(root)
-            own = {id(f) for f in members}
-            entries = [f for f in known.params if id(f.same_as or f) in own]
+            own = (f for i in {id(f) for f in members} for f in sharing[i])
+            entries = sorted(own, key=lambda f: order[id(f)])
             block = known.packed(members)
             sizes = [known.shape(f).nbytes for f in entries]
             few = plan.few and not any(
@@ -192,7 +197,6 @@ class Program:
             if frozen:  # an optimizer may keep state for them all the same, together
                 shapes = [known.shape(f) for f in frozen]
                 here.append(_Unit(frozen, shapes, 0 if fixed else block, [], [], stays))
-            order = {id(f): number for number, f in enumerate(entries)}
             found += sorted(here, key=lambda unit: order[id(unit.members[0])])
         return found
 
@@ -248,15 +252,23 @@ class Program:
 
     # -- what would do ---------------------------------------------------
 
-    def budgets(self, *, gradients: bool, optimizers: Sequence[Kept] = ()) -> dict[str, int]:
-        """Returns the budgets that do not do for the program, with the least bytes that would."""
+    def budgets(
+        self, *, gradients: bool, optimizers: Sequence[Kept] = (), less: Mapping[str, int] = _NONE
+    ) -> dict[str, int]:
+        """Returns the budgets that do not do for the program, with the least bytes that would.
+
+        Args:
+            gradients: Whether gradients are kept.
+            optimizers: Those that make steps.
+            less: What would do for less than that, as far as is known: it is begun with.
+        """
         settings = self._settings
         now = settings.hbm // 4096 * 4096
 
         def play(hbm: int) -> Played:
             return self.play(hbm, gradients=gradients, optimizers=optimizers)
 
-        hbm = least(lambda budget: play(budget).hbm(), now)
+        hbm = least(lambda budget: play(budget).hbm(), less.get("hbm", now))
         dram, nvme = self.below_hbm(play(hbm), settings.dram)
         found = {"hbm": hbm} if hbm > now else {}
         if dram > settings.dram:
@@ -308,8 +320,8 @@ class Program:
         kept = self._adamw()
         if not kept.params:
             return _refusal(error, "To call the model", forward, self._undivided())
-        whole = self.budgets(gradients=True, optimizers=[*self.optimizers, kept])
-        most = self.budgets(gradients=True, optimizers=[*self.optimizers, self._most()])
+        whole = self.budgets(gradients=True, optimizers=[*self.optimizers, kept], less=forward)
+        most = self.budgets(gradients=True, optimizers=[*self.optimizers, self._most()], less=whole)
         more = (
             ". With amsgrad=True, float32 masters and gradients, and overlap='forward' or "
             f"'backward', that is {_listed(most)}"
@@ -390,6 +402,7 @@ class _Unit:
         kept: Shapes of their gradients; none for frozen ones.
         runs: Of elements, that these blocks have, of a gradient that is too large to be whole.
         resident: Whether weights, gradients and state are all at home in HBM.
+        gradients: Bytes of the blocks of their gradients.
     """
 
     members: Sequence[Found]
@@ -398,13 +411,14 @@ class _Unit:
     kept: Sequence[TensorShape]
     runs: Sequence[tuple[int, int]]
     resident: bool
+    gradients: Sequence[int] = field(init=False)
 
-    @property
-    def gradients(self) -> list[int]:
-        """Bytes of the blocks of their gradients."""
-        if self.runs:
-            return [packed_nbytes([_run(self.kept[0], end - begin)]) for begin, end in self.runs]
-        return [packed_nbytes(self.kept)] if self.kept else []
+    def __post_init__(self) -> None:
+        """Adds up the gradients: they are asked for again and again."""
+        sizes = [packed_nbytes([_run(self.kept[0], end - begin)]) for begin, end in self.runs]
+        if not sizes and self.kept:
+            sizes = [packed_nbytes(self.kept)]
+        object.__setattr__(self, "gradients", sizes)
 
     def home(self, policy: Home) -> Home:
         """Returns the home of their blocks, given that of such blocks in general."""
