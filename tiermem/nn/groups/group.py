@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from threading import enumerate as enumerate_threads
 from threading import get_ident
@@ -171,8 +171,8 @@ class Group(Holder):
             self.pointing.veiled = False
             self.pointing.sort()
 
-    def add_names(self, names: HeldDict) -> None:
-        """Enters a module's dictionary, all of whose managed names are tensors of this group."""
+    def add_names(self, names: Iterable[HeldDict]) -> None:
+        """Enters modules' dictionaries, all of whose managed names are tensors of this group."""
         self.pointing.add_names(names)
         if self.holds:
             self.pointing.show()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -84,9 +84,9 @@ class Pointing:
         self.members, self._shells = members, shells
         self.sort()
 
-    def add_names(self, names: HeldDict) -> None:
-        """Enters a module's dictionary, all of whose managed names are tensors of the block."""
-        self._names.append(names)
+    def add_names(self, names: Iterable[HeldDict]) -> None:
+        """Enters modules' dictionaries, all of whose managed names are tensors of the block."""
+        self._names += names
         self.sort()
 
     def member_of(self, tensor: torch.Tensor) -> Member | None:

@@ -396,6 +396,7 @@ class InterceptedModules:
 
     def install(self) -> None:
         """Puts the interceptors in."""
+        alone: dict[Group, list[TieredDict]] = {}
         for name, scope in self.scopes.items():
             module = self._modules[name]
             for kind in _OF_SCOPES:
@@ -403,7 +404,9 @@ class InterceptedModules:
                     module.__dict__[kind.method] = kind(module, scope)
                 elif scope.called:
                     module.__dict__[kind.method] = _call_kind(module, scope)(module, scope)
-            self._intercept_names(module)
+            self._intercept_names(module, alone)
+        for group, names in alone.items():  # at once: there may be thousands
+            group.add_names(names)
         for name, scope in self._around.items():
             module = self._modules[name]
             for kind in _OF_AROUND:
@@ -466,7 +469,8 @@ class InterceptedModules:
                 if call is not None:
                     call.give_back()
 
-    def _intercept_names(self, module: nn.Module) -> None:
+    def _intercept_names(self, module: nn.Module, alone: dict[Group, list[TieredDict]]) -> None:
+        """Puts dictionaries in that intercept, and enters in ``alone`` those of one group each."""
         for which in _TENSORS:
             plain = module.__dict__[which]
             managed = {
@@ -480,7 +484,7 @@ class InterceptedModules:
                 )
                 first, *others = {id(group): group for group in managed.values()}.values()
                 if not others:
-                    first.add_names(names)
+                    alone.setdefault(first, []).append(names)
 
     # -- looks -----------------------------------------------------------
 
