@@ -398,6 +398,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
             optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4)
 
         def run(which: nn.Module, steps: Any) -> Any:
+            torch.manual_seed(0)  # dropout draws the same numbers in both
             if steps is None:
                 with torch.no_grad():
                     return use(which)
