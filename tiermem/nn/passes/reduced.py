@@ -3,8 +3,8 @@
 Its reducer, in C++, copies every gradient out of ``param.grad`` as soon as it was accumulated, and
 the mean over all processes back into it when backward is over. It cannot use stand-ins. So
 in a backward that it takes part in, gradients are ordinary tensors on the device, as they are for
-a resident model, and they go to the tiers when it is done, unless HBM has room for everything. They
-take memory beside the budgets, as the reducer's own buckets do.
+a resident model, and stay that until they are cleared. They take memory beside the budgets, as the
+reducer's own buckets do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = DistributedDataParallel.__name__
 
 
 class ReducedGradients:
-    """Gives the reducer ordinary gradients, and takes them into the tiers afterwards.
+    """Gives the reducer ordinary gradients.
 
     Attributes:
         active: Whether gradients of the next backward (or of the one under way) are reduced.
@@ -150,14 +150,16 @@ class ReducedGradients:
         param.grad = gradient
 
     def end_backward(self) -> None:
-        """Moves the gradients to the tiers, once backward is over and the reducer is done.
+        """Moves gradients that are kept in another dtype to the tiers, once the reducer is done.
 
-        Where HBM has room for everything they stay what they are.
+        The others stay what they are: there is room for them by now, the step uses them where they
+        are, and the next backward would want them there.
         """
-        incoming = self._runtime.backward.incoming
+        incoming, homes = self._runtime.backward.incoming, self._runtime.grads.homes
         if not self.active or incoming.left:
             return
         for group in self._runtime.groups:
             for entry in group.entries:
-                if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
+                ordinary = entry.tracked and not isinstance(entry.param.grad, LazyTensor)
+                if ordinary and homes.dtype_of(entry) is not entry.param.dtype:
                     incoming.take_over([entry])
