@@ -150,16 +150,15 @@ class ReducedGradients:
         param.grad = gradient
 
     def end_backward(self) -> None:
-        """Moves gradients that are kept in another dtype to the tiers, once the reducer is done.
+        """Moves gradients to the tiers where they are kept in other dtypes (``grad_dtype=``).
 
-        The others stay what they are: there is room for them by now, the step uses them where they
+        Else they stay what they are: there is room for them by now, the step uses them where they
         are, and the next backward would want them there.
         """
-        incoming, homes = self._runtime.backward.incoming, self._runtime.grads.homes
-        if not self.active or incoming.left:
+        if not self.active or self._runtime.grads.in_own_dtypes:
             return
+        incoming = self._runtime.backward.incoming
         for group in self._runtime.groups:
             for entry in group.entries:
-                ordinary = entry.tracked and not isinstance(entry.param.grad, LazyTensor)
-                if ordinary and homes.dtype_of(entry) is not entry.param.dtype:
+                if entry.tracked and not isinstance(entry.param.grad, LazyTensor):
                     incoming.take_over([entry])
