@@ -61,7 +61,10 @@ _TIGHT = ("little memory", "several backwards", "kept gradients")
 
 
 class Net(nn.Module):
-    """Layers, one of which some steps leave out, and a buffer that each forward writes."""
+    """Layers, one of which some steps leave out, and a buffer that each forward writes.
+
+    The layer has a transposed weight: torch's reducer goes by strides.
+    """
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -70,6 +73,7 @@ class Net(nn.Module):
             for _ in range(LAYERS)
         )
         self.extra = nn.Linear(width, width)
+        self.extra.weight = nn.Parameter(self.extra.weight.detach().t())
         self.register_buffer("seen", torch.zeros(32, width))
 
     def forward(self, x: torch.Tensor, extra: bool = True) -> torch.Tensor:

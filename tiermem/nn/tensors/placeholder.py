@@ -5,6 +5,11 @@ Shape, dtype and device stay right. Any access to the bytes raises an error of t
 NaN: on a torch that cannot be told to refuse, a use that was not intercepted shows at least. So it
 does while torch's profiler records shapes, as it asks every operand of every operation for its
 address (:mod:`tiermem.nn.tensors.profiled`).
+
+That element is expanded to the shape where a weight is contiguous. Other strides (``channels_last``,
+a transposed weight) are right, too, with no element behind them, as code in C++ asks for them: the
+reducer of a ``DistributedDataParallel`` would lay a gradient out in one order and take it back in
+the other.
 """
 
 from __future__ import annotations
@@ -22,9 +27,9 @@ _TEXT = (
     "the tensor itself. Call that code inside `with tier.materialize(module)`, where parameters "
     "are ordinary tensors, or give it a clone"
 )
-_shared: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = (
-    WeakValueDictionary()
-)
+_Stride = tuple[int, ...]
+_Key = tuple[torch.Size, torch.dtype, torch.device, _Stride | None]
+_shared: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
 _readable = False
 
 
@@ -51,34 +56,56 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
         storage.data_ptr()
     except RuntimeError:  # it is refused
         return True
-    found = _shared.get((tensor.shape, tensor.dtype, tensor.device))  # on a torch that cannot
-    return found is not None and found.untyped_storage()._cdata == storage._cdata
+    for stride in (None, tensor.stride()):  # on a torch that cannot
+        found = _shared.get((tensor.shape, tensor.dtype, tensor.device, stride))
+        if found is not None and found.untyped_storage()._cdata == storage._cdata:
+            return True
+    return False
 
 
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of this shape that takes one element of memory and cannot be read."""
+def placeholder(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, stride: _Stride | None = None
+) -> torch.Tensor:
+    """Returns a tensor of this shape that takes one element of memory at most and cannot be read.
+
+    Args:
+        shape: Its sizes.
+        dtype: Its dtype.
+        device: Where it says to be.
+        stride: Its strides, dense in any order; None where it is to be contiguous.
+    """
+    if stride is not None:
+        with unrecorded():
+            found = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            found.untyped_storage().resize_(0)
+        if _refuse(found):
+            return found
     with unrecorded():
         found = poison_element(dtype, device).expand(shape)
     _refuse(found)
     return found
 
 
-def _refuse(found: torch.Tensor) -> None:
-    if found.numel():  # an empty one has no bytes to read
-        shape, dtype = tuple(found.shape), found.dtype
-        refuse(found, _TEXT.format(what="parameter or gradient", shape=shape, dtype=dtype))
+def _refuse(found: torch.Tensor) -> bool:
+    """Has a placeholder refused to all who want to read it; returns whether this torch can."""
+    if not found.numel():
+        return True  # an empty one has no bytes to read
+    shape, dtype = tuple(found.shape), found.dtype
+    return refuse(found, _TEXT.format(what="parameter or gradient", shape=shape, dtype=dtype))
 
 
-def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a placeholder that is shared by all callers.
+def shared_placeholder(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, stride: _Stride | None = None
+) -> torch.Tensor:
+    """Returns a placeholder that is shared by all callers; arguments as above.
 
     Layers are alike, and what was just looked at is in the processor's caches. Callers set
     ``data`` to it, or make a subclass of it, which both copy its metadata.
     """
-    key = (shape, dtype, device)
+    key = (shape, dtype, device, stride)
     found = _shared.get(key)
     if found is None:
-        found = _shared[key] = placeholder(shape, dtype, device)
+        found = _shared[key] = placeholder(shape, dtype, device, stride)
         if _readable:
             permit(found)
     return found
