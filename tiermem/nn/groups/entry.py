@@ -46,7 +46,7 @@ class Member:
         self.tensor = tensor
         self.group = group
         self.index = index
-        stride = None if tensor.is_contiguous() else group.block.tensors[index].stride
+        stride = group.block.tensors[index].stride
         self.placeholder = shared_placeholder(
             tensor.shape, tensor.dtype, group.manager.parts.device, stride
         )

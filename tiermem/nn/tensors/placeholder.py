@@ -6,10 +6,9 @@ NaN: on a torch that cannot be told to refuse, a use that was not intercepted sh
 does while torch's profiler records shapes, as it asks every operand of every operation for its
 address (:mod:`tiermem.nn.tensors.profiled`).
 
-That element is expanded to the shape where a weight is contiguous. Other strides (``channels_last``,
-a transposed weight) are right, too, with no element behind them, as code in C++ asks for them: the
-reducer of a ``DistributedDataParallel`` would lay a gradient out in one order and take it back in
-the other.
+Those of members of blocks have the strides of the weight as well. Code in C++ asks for them: a
+``DistributedDataParallel`` compares them between processes, where others may be away, and its
+reducer lays gradients out by them and takes them back by them.
 """
 
 from __future__ import annotations
@@ -66,23 +65,19 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 def placeholder(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, stride: _Stride | None = None
 ) -> torch.Tensor:
-    """Returns a tensor of this shape that takes one element of memory at most and cannot be read.
+    """Returns a tensor of this shape that takes one element of memory and cannot be read.
 
     Args:
         shape: Its sizes.
         dtype: Its dtype.
         device: Where it says to be.
-        stride: Its strides, dense in any order; None where it is to be contiguous.
+        stride: Its strides; None where nothing asks for them. On a torch that cannot be told to
+            refuse they are 0, since it would read behind the element.
     """
-    if stride is not None:
-        with unrecorded():
-            found = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            found.untyped_storage().resize_(0)
-        if _refuse(found):
-            return found
     with unrecorded():
         found = poison_element(dtype, device).expand(shape)
-    _refuse(found)
+        if _refuse(found) and stride is not None:
+            found = torch.ops.aten._reshape_alias(found, shape, stride)
     return found
 
 
