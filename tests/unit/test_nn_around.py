@@ -122,6 +122,10 @@ def test_buffers_that_are_broadcast_and_have_no_room_are_refused_at_once() -> No
         model = tier.wrap(Wide(), blocks=["first", "last", "inner.0", "inner.1"])
         with pytest.raises(tiermem.CapacityError, match="broadcasts the buffers of its module"):
             DistributedDataParallel(model, init_sync=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer versions of torch have another name
+            DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
+        assert not any(group.buffers and group.holds for group in tier._runtime.groups)
 
 
 @pytest.mark.usefixtures("alone")

@@ -46,8 +46,9 @@ class Member:
         self.tensor = tensor
         self.group = group
         self.index = index
+        stride = group.block.tensors[index].stride
         self.placeholder = shared_placeholder(
-            tensor.shape, tensor.dtype, group.manager.parts.device
+            tensor.shape, tensor.dtype, group.manager.parts.device, stride
         )
         self.kind: type = type(tensor)
         self.away = away_class(self.kind)

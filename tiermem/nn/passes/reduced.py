@@ -54,16 +54,20 @@ class ReducedGradients:
         """
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
         ids = {id(tensor) for name, tensor in model.named_buffers() if name not in ignored}
+        new: list[Group] = []
         for group in self._runtime.groups:
             if group in self._held or not any(id(b.tensor) in ids for b in group.buffers):
                 continue
             try:
                 group.hold()
             except CapacityError as error:
+                self.let_go(new)
                 raise CapacityError(
                     f"{_NAME} broadcasts the buffers of its module in every forward, so those in "
-                    f"block {group.block.name!r} have to stay in HBM: {error}"
+                    f"block {group.block.name!r} have to stay in HBM (broadcast_buffers=False "
+                    f"leaves them to each process): {error}"
                 ) from error
+            new.append(group)
             self._held.append(group)
             group.manager.mark_dirty(group.block)  # the broadcast's writes are not counted
 

@@ -5,6 +5,10 @@ Shape, dtype and device stay right. Any access to the bytes raises an error of t
 NaN: on a torch that cannot be told to refuse, a use that was not intercepted shows at least. So it
 does while torch's profiler records shapes, as it asks every operand of every operation for its
 address (:mod:`tiermem.nn.tensors.profiled`).
+
+Those of members of blocks have the strides of the weight as well. Code in C++ asks for them: a
+``DistributedDataParallel`` compares them between processes, where others may be away, and its
+reducer lays gradients out by them and takes them back by them.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ _TEXT = (
     "the tensor itself. Call that code inside `with tier.materialize(module)`, where parameters "
     "are ordinary tensors, or give it a clone"
 )
-_shared: WeakValueDictionary[tuple[torch.Size, torch.dtype, torch.device], torch.Tensor] = (
-    WeakValueDictionary()
-)
+_Stride = tuple[int, ...]
+_Key = tuple[torch.Size, torch.dtype, torch.device, _Stride | None]
+_shared: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
 _readable = False
 
 
@@ -51,34 +55,52 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
         storage.data_ptr()
     except RuntimeError:  # it is refused
         return True
-    found = _shared.get((tensor.shape, tensor.dtype, tensor.device))  # on a torch that cannot
-    return found is not None and found.untyped_storage()._cdata == storage._cdata
+    for stride in (None, tensor.stride()):  # on a torch that cannot
+        found = _shared.get((tensor.shape, tensor.dtype, tensor.device, stride))
+        if found is not None and found.untyped_storage()._cdata == storage._cdata:
+            return True
+    return False
 
 
-def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of this shape that takes one element of memory and cannot be read."""
+def placeholder(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, stride: _Stride | None = None
+) -> torch.Tensor:
+    """Returns a tensor of this shape that takes one element of memory and cannot be read.
+
+    Args:
+        shape: Its sizes.
+        dtype: Its dtype.
+        device: Where it says to be.
+        stride: Its strides; None where nothing asks for them. On a torch that cannot be told to
+            refuse they are 0, since it would read behind the element.
+    """
     with unrecorded():
         found = poison_element(dtype, device).expand(shape)
-    _refuse(found)
+        if _refuse(found) and stride is not None:
+            found = torch.ops.aten._reshape_alias(found, shape, stride)
     return found
 
 
-def _refuse(found: torch.Tensor) -> None:
-    if found.numel():  # an empty one has no bytes to read
-        shape, dtype = tuple(found.shape), found.dtype
-        refuse(found, _TEXT.format(what="parameter or gradient", shape=shape, dtype=dtype))
+def _refuse(found: torch.Tensor) -> bool:
+    """Has a placeholder refused to all who want to read it; returns whether this torch can."""
+    if not found.numel():
+        return True  # an empty one has no bytes to read
+    shape, dtype = tuple(found.shape), found.dtype
+    return refuse(found, _TEXT.format(what="parameter or gradient", shape=shape, dtype=dtype))
 
 
-def shared_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a placeholder that is shared by all callers.
+def shared_placeholder(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, stride: _Stride | None = None
+) -> torch.Tensor:
+    """Returns a placeholder that is shared by all callers; arguments as above.
 
     Layers are alike, and what was just looked at is in the processor's caches. Callers set
     ``data`` to it, or make a subclass of it, which both copy its metadata.
     """
-    key = (shape, dtype, device)
+    key = (shape, dtype, device, stride)
     found = _shared.get(key)
     if found is None:
-        found = _shared[key] = placeholder(shape, dtype, device)
+        found = _shared[key] = placeholder(shape, dtype, device, stride)
         if _readable:
             permit(found)
     return found

@@ -142,8 +142,10 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
                 "around the model: DistributedDataParallel(tier.wrap(model))"
             )
         _replicas.add(parent)
-        for reduced in list(_everybody):
-            reduced.hold_buffers(child)
+        sends = _local_of_a_caller("forward_sync_buffers")  # the newer name
+        if (_local_of_a_caller("broadcast_buffers") if sends is None else sends) is not False:
+            for reduced in list(_everybody):
+                reduced.hold_buffers(child)
     elif isinstance(parent, DataParallel) and is_wrapped(child):
         devices = _local_of_a_caller("device_ids") or ()
         if len(devices) > 1:
