@@ -111,9 +111,10 @@ def _make_alike(
             )
             if receives:
                 tensor.copy_(sent)
-    if torch.cuda.is_available():
-        # some trainers have it made on a stream of its own, and use the model on another
-        torch.cuda.current_stream().synchronize()
+    for device in {tensor.device for _, tensor in named}:
+        if device.type == "cuda":
+            # some trainers have it made on a stream of its own, and use the model on another
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _is_replica(model: nn.Module) -> bool:
