@@ -440,6 +440,7 @@ def test_a_device_without_a_number_gets_one() -> None:
     assert _device("cpu") == torch.device("cpu")
 
 
+@pytest.mark.thorough
 def test_several_processes_train_as_those_with_resident_models(tmp_path: Path) -> None:
     lines = [["lightning", str(rank), "2", str(tmp_path / "store")] for rank in range(2)]
     for out in run_at_once(Path(two_trainers.__file__), lines, tmp_path, seconds=200):

@@ -118,6 +118,7 @@ def stream(folder: Path, what: str, *more: str) -> list[dict[str, Any]]:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_stream(tmp_path) -> None:
     rows = stream(tmp_path, "forward half train generate")
     assert [row["tokens"] for row in rows] == [1, 32, 1, 32, 32, 3]
@@ -178,6 +179,7 @@ def test_train_with_each_overlap(tmp_path, overlap) -> None:
 
 
 @needs_transformers
+@pytest.mark.thorough
 def test_train_gives_the_bits_of_the_resident_run(tmp_path) -> None:
     line = f"{TRAIN} --micro 2 --grad-dtype fp32 --check-steps 3 --raw-repeats 1 --out out.json"
     columns = ("resident s", "tiermem s", "of resident", "of bound", "raw both ways s")
@@ -241,6 +243,7 @@ def test_train_peers(tmp_path) -> None:
         assert rows[-1] == {"what": "DeepSpeed ZeRO-3", "note": "not installed: deepspeed"}
 
 
+@pytest.mark.thorough
 def test_save(tmp_path) -> None:
     found = run("bench_save.py", tmp_path, *"--device cpu --quick --out out.json".split())
     rows = {row["what"]: row for row in check_rows(found, "s", "of raw", "call s", "of its speed")}

@@ -42,6 +42,7 @@ def test_a_quick_one_is_caught(tmp_path: Path) -> None:
     assert (tmp_path / mutation.file).read_text() == (ROOT / mutation.file).read_text()
 
 
+@pytest.mark.thorough
 def test_a_mutant_that_changes_nothing_survives(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     (tmp_path / "tests" / "test_nothing.py").write_text("def test_it(): pass\n")

@@ -200,6 +200,7 @@ def test_programs_at_random(steps: list[tuple[int, int]], data: st.DataObject) -
 
 
 @pytest.mark.parametrize("recomputed", [None, False, True], ids=["kept", "again", "reentrant"])
+@pytest.mark.one_in(2)
 def test_gradients_through_them(kind: type[Quantized], recomputed: bool | None) -> None:
     """Of inputs and of what is trained beside them."""
 

@@ -87,7 +87,7 @@ def both(twins: Twins, name: str) -> list[tuple[Any, torch.Tensor]]:
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("where", ["device", pytest.param("host", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("overlap", [False, "forward", "backward"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_what_is_put_there_is_what_is_stepped_with(
     edit: str, overlap: Any, where: str, in_parts: bool
 ) -> None:

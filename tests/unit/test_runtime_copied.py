@@ -181,6 +181,7 @@ def go(watch: Watch, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.one_in(2)
 def test_places_that_only_copies_have_used(watch: Watch, seed: int) -> None:
     go(watch, seed)
     assert watch.early > 0
