@@ -29,6 +29,7 @@ from tiermem.nn.compat import counters
 from tiermem.nn.compat.collectives import tell
 from tiermem.nn.compat.hookpair import Pair, follow, top_pair
 from tiermem.nn.passes.saved import WithBytes
+from tiermem.nn.tensors import placeholder
 from tiermem.nn.tensors.standin import StandIn, _exchange
 
 autograd = torch._C._autograd
@@ -355,3 +356,16 @@ def test_collectives_that_are_told_of_stand_ins_are_compiled_into_one_graph() ->
         tier.wrap(nn.Linear(8, 8))  # tiermem's own code is hidden from the compiler from now on
         compiled = torch.compile(lambda x: module.send(x) * 2, backend="eager", fullgraph=True)
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 4.0))
+
+
+@pytest.mark.parametrize("stride", [None, (1, 29)])
+def test_placeholders_are_known_by_a_torch_that_cannot_refuse_their_bytes(
+    stride: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There strides are 0: nothing reads behind their one element."""
+    monkeypatch.setattr(placeholder, "refuse", lambda *_: False)
+    made = placeholder.shared_placeholder(
+        torch.Size((29, 31)), torch.float64, torch.device("cpu"), stride
+    )
+    assert made.stride() == (0, 0) and placeholder.is_placeholder(made)
+    assert not placeholder.is_placeholder(torch.zeros(29, 31, dtype=torch.float64))

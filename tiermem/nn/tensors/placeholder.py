@@ -29,6 +29,8 @@ _TEXT = (
 _Stride = tuple[int, ...]
 _Key = tuple[torch.Size, torch.dtype, torch.device, _Stride | None]
 _shared: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
+_storages: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""The shared ones by the address of their storage."""
 _readable = False
 
 
@@ -55,11 +57,7 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
         storage.data_ptr()
     except RuntimeError:  # it is refused
         return True
-    for stride in (None, tensor.stride()):  # on a torch that cannot
-        found = _shared.get((tensor.shape, tensor.dtype, tensor.device, stride))
-        if found is not None and found.untyped_storage()._cdata == storage._cdata:
-            return True
-    return False
+    return storage._cdata in _storages  # on a torch that cannot, and while they can be read
 
 
 def placeholder(
@@ -101,6 +99,7 @@ def shared_placeholder(
     found = _shared.get(key)
     if found is None:
         found = _shared[key] = placeholder(shape, dtype, device, stride)
+        _storages[found.untyped_storage()._cdata] = found
         if _readable:
             permit(found)
     return found
