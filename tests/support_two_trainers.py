@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support_nn import assert_same
-from support_trainers import arguments
+from support_trainers import Sentences, arguments, llama
 from torch import Tensor
 
 HUGGING_FACE: dict[str, dict[str, Any]] = {
@@ -27,36 +27,11 @@ LIGHTNING: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate_grad_batches": 2},
     "fabric": {},
 }
-LAYERS = 4
 
 
-class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Token ids, the same ones each time."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def llama(on_host: bool) -> Any:
+def model_of(on_host: bool) -> Any:
     """Returns a model; processes begin with different weights, of which the first one's count."""
-    import transformers
-
-    transformers.set_seed(dist.get_rank())
-    width = 64 if on_host else 512
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return llama(dist.get_rank(), 64 if on_host else 512)
 
 
 def trained_by_transformers(
@@ -81,7 +56,7 @@ def trained_by_transformers(
     evaluating = {"eval_strategy": "steps", "eval_steps": 2}
     args = arguments(folder, use_cpu=on_host, **evaluating, **settings)
     data = Sentences()
-    model = llama(on_host)
+    model = model_of(on_host)
     given = {"train_dataset": data, "eval_dataset": data}
     if budgets is None:
         trainer = transformers.Trainer(model, args, **given)
@@ -135,7 +110,7 @@ def trained_by_lightning(
     on_host = dist.get_backend() == "gloo"
     where = {"accelerator": "cpu" if on_host else "cuda", "devices": dist.get_world_size()}
     loader = torch.utils.data.DataLoader(Sentences(), batch_size=2)
-    module = Module(llama(on_host))
+    module = Module(model_of(on_host))
     if folder.parent.name.startswith("fabric"):
         other = FabricDDPStrategy() if budgets is None else FabricTierDDPStrategy(**budgets)
         fabric = lightning.Fabric(strategy=other, **where)

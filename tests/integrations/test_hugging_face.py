@@ -9,7 +9,7 @@ import pytest
 import support_two_trainers as two_trainers
 import torch
 from support_scripts import run_at_once
-from support_trainers import arguments
+from support_trainers import Sentences, arguments, llama
 from torch import Tensor
 
 import tiermem
@@ -28,31 +28,6 @@ STEPS = 4
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-
-
-class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Token ids, the same ones each time."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def llama() -> Any:
-    transformers.set_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def trainer_of(model: Any, args: Any, **more: Any) -> Any:
