@@ -147,19 +147,22 @@ def exchange(model: Net, optimizer: Any, place: Place) -> list[torch.Tensor]:
         seed(100 * step + dist.get_rank())
         loss = model(place.batch()).square().mean()
         loss.backward()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
-        works = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters()]
+        # NCCL takes contiguous tensors only
+        grads = [p.grad for p in model.parameters() if p.grad.is_contiguous()]
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+        works = [dist.all_reduce(grad, async_op=True) for grad in grads]
         for work in works:
             work.wait()
         found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
         for param in model.parameters():
-            dist.broadcast(optimizer.state[param]["exp_avg"], 1)
-            with torch.no_grad():
-                dist.all_reduce(param, op=dist.ReduceOp.MAX)
+            if param.is_contiguous():
+                dist.broadcast(optimizer.state[param]["exp_avg"], 1)
+                with torch.no_grad():
+                    dist.all_reduce(param, op=dist.ReduceOp.MAX)
     return found
 
 
