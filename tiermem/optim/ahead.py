@@ -331,6 +331,7 @@ class StepsAhead:
     """
 
     revocable = True
+    looks_at_each = False
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, gt, itemgetter
 from sys import getrefcount
@@ -17,6 +17,7 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.weakly import Hook
 from tiermem.nn.groups.above import Backward, Passes
 from tiermem.nn.groups.entry import Entry
+from tiermem.nn.groups.gathered import GatheredGradients
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.need import accumulates, check_gradients, is_caught
 from tiermem.nn.groups.newgrads import NewGradients
@@ -45,6 +46,8 @@ class IncomingGradients:
         left: Of how many forwards in a row they were left to torch, as ordinary tensors, since HBM
             has room for everything; 0 where they go to the tiers.
         new: Those that were accumulated and are not in the tiers yet.
+        staying: The same of parameters that stay in HBM, between those of all others.
+        gathered: Those of small parameters that stay there, which have no hooks.
     """
 
     def __init__(self, runtime: Passes, backward: Backward) -> None:
@@ -61,6 +64,8 @@ class IncomingGradients:
         self._owed = self.manager.parts.deferred.owed
         self.left = 0
         self.new = NewGradients(self.manager.parts.device, self.take_over)
+        self.staying = NewGradients(self.manager.parts.device, self.take_over)
+        self.gathered = GatheredGradients(runtime, backward, self._hook, self.take_over)
         self._arriving: GradUnit | None = None
         self._pipeline: BlockSweep | None = None
         self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
@@ -70,15 +75,14 @@ class IncomingGradients:
         if entry.tracked or not entry.param.requires_grad:
             return
         entry.tracked = True
-        entry.hooks += [
-            entry.param.register_hook(_Before(self, entry)),
-            entry.param.register_post_accumulate_grad_hook(_After(self, entry)),
-        ]
-        with torch._C.DisableTorchFunctionSubclass():
-            _come_first(entry)
+        if entry.group.small:
+            self.gathered.add(entry)
+        else:
+            self._hook(entry)
 
-    def forget(self, entries: Iterable[Entry]) -> None:
+    def forget(self, entries: Sequence[Entry]) -> None:
         """Stops watching the gradients of parameters, which leave the tiers."""
+        self.gathered.forget(entries)
         for entry in entries:
             while entry.hooks:
                 entry.hooks.pop().remove()
@@ -91,19 +95,32 @@ class IncomingGradients:
         a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
         saved-tensor hooks; what runs after it was accumulated is still called.
         """
+        self.gathered.begin_backward(left=self.left > 0)
         with torch._C.DisableTorchFunctionSubclass():
             for group in self._runtime.groups:
                 counts = map(len, without_none([*map(_hooks, group.entries)]))
                 several = any(map(gt, counts, repeat(1)))
                 for entry in group.entries if several else ():
-                    hooks: Any = entry.param._backward_hooks if entry.tracked else None
+                    hooks: Any = entry.param._backward_hooks if entry.hooks else None
                     if hooks is not None and len(hooks) > 1:  # None where torch has forgotten them
                         _come_last(entry, hooks)
         for entry in self._unheard.values():
             self.announce(entry)
 
+    def take_rest(self) -> None:
+        """Takes in all that have come and are not in the tiers: nothing arrives any more."""
+        self.new.end_backward()
+        self.staying.end_backward()
+        self.gathered.end_backward()
+
+    def forget_new(self) -> None:
+        """Leaves what waits where it is, as ordinary gradients, after an exception anywhere."""
+        self.new.forget()
+        self.staying.forget()
+        self.gathered.cut_short()
+
     def end_backward(self) -> None:
-        """Called as a backward ends: nothing arrives any more."""
+        """Called as a backward ends, and all that came is taken in."""
         self._store.restore()
         self._arrives(None)
         self._pipeline = None
@@ -127,7 +144,7 @@ class IncomingGradients:
         if entry.materialized:
             return
         if entry.waits:
-            self.new.take()
+            self._waiting(entry).take()
         self._backward.enter()
         if entry.unit is None and accumulates(entry):
             check_gradients(self._runtime)
@@ -150,9 +167,22 @@ class IncomingGradients:
         if self._backward.reduced.active:
             self._backward.reduced.arrived = True
         elif not self.left or entry.has_grad:
-            self.new.add(entry)
+            self._waiting(entry).add(entry)
 
     # -- inside ----------------------------------------------------------
+
+    def _hook(self, entry: Entry) -> None:
+        """Has gradients of a parameter announced, and taken in as they come."""
+        entry.hooks += [
+            entry.param.register_hook(_Before(self, entry)),
+            entry.param.register_post_accumulate_grad_hook(_After(self, entry)),
+        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            _come_first(entry)
+
+    def _waiting(self, entry: Entry) -> NewGradients:
+        """Returns what the gradient of a parameter waits among."""
+        return self.staying if entry.group.resident else self.new
 
     def _make_way(self, entry: Entry) -> None:
         if entry.displaced and entry.param.grad is None:
@@ -302,7 +332,7 @@ class _After(Hook[IncomingGradients, Entry]):
         try:
             entry.announced = False
             if not incoming.left or entry.has_grad:
-                incoming.new.add(entry)
+                incoming._waiting(entry).add(entry)
         except REFUSALS:
             raise
         except BaseException as error:  # as the decorator ``inside`` does

@@ -263,7 +263,7 @@ class BackwardPass:
         self.let_go_kept()
         try:
             self.reduced.end_backward()
-            self.incoming.new.end_backward()  # watchers may step what was waited for in vain
+            self.incoming.take_rest()  # watchers may step what was waited for in vain
         finally:
             self._tell_of_end()
 
@@ -292,7 +292,7 @@ class BackwardPass:
         """
         for watcher in self.watchers:
             watcher.repair()
-        self.incoming.new.forget()
+        self.incoming.forget_new()
         self.under_way = True
         self._kept, self._owners = [], []  # no group is held
         self.end()

@@ -157,6 +157,7 @@ class Bypass:
                 self.end()  # the calls inside hold their own
                 return
             backward.enter()
+            backward.keep(self._wrapped.kept)
             backward.keep_all(self, self._there)
 
     @inside

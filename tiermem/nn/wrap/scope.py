@@ -364,7 +364,7 @@ class CallInterceptor(Interceptor):
                             group.hold_locked()
                         held += 1
                     if whole:
-                        self._bypass.leave_graph_out(whole)
+                        self._bypass.leave_graph_out(kept)
                 theirs = True
                 result = CallInterceptor.__call__(self, *args, **kwargs)
                 theirs = False

@@ -192,11 +192,6 @@ def recipe_of(
     return None if kernel is None or counts is None else Recipe(kernel, *found, counts)
 
 
-def is_worth_it(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a step of so many elements is made by the kernel."""
-    return bool(sum(map(_numel, tensors)) >= _LEAST)
-
-
 def are_ordinary(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether nothing intercepts operations on tensors, as where several threads use a weight."""
     return set(map(type, tensors)) <= _PLAIN

@@ -19,7 +19,7 @@ from tiermem.core.alike import all_are, all_same
 from tiermem.core.block import align_up
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.optim.rules.adamkernel import Rows
-from tiermem.optim.rules.adamstep import are_alike, are_ordinary, is_worth_it, recipe_of
+from tiermem.optim.rules.adamstep import are_alike, are_ordinary, recipe_of
 from tiermem.optim.rules.plainstep import is_bare
 from tiermem.runtime.memory.slots import Slot
 
@@ -217,7 +217,7 @@ class DirectSteps:
         firsts, seconds = ([found[n] for n in members] for found in columns.values())
         places = [*map(_unit_index, map(_entry, stored))]
         lay = _Lay(settled, gradients, places, firsts, seconds, [*map(_numel, params)])
-        if not is_worth_it(params) or not are_alike(lay.rows(params, grads, kept)):
+        if not are_alike(lay.rows(params, grads, kept)):
             return None
         self._lay, self._unfit = lay, None
         return lay

@@ -82,7 +82,10 @@ class Undo:
         """Copies tensors of one block, in the order in which they lie there."""
         if not tensors:
             return
-        whole = _run(tensors)
+        self.keep_bytes(_run(tensors))
+
+    def keep_bytes(self, whole: torch.Tensor) -> None:
+        """Copies the bytes of a block, or some of them: 1-D, uint8."""
         copy = self._room(whole)
         _copy(copy, whole)
         self._kept = (*self._kept, (whole, copy))
