@@ -72,9 +72,9 @@ class GivenStates:
         """
         if self._busy or self._here.is_in_pass():
             return
-        self._busy = True
         refused: _Given | None = None
         try:
+            self._busy = True
             for key, given in [*self.given.items()]:
                 copy = given.copy
                 if copy._version != given.version and not _write(given):
