@@ -78,6 +78,8 @@ _SAVED_WEIGHTS, _UNSEEN = "tiermem/nn/passes/savedweights.py", "tiermem/nn/passe
 _TRANSFERS, _EVICTOR = _RUNTIME + "transfers/transfers.py", _RUNTIME + "placement/evictor.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
+_GATHERED = "tiermem/nn/groups/gathered.py"
+_GATHERED_TESTS = ("tests/unit/test_nn_gathered.py",)
 _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
@@ -1197,7 +1199,7 @@ _ELSEWHERE = (
     Mutation(
         "a gradient is added to one that waits",
         _GRADS,
-        "        if entry.waits:\n            self.new.take()\n",
+        "        if entry.waits:\n            self._waiting(entry).take()\n",
         "",
         _NEW_GRADS,
     ),
@@ -2022,10 +2024,45 @@ _ELSEWHERE = (
     ),
     Mutation(
         "what waits in vain is not taken in before a backward ends",
-        "tiermem/nn/passes/backward.py",
-        "            self.incoming.new.end_backward()",
-        "            self.incoming.new.forget()",
+        _GRADS,
+        "        self.new.end_backward()",
+        "        self.new.forget()",
         ("tests/unit/test_optim_arrivals.py",),
+    ),
+    Mutation(
+        "gradients are gathered although a user's hook looks at them",
+        _GATHERED,
+        "            return not (any(map(_hooks, entries)) or any(map(_later_hooks, entries)))\n",
+        "            return True\n",
+        _GATHERED_TESTS,
+    ),
+    Mutation(
+        "gradients are gathered although there is something to add to",
+        _GATHERED,
+        "            if any(map(_has_grad, entries)) or not all_none(map(_grad, entries)):\n",
+        "            if False:\n",
+        _GATHERED_TESTS,
+    ),
+    Mutation(
+        "gathered gradients stay ordinary tensors",
+        _GATHERED,
+        "            self._under_way = not left\n",
+        "            self._under_way = False\n",
+        _GATHERED_TESTS,
+    ),
+    Mutation(
+        "what watches each gradient is not told of gathered ones before they come",
+        _GATHERED,
+        "any(w.looks_at_each for w in self._runtime.grads.watchers)",
+        "False",
+        _GATHERED_TESTS,
+    ),
+    Mutation(
+        "parts that are computed again find vectors away",
+        "tiermem/nn/wrap/bypass.py",
+        "            backward.keep(self._wrapped.kept)\n",
+        "",
+        ("tests/unit/test_nn_bypass_training.py",),
     ),
 )
 

@@ -104,13 +104,14 @@ class Pair:
         hbm: str = "16MiB",
         make: type[Model] = Model,
         cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+        resident: Any = "auto",
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         self.plain: Any = make()
         self.model: Any = deepcopy(self.plain)
         self.tier = tiermem.TierManager("cpu", hbm=hbm, dram="32MiB")
-        self.tier.wrap(self.model)
+        self.tier.wrap(self.model, resident=resident)
         (one,) = self.tier._runtime.models.values()
         self.bypass = one.bypass
         self.both = self.plain, self.model
@@ -460,9 +461,10 @@ def test_a_parameter_that_is_frozen_between_forward_and_backward(steps: int, ove
         assert pair.model.layers[1].norm.weight.grad is not None  # as it was before
 
 
+@pytest.mark.parametrize("resident", ["auto", lambda _, p: p.dim() == 1])
 @pytest.mark.parametrize("soon", [False, True])
-def test_parts_that_are_computed_again_in_the_same_way(soon: bool) -> None:
-    with Pair() as pair:
+def test_parts_that_are_computed_again_in_the_same_way(soon: bool, resident: Any) -> None:
+    with Pair(resident=resident) as pair:
         if not soon:
             entered(pair)
         for one in pair.both:

@@ -24,6 +24,7 @@ from tiermem.nn.groups.need import Program
 from tiermem.nn.passes.activations import Activations
 from tiermem.nn.passes.awayuses import AwayUses
 from tiermem.nn.passes.backward import BackwardPass
+from tiermem.nn.passes.givenstates import GivenStates
 from tiermem.nn.passes.keepers import Keepers
 from tiermem.nn.passes.members import Groups
 from tiermem.nn.passes.models import Models
@@ -79,6 +80,7 @@ class ModuleRuntime:
         manager: The blocks.
         groups: Every group of parameters, in the order of the modules.
         here: Where the calling thread is.
+        given: Values of state dicts that programs have.
         grads: The gradients.
         program: What models and optimizers there are, to say what budgets would do.
         saved: The saved-tensor hooks.
@@ -103,6 +105,7 @@ class ModuleRuntime:
         self.repair = partial(repair, self)  # no Python frame of its own: repair reads frames
         self.groups = Groups()
         self.here = Here()
+        self.given = GivenStates(self.here)
         self.grads = GradStore(self)
         self.program = Program(manager.parts.settings, self.grads.homes.dtype_for)
         self.away = AwayUses(self)

@@ -17,6 +17,7 @@ from tiermem.nn.compat.outside import outside
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.shellparam import ShellParam
+from tiermem.nn.passes.givenstates import GivenStates
 from tiermem.nn.tensors.shells import insides
 from tiermem.nn.wrap.scope import Interceptor, meant
 from tiermem.runtime.base.functorch import outside_inference
@@ -121,15 +122,21 @@ class _Copies:
         self._fresh: set[int] = set()  # made, or looked at again, in the call under way
         self._places: set[tuple[int, str]] = set()  # that it has not come to
 
-    def come_to(self, module: nn.Module, prefix: str) -> None:
-        """Begins another call, unless the one under way is to come to a module with a prefix."""
-        if (id(module), prefix) not in self._places:
+    def come_to(self, module: nn.Module, prefix: str) -> bool:
+        """Begins another call, unless the one under way is to come to a module with a prefix.
+
+        Returns:
+            Whether it has begun another.
+        """
+        begins = (id(module), prefix) not in self._places
+        if begins:
             self._fresh = set()
             inside = module.named_modules(remove_duplicate=False)
             self._places = {
                 (id(inner), f"{prefix}{name}." if name else prefix) for name, inner in inside
             }
         self._places.discard((id(module), prefix))
+        return begins
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether there is a copy of a tensor from the call under way."""
@@ -177,6 +184,7 @@ class StateDicts:
         manager: BlockManager,
         group_of: Mapping[int, Group],
         resident: Group | None,
+        given: GivenStates,
     ) -> None:
         """Starts with none.
 
@@ -185,7 +193,9 @@ class StateDicts:
             manager: Of its blocks.
             group_of: The group of each tensor, by the tensor's id.
             resident: The group of small buffers, which stay in HBM; None where there are none.
+            given: What programs were given of state dicts.
         """
+        self._given = given
         self.given: dict[int, torch.Tensor] = {}
         self._model = model
         self._manager = manager
@@ -203,7 +213,8 @@ class StateDicts:
             detach: Whether tensors that do not live in the tiers are still to be detached.
         """
         cache = self._copies_in(destination)
-        cache.come_to(module, prefix)
+        if cache.come_to(module, prefix):
+            self._given.take_in()
         for which in ("_parameters", "_buffers"):
             for name, tensor in module.__dict__[which].items():
                 key = prefix + name
@@ -213,12 +224,13 @@ class StateDicts:
                 if group is not None:
                     shell = group.shell_of(tensor)
                     destination[key] = (
-                        self._copy_of(tensor, group, cache)
+                        self._copy_of(tensor, group, cache, key)
                         if shell is None
-                        else self._copy_around(shell, cache)
+                        else self._copy_around(shell, cache, key)
                     )
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
+                    self._given.note(key, destination[key], tensor)
                 elif detach and destination[key] is tensor:
                     destination[key] = tensor.detach()
 
@@ -233,15 +245,19 @@ class StateDicts:
             self._states[key] = _Copies()
         return self._states[key]
 
-    def _copy_of(self, tensor: torch.Tensor, group: Group, cache: _Copies) -> torch.Tensor:
+    def _copy_of(
+        self, tensor: torch.Tensor, group: Group, cache: _Copies, name: str
+    ) -> torch.Tensor:
         if not cache.has(tensor):
             for member, value in group.values():
                 cache.add(member.tensor, value)
-        return cache.by_id[id(tensor)]
+        copy = cache.by_id[id(tensor)]
+        self._given.note(name, copy, tensor)
+        return copy
 
-    def _copy_around(self, shell: ShellParam, cache: _Copies) -> torch.Tensor:
+    def _copy_around(self, shell: ShellParam, cache: _Copies, name: str) -> torch.Tensor:
         """Returns a copy of a parameter that wraps others, around copies of these."""
-        known = {id(m.tensor): self._copy_of(m.tensor, m.group, cache) for m in shell.members}
+        known = {id(m.tensor): self._copy_of(m.tensor, m.group, cache, name) for m in shell.members}
         return cache.around(shell.param, shell.around(shell.values(known)))
 
     @contextmanager
@@ -340,6 +356,7 @@ class LoadAllInterceptor(Interceptor):
                 tensor in the tiers.
         """
         self.runtime.manager.gate.guard()
+        self.runtime.given.take_in()
         assigns = kwargs.get("assign", args[1] if args[1:] else False)
         if assigns and _may_give(self.module, state_dict, self.scope.wrapped.dicts.group_of):
             raise CheckpointError(

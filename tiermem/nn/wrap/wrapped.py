@@ -152,7 +152,11 @@ class WrappedModel:
             large = [found for members in plan.buffers.values() for found in members]
             self.modules.find_groups([*inventory.params, *large])
             self.dicts = StateDicts(
-                model, self.runtime.manager, self.modules.group_of, self.resident
+                model,
+                self.runtime.manager,
+                self.modules.group_of,
+                self.resident,
+                self.runtime.given,
             )
             self._check_hbm(inventory)
             self._move_in(sources)
