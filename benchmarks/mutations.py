@@ -2030,17 +2030,10 @@ _ELSEWHERE = (
         ("tests/unit/test_optim_arrivals.py",),
     ),
     Mutation(
-        "gradients are gathered although a user's hook looks at them",
-        _GATHERED,
-        "            return not (any(map(_hooks, entries)) or any(map(_later_hooks, entries)))\n",
-        "            return True\n",
-        _GATHERED_TESTS,
-    ),
-    Mutation(
         "gradients are gathered although there is something to add to",
         _GATHERED,
-        "            if any(map(_has_grad, entries)) or not all_none(map(_grad, entries)):\n",
-        "            if False:\n",
+        "            return all_none(map(_grad, entries)) and not any(map(_has_grad, entries))\n",
+        "            return True\n",
         _GATHERED_TESTS,
     ),
     Mutation(

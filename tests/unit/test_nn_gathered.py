@@ -151,8 +151,10 @@ def test_hooks_of_users_see_what_torch_shows(pair: Pair, later: bool, soon: bool
             bias.register_post_accumulate_grad_hook(lambda p, f=found: f.append(p.grad.clone()))
         else:
             bias.register_hook(lambda g, f=found: f.append(g.clone()))
+    pair.train(2)
+    assert pair.hooked == (0 if later else 1), "that of the user"
     pair.train(2, backwards=2)
-    assert len(seen[0]) == 4
+    assert len(seen[0]) == 6
     assert_same(*seen, "seen by hooks")
     pair.check()
 

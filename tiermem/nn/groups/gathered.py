@@ -5,9 +5,9 @@ at each of them, and a copy as each one comes, take the host longer than those o
 they have no hooks: torch accumulates their gradients as ordinary tensors, and one call takes in all
 of them once nothing more comes.
 
-Until then ``param.grad`` is what it is without tiermem. Where that is not enough, since there is
-something to add to, somebody's hook looks at gradients, or an optimizer steps inside backward, they
-get the hooks that others have, for good.
+Until then ``param.grad`` is what it is without tiermem, for hooks of users as well. Where that is
+not enough, since there is a gradient to add to, or an optimizer steps inside backward, they get the
+hooks that others have, for good.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from tiermem.nn.groups.need import check_gradients
 from tiermem.nn.tensors.lazy import LazyTensor
 
 _grad, _unit, _has_grad = attrgetter("param.grad"), attrgetter("unit"), attrgetter("has_grad")
-_hooks = attrgetter("param._backward_hooks")
-_later_hooks = attrgetter("param._post_accumulate_grad_hooks")
 
 
 class GatheredGradients:
@@ -62,7 +60,7 @@ class GatheredGradients:
         self._entries = [entry for entry in self._entries if id(entry) not in gone]
 
     def begin_backward(self, *, left: bool) -> None:
-        """Has all of them hooked where something looks at them, or adds to them, one by one.
+        """Has all of them hooked where they are added to, or watched one by one.
 
         Args:
             left: Whether gradients that are new stay ordinary tensors.
@@ -116,6 +114,4 @@ class GatheredGradients:
         if backward.reduced.active or any(w.looks_at_each for w in self._runtime.grads.watchers):
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            if any(map(_has_grad, entries)) or not all_none(map(_grad, entries)):
-                return False
-            return not (any(map(_hooks, entries)) or any(map(_later_hooks, entries)))
+            return all_none(map(_grad, entries)) and not any(map(_has_grad, entries))
