@@ -295,7 +295,7 @@ KINDS = {
 
 @contextmanager
 def smaller(by: int, vectors: int = 1) -> Iterator[None]:
-    """Divides the sizes by which blocks are made, and raises the shares that vectors may be.
+    """Divides the sizes by which blocks are made.
 
     Args:
         by: What the weights are less by.
@@ -312,14 +312,11 @@ def smaller(by: int, vectors: int = 1) -> Iterator[None]:
         (need, "LARGEST_WHOLE"),
         (parts, "_LEAST"),
         (parts, "_USUAL"),
-        (resident, "_OF_WEIGHTS"),
-        (resident, "_VECTORS_OF_HBM"),
     ]
-    divisors = {"_SMALL": by / vectors, "_OF_WEIGHTS": isqrt(by), "_VECTORS_OF_HBM": isqrt(by)}
     kept = [getattr(module, name) for module, name in places]
     try:
         for (module, name), value in zip(places, kept, strict=True):
-            setattr(module, name, max(1, int(value / divisors.get(name, by))))
+            setattr(module, name, max(1, value // by * (vectors if name == "_SMALL" else 1)))
         yield
     finally:
         for (module, name), value in zip(places, kept, strict=True):
@@ -389,9 +386,6 @@ def measure(name: str, options: argparse.Namespace) -> None:
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     state = 4 if options.train and name != "lora" else 1
     budget = int(nbytes * options.hbm) // 4096 * 4096 * state
-    # vectors are a larger part of narrow models, and take what streams no more room here than there
-    narrow = sum(p.nbytes for p in model.parameters() if p.dim() <= 1) * (4 if state > 1 else 1)
-    budget += narrow // 4096 * 4096
     room = {"hbm": budget, "dram": 12 * nbytes + (1 << 24)}
     vectors = isqrt(by) if name == "lora" else 1
     with smaller(by, vectors), stand_in() as calls, tiermem.TierManager("cpu", **room) as tier:

@@ -78,8 +78,6 @@ _SAVED_WEIGHTS, _UNSEEN = "tiermem/nn/passes/savedweights.py", "tiermem/nn/passe
 _TRANSFERS, _EVICTOR = _RUNTIME + "transfers/transfers.py", _RUNTIME + "placement/evictor.py"
 _GRADS = "tiermem/nn/groups/incoming.py"
 _NEW_GRADS = ("tests/property/test_new_gradients.py",)
-_GATHERED = "tiermem/nn/groups/gathered.py"
-_GATHERED_TESTS = ("tests/unit/test_nn_gathered.py",)
 _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
@@ -2030,28 +2028,14 @@ _ELSEWHERE = (
         ("tests/unit/test_optim_arrivals.py",),
     ),
     Mutation(
-        "gradients are gathered although there is something to add to",
-        _GATHERED,
-        "            return all_none(map(_grad, entries)) and not any(map(_has_grad, entries))\n",
-        "            return True\n",
-        _GATHERED_TESTS,
+        "gradients of what stays in HBM part those of others",
+        _GRADS,
+        "        return self.staying if entry.group.resident else self.new\n",
+        "        return self.new\n",
+        _NEW_GRADS,
     ),
     Mutation(
-        "gathered gradients stay ordinary tensors",
-        _GATHERED,
-        "            self._under_way = not left\n",
-        "            self._under_way = False\n",
-        _GATHERED_TESTS,
-    ),
-    Mutation(
-        "what watches each gradient is not told of gathered ones before they come",
-        _GATHERED,
-        "any(w.looks_at_each for w in self._runtime.grads.watchers)",
-        "False",
-        _GATHERED_TESTS,
-    ),
-    Mutation(
-        "parts that are computed again find vectors away",
+        "parts that are computed again find what stays away",
         "tiermem/nn/wrap/bypass.py",
         "            backward.keep(self._wrapped.kept)\n",
         "",

@@ -316,3 +316,41 @@ def test_nothing_is_added_to_a_gradient_that_was_cleared_since(wrapped: bool) ->
         found = [param.grad for param in model.parameters() if param.grad is not None]
         wanted = [g if number % 2 else g + g for number, g in enumerate(first)]
         assert_same(wanted, [gradient.clone() for gradient in found], "gradients")
+
+
+def test_what_stays_in_hbm_does_not_part_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are in one block, whose gradients come between those of the blocks around them."""
+    model = nn.Sequential(*(Wide() for _ in range(6)))
+    nbytes = sum(p.nbytes for p in model.parameters())
+    with tiermem.TierManager("cpu", hbm=nbytes // 2, dram=9 * nbytes) as tier:
+        tier.wrap(model)
+        assert any(row.block.endswith(".small") for row in tier.residency())
+        incoming = tier._runtime.backward.incoming
+        calls: list[int] = []
+        for waiting in (incoming.new, incoming.staying):
+            taken = waiting._take_in
+
+            def counted(entries: Any, taken: Any = taken) -> None:
+                calls.append(len(entries))
+                taken(entries)
+
+            monkeypatch.setattr(waiting, "_take_in", counted)
+        for _ in range(3):
+            calls.clear()
+            model.zero_grad()
+            model(torch.ones(1, 256)).sum().backward()
+        units = {id(e.unit) for group in tier._runtime.groups for e in group.entries}
+        assert sum(calls) == len([*model.parameters()])
+        assert len(calls) == len(units)
+
+
+class Wide(nn.Module):
+    """A layer whose matrices are blocks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.mlp = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))

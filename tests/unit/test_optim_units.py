@@ -39,8 +39,9 @@ def made() -> tuple[nn.Module, int]:
 
 
 def units_of(tier: tiermem.TierManager) -> tuple[int, int]:
-    """Returns how many blocks of matrices there are, and how many units of their gradients."""
-    roles = [row.role for row in tier.residency() if ".small" not in row.block]
+    """Returns how many blocks of weights there are, and how many units of gradients."""
+    rows = tier.residency()
+    roles = [row.role for row in rows]
     return roles.count("param"), roles.count("grad")
 
 

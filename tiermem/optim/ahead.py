@@ -331,7 +331,6 @@ class StepsAhead:
     """
 
     revocable = True
-    looks_at_each = False
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class InBackward:
     """
 
     revocable = False
-    listens = looks_at_each = True
+    listens = True
 
     def __init__(self, runtime: ModuleRuntime, take_in: Callable[[], None]) -> None:
         """Watches the backwards of ``runtime``; ``take_in`` takes in edits of the state."""

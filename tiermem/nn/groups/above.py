@@ -155,11 +155,6 @@ class Watcher(Protocol):
         """Whether :meth:`arriving` has anything to do just now."""
         ...
 
-    @property
-    def looks_at_each(self) -> bool:
-        """Whether it has something to do before each gradient, not just before the first."""
-        ...
-
     def arriving(self, entry: Entry) -> bool:
         """Called before one is accumulated; returns whether to leave ``param.grad`` as it is."""
         ...

@@ -39,7 +39,6 @@ from tiermem.nn.groups.resident import (
     little,
     residents,
     together,
-    vectors,
 )
 
 _LARGE_BUFFER = 1 << 18
@@ -276,9 +275,9 @@ class BlockPlan:
         self.params.update({**small, **divided(stay)})
 
     def _take_little(self) -> dict[str, list[Found]]:
-        """Takes out what is too little to be moved; returns the block of all that.
+        """Takes out the blocks that are too little to be moved; returns the one of all of them.
 
-        It stays where blocks are chosen by themselves, and HBM has room for the others beside
+        They stay where blocks are chosen by themselves, and HBM has room for the others beside
         them.
         """
         known = self.inventory
@@ -287,19 +286,13 @@ class BlockPlan:
         recurrent = {
             name for name, m in known.model.named_modules() if isinstance(m, nn.RNNBase)
         }  # they use their weights through a list, which is not intercepted
-        apart = self._roots_of(recurrent)
-        free = {r for r in self.params if home_of(r, known.homes) is None and r not in apart}
-        names = free.intersection(little(self.params, known.packed, self.hbm))
-        members = [f for root, found in self.params.items() if root in names for f in found]
-        if training_bytes(known.model) > self.hbm:
-            larger = {root: self.params[root] for root in free - names}
-            members += vectors(larger, members, self.hbm)
-        taken = {id(found) for found in members}
-        kept = {
-            root: rest
-            for root, found in self.params.items()
-            if (rest := [f for f in found if id(f) not in taken])
+        names = {
+            root
+            for root in little(self.params, known.packed, self.hbm)
+            if home_of(root, known.homes) is None and root not in self._roots_of(recurrent)
         }
+        members = [f for root, found in self.params.items() if root in names for f in found]
+        kept = {root: found for root, found in self.params.items() if root not in names}
         nbytes = align_up(known.packed(members))
         if nbytes + sum(sorted(map(known.packed, kept.values()))[-2:]) > self.hbm:
             return {}

@@ -59,7 +59,6 @@ class Group(Holder):
         freed: Whether its module was taken out of the tiers.
         stays: Whether it is held for as long as its module is in the tiers.
         resident: Whether gradients and state of its parameters are at home in HBM as well.
-        small: Whether it is the block of a model's smallest parameters, which stays in HBM.
         in_place: Whether HBM has no room for it: kernels read it in DRAM, where it lies.
         wanted: Where it is read there, the budget of HBM that would have room for it.
         few: Whether its gradients are one unit if they can, since steps bind the host.
@@ -84,8 +83,7 @@ class Group(Holder):
         self.pointing = Pointing(block)
         self.writes = Writes(always=writes_hidden)
         self.lender: Lender
-        self.freed = self.stays = self.resident = self.small = False
-        self.few = self.in_place = False
+        self.freed = self.stays = self.resident = self.few = self.in_place = False
         self.entries: list[Entry] = []
         self.buffers: list[Member] = []
         self.carried: list[Member] = []

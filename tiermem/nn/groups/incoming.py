@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter, gt, itemgetter
 from sys import getrefcount
@@ -17,7 +17,6 @@ from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.compat.weakly import Hook
 from tiermem.nn.groups.above import Backward, Passes
 from tiermem.nn.groups.entry import Entry
-from tiermem.nn.groups.gathered import GatheredGradients
 from tiermem.nn.groups.gradunit import GradUnit
 from tiermem.nn.groups.need import accumulates, check_gradients, is_caught
 from tiermem.nn.groups.newgrads import NewGradients
@@ -47,7 +46,6 @@ class IncomingGradients:
             has room for everything; 0 where they go to the tiers.
         new: Those that were accumulated and are not in the tiers yet.
         staying: The same of parameters that stay in HBM, between those of all others.
-        gathered: Those of small parameters that stay there, which have no hooks.
     """
 
     def __init__(self, runtime: Passes, backward: Backward) -> None:
@@ -65,7 +63,6 @@ class IncomingGradients:
         self.left = 0
         self.new = NewGradients(self.manager.parts.device, self.take_over)
         self.staying = NewGradients(self.manager.parts.device, self.take_over)
-        self.gathered = GatheredGradients(runtime, backward, self._hook, self.take_over)
         self._arriving: GradUnit | None = None
         self._pipeline: BlockSweep | None = None
         self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
@@ -75,14 +72,15 @@ class IncomingGradients:
         if entry.tracked or not entry.param.requires_grad:
             return
         entry.tracked = True
-        if entry.group.small:
-            self.gathered.add(entry)
-        else:
-            self._hook(entry)
+        entry.hooks += [
+            entry.param.register_hook(_Before(self, entry)),
+            entry.param.register_post_accumulate_grad_hook(_After(self, entry)),
+        ]
+        with torch._C.DisableTorchFunctionSubclass():
+            _come_first(entry)
 
-    def forget(self, entries: Sequence[Entry]) -> None:
+    def forget(self, entries: Iterable[Entry]) -> None:
         """Stops watching the gradients of parameters, which leave the tiers."""
-        self.gathered.forget(entries)
         for entry in entries:
             while entry.hooks:
                 entry.hooks.pop().remove()
@@ -95,13 +93,12 @@ class IncomingGradients:
         a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
         saved-tensor hooks; what runs after it was accumulated is still called.
         """
-        self.gathered.begin_backward(left=self.left > 0)
         with torch._C.DisableTorchFunctionSubclass():
             for group in self._runtime.groups:
                 counts = map(len, without_none([*map(_hooks, group.entries)]))
                 several = any(map(gt, counts, repeat(1)))
                 for entry in group.entries if several else ():
-                    hooks: Any = entry.param._backward_hooks if entry.hooks else None
+                    hooks: Any = entry.param._backward_hooks if entry.tracked else None
                     if hooks is not None and len(hooks) > 1:  # None where torch has forgotten them
                         _come_last(entry, hooks)
         for entry in self._unheard.values():
@@ -111,13 +108,11 @@ class IncomingGradients:
         """Takes in all that have come and are not in the tiers: nothing arrives any more."""
         self.new.end_backward()
         self.staying.end_backward()
-        self.gathered.end_backward()
 
     def forget_new(self) -> None:
         """Leaves what waits where it is, as ordinary gradients, after an exception anywhere."""
         self.new.forget()
         self.staying.forget()
-        self.gathered.cut_short()
 
     def end_backward(self) -> None:
         """Called as a backward ends, and all that came is taken in."""
@@ -170,15 +165,6 @@ class IncomingGradients:
             self._waiting(entry).add(entry)
 
     # -- inside ----------------------------------------------------------
-
-    def _hook(self, entry: Entry) -> None:
-        """Has gradients of a parameter announced, and taken in as they come."""
-        entry.hooks += [
-            entry.param.register_hook(_Before(self, entry)),
-            entry.param.register_post_accumulate_grad_hook(_After(self, entry)),
-        ]
-        with torch._C.DisableTorchFunctionSubclass():
-            _come_first(entry)
 
     def _waiting(self, entry: Entry) -> NewGradients:
         """Returns what the gradient of a parameter waits among."""

@@ -5,8 +5,7 @@ frozen. In one block with those, a step would write all of it, and so send froze
 they are too large to stay they have blocks of their own (:func:`apart_from_frozen`).
 
 Blocks of a few KB (the norms of a layer whose matrices are blocks of their own) stay as well: their
-copy takes a thousandth of the host's work for it. So do the vectors of larger blocks (biases and
-norms' weights): of a layer with biases they are two parameters in three and one byte in a thousand.
+copy takes a thousandth of the host's work for it.
 
 All of them are held by a pass as a whole, so that modules which use nothing else need not be
 intercepted.
@@ -25,7 +24,6 @@ from tiermem.errors import ConfigError
 from tiermem.nn.compat.outside import outside
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.partition import TRAINED
-from tiermem.nn.tensors.shells import nbytes_of
 
 Resident = Literal["auto"] | Callable[[str, nn.Parameter], bool] | None
 """Parameters that stay: ``"auto"``, a predicate of qualified name and parameter, or none."""
@@ -37,14 +35,11 @@ _TRAINED = "(trained)"
 _TOGETHER = 64
 """Parameters of one block: a step costs the host as much for a block of few as for many."""
 _PREFIX = "."
-SMALL = f"{_PREFIX}small"
-"""Name of the block of all parameters that are too small to be moved."""
 _LITTLE = 1 << 20
 """Bytes of a block at most that costs more to ask for than to copy: 18 us at 57 GB/s."""
 _BESIDE = 16  # so many times the bytes of such a block has the largest one, at least
 _OF_WEIGHTS = 64  # that part of all weights such blocks may be together
 _LITTLE_OF_HBM = 64  # likewise of HBM, with gradients and state
-_VECTORS_OF_HBM = 32  # likewise, with the vectors of larger blocks
 _PAGES = 4  # whole pages of weights, gradients, masters and state
 
 
@@ -101,32 +96,6 @@ def little(
             break
         found.append(name)
     return found
-
-
-def vectors(
-    blocks: Mapping[str, Sequence[Found]], beside: Sequence[Found], hbm: int
-) -> list[Found]:
-    """Returns the vectors of larger blocks that stay: the smallest of them.
-
-    Args:
-        blocks: Parameters of each of these blocks.
-        beside: The parameters of blocks that are too little to be moved.
-        hbm: The budget in bytes.
-    """
-    moved = [found for members in blocks.values() for found in members]
-    left = sum(nbytes_of(found.tensor) for found in [*moved, *beside]) // _OF_WEIGHTS
-    room = hbm // _VECTORS_OF_HBM - _PAGES * ALIGNMENT
-    left -= sum(nbytes_of(found.tensor) for found in beside)
-    room -= sum(trained_bytes(found) for found in beside)
-    single = [found for found in moved if found.shell is None and found.tensor.dim() <= 1]
-    stay = set[int]()
-    for found in sorted(single, key=lambda found: found.tensor.numel()):
-        left -= nbytes_of(found.tensor)
-        room -= trained_bytes(found)
-        if left < 0 or room < 0:
-            break
-        stay.add(id(found))
-    return [found for found in single if id(found) in stay]
 
 
 def apart_from_frozen(
@@ -199,8 +168,8 @@ def by_parameter(members: Sequence[Found]) -> Iterator[list[Found]]:
 
 
 def together(members: Sequence[Found]) -> dict[str, list[Found]]:
-    """Returns the block of all parameters that are too small to be moved, if there are any."""
-    return {SMALL: list(members)} if members else {}
+    """Returns the block of all parameters that are too little to be moved, if there are any."""
+    return {f"{_PREFIX}small": list(members)} if members else {}
 
 
 def is_resident(root: str) -> bool:

@@ -11,12 +11,18 @@ else has them any more.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 from tiermem.errors import ParameterError
 from tiermem.nn.compat.quiet import unrecorded
 from tiermem.nn.groups.above import Here
 from tiermem.nn.tensors.lazy import is_elsewhere, is_held, is_shared
+
+_SELDOM = 16
+"""Of so many looks one frees what nobody else has, besides the first."""
+_version_now, _version = attrgetter("copy._version"), attrgetter("version")
 
 
 class _Given:
@@ -40,7 +46,7 @@ class _Given:
 class GivenStates:
     """The values that programs were given and may still write."""
 
-    __slots__ = ("_busy", "_here", "given")
+    __slots__ = ("_busy", "_here", "_looks", "given")
 
     def __init__(self, here: Here) -> None:
         """Starts with none.
@@ -51,6 +57,7 @@ class GivenStates:
         self.given: dict[int, _Given] = {}
         self._here = here
         self._busy = False
+        self._looks = 0  # since one was given
 
     def note(self, name: str, copy: torch.Tensor, tensor: torch.Tensor) -> None:
         """Notes that a program is given a copy of a tensor.
@@ -62,6 +69,7 @@ class GivenStates:
         """
         if not (copy.is_inference() or tensor.is_inference()):  # of which torch counts no writes
             self.given[id(copy)] = _Given(name, copy, tensor)
+            self._looks = 0
 
     def take_in(self) -> None:
         """Copies what was written into the tensors; called before these are used.
@@ -72,6 +80,11 @@ class GivenStates:
         """
         if self._busy or self._here.is_in_pass():
             return
+        known = self.given.values()
+        written = [*map(_version_now, known)] != [*map(_version, known)]
+        self._looks += 1
+        if not written and self._looks > 1 and self._looks % _SELDOM:
+            return  # a program may keep a thousand of them for long
         refused: _Given | None = None
         try:
             self._busy = True

@@ -482,9 +482,7 @@ class InterceptedModules:
                 names = module.__dict__[which] = TieredDict(
                     plain, managed, self._wrapped.runtime.away
                 )
-                # what is in the small block is there in each pass, and always at one place
-                moved = {id(g): g for g in managed.values() if not g.small}
-                first, *others = (moved or {0: next(iter(managed.values()))}).values()
+                first, *others = {id(group): group for group in managed.values()}.values()
                 if not others:
                     alone.setdefault(first, []).append(names)
 

@@ -36,7 +36,7 @@ from tiermem.nn.groups.inspect import (
 )
 from tiermem.nn.groups.parametrized import follow_parametrizations
 from tiermem.nn.groups.partition import Predicate, checked_homes
-from tiermem.nn.groups.resident import SMALL, Resident, is_resident
+from tiermem.nn.groups.resident import Resident, is_resident
 from tiermem.nn.groups.shellparam import ShellParam
 from tiermem.nn.groups.swapped import follow_swaps
 from tiermem.nn.passes.runtime import ModuleRuntime
@@ -210,8 +210,7 @@ class WrappedModel:
         roots = [*plan.params, *plan.buffers]
         for root, block, members, in_files in zip(roots, blocks, members_of, stored, strict=True):
             group = Group(self.runtime.manager, block, writes_hidden=block.role is Role.BUFFER)
-            group.resident, group.small = is_resident(root), root == SMALL
-            group.few = plan.few
+            group.resident, group.few = is_resident(root), plan.few
             self._fill_group(group, members, known.params)
             self.groups.append(group)
             if in_files is None:
