@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,13 +17,13 @@ from tiermem.optim.units.undo import Undo
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of blocks that were copied, in case a step is taken back."""
     found: list[int] = []
-    keep = Undo.keep
+    keep = Undo.keep_bytes
 
-    def noted(self: Undo, tensors: Sequence[torch.Tensor]) -> None:
-        found.append(sum(t.nbytes for t in tensors))
-        keep(self, tensors)
+    def noted(self: Undo, whole: torch.Tensor) -> None:
+        found.append(whole.nbytes)
+        keep(self, whole)
 
-    monkeypatch.setattr(Undo, "keep", noted)
+    monkeypatch.setattr(Undo, "keep_bytes", noted)
     return found
 
 
