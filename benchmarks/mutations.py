@@ -2035,6 +2035,13 @@ _ELSEWHERE = (
         _NEW_GRADS,
     ),
     Mutation(
+        "who writes to a copy of a state dict is not told",
+        "tiermem/nn/passes/givenstates.py",
+        "            if value is not None and value._version != version:\n",
+        "            if False:\n",
+        ("tests/unit/test_nn_state_dict_writes.py",),
+    ),
+    Mutation(
         "parts that are computed again find what stays away",
         "tiermem/nn/wrap/bypass.py",
         "            backward.keep(self._wrapped.kept)\n",

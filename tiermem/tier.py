@@ -15,7 +15,7 @@ from torch import nn
 
 from tiermem.config import Home, Policy, Settings, parse_budget, parse_size
 from tiermem.core.block import Role
-from tiermem.errors import REFUSALS, CapacityError, ParameterError, WrapError
+from tiermem.errors import REFUSALS, CapacityError, WrapError
 from tiermem.given import (
     PathLike,
     Size,
@@ -253,7 +253,6 @@ class TierManager:
             WrapError: If it is not wrapped here, or in use just now.
         """
         self._manager.gate.guard()
-        self._runtime.given.take_in()
         wrapped = self._wrapped.get(id(model))
         if wrapped is None:
             raise WrapError("this module is not wrapped here; unwrap takes what wrap returned")
@@ -465,7 +464,6 @@ class TierManager:
                 checkpoint stays.
         """
         self._manager.gate.guard()
-        self._runtime.given.take_in()
         self._end_saving()
         plan = make_plan(self._runtime, path, extra)
         if wait:
@@ -504,7 +502,6 @@ class TierManager:
             CapacityError: If a budget does not hold state that is in the checkpoint.
         """
         self._manager.gate.guard()
-        self._runtime.given.take_in()
         self._end_saving()
         return load_run(self._runtime, path)
 
@@ -556,8 +553,6 @@ class TierManager:
         An error of a save (``wait=False``) that nobody was told of is raised when all is closed.
 
         Raises:
-            ParameterError: When all is closed, if a value of a state dict was written that was
-                older than the model.
             CapacityError: If host memory has no room for the models: nothing is changed, and the
                 manager stays open, so that they can be saved.
             StorageError: If blocks cannot be read back: the models that have none of these are
@@ -567,12 +562,7 @@ class TierManager:
         """
         if self._saving is not None and not self._manager.gate.closed:
             self._saving.wait()
-        refused: ParameterError | None = None
         if not discard and not self._manager.gate.closed:
-            try:
-                self._runtime.given.take_in()
-            except ParameterError as error:  # said when all is closed
-                refused = error
             for watcher in self._runtime.backward.watchers:
                 watcher.settle()
             try:
@@ -588,13 +578,10 @@ class TierManager:
         for wrapped in self._wrapped.values():
             wrapped.bypass.end(for_good=True)
         self._runtime.program.models.clear()
-        self._runtime.given.forget()
         self._wrapped.clear()
         self._runtime.models.owner = None
         if self._saving is not None and self._saving.done():  # not the parent's, in a forked child
             self._saving.settle()
-        if refused is not None:
-            raise refused
 
     def _forget(self, key: int) -> None:
         """Forgets a model that has left."""

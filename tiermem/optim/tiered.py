@@ -90,7 +90,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         self._runtime = runtime
         runtime.manager.gate.guard()
-        runtime.given.take_in()
         cls = optimizer_class(cls)
         check_overlap(overlap)
         check_where(where, host_share)
@@ -156,7 +155,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._runtime.models.refuse_half_loaded("step()")
         self._methods.refuse_if_begun("step()")
         self._runtime.manager.gate.guard()
-        self._runtime.given.take_in()
+        self._runtime.given.look()
         if not self._timing.rounds:
             loss = None
             if closure is not None:

@@ -61,8 +61,6 @@ class AwayUses:
         # there for code that torch does not see, which may write if it runs outside every pass
         if group.in_place:
             return  # an operation on it says that there is no room; its shape can be asked for
-        if self._runtime.given.given:
-            self._runtime.given.take_in()
         self._close(group)
         inside = self.here.is_in_pass()
         if not inside:
@@ -88,8 +86,6 @@ class AwayUses:
         if group.in_place:
             raise no_room(self.manager, group)
         self.manager.gate.guard()
-        if self._runtime.given.given:
-            self._runtime.given.take_in()
         self.manager.threads.note()
         self._close(group)
         self.note_apart(group)
@@ -134,8 +130,6 @@ class AwayUses:
             CapacityError: If they cannot be looked at there now, so that they would have to fit.
         """
         self.manager.gate.guard()
-        if self._runtime.given.given:
-            self._runtime.given.take_in()
         self.manager.threads.note()
         with self.manager.lock:
             homes = self.manager.parts.homes

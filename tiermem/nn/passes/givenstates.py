@@ -1,124 +1,74 @@
-"""Values of state dicts, which are copies: what a program writes to them reaches the tensors.
+"""Values of state dicts, which are copies: a program that writes to them is told that once.
 
-With torch a state dict has the memory of the model's tensors, and programs write the model by it:
-``model.state_dict()[name].copy_(value)``, averages over ``state_dict().values()``. Here the values
-are copies in host memory. So they are looked at before the tensors are used again, and those that
-were written since are copied into their tensors.
-
-They are kept until then: with ``for value in model.state_dict().values(): value.mul_(0.5)`` nobody
-else has them any more.
+With torch a state dict has the memory of the model's tensors, and some programs write the model by
+it: ``model.state_dict()[name].copy_(value)``, averages over ``state_dict().values()``. Here the
+values are copies in host memory, and nothing would happen. Nor can what is written be taken over:
+``value.cpu()`` is another tensor on a GPU, which programs average in place, and here the same one.
 """
 
 from __future__ import annotations
 
-from operator import attrgetter
+import warnings
+from weakref import ref
 
 import torch
 
-from tiermem.errors import ParameterError
-from tiermem.nn.compat.quiet import unrecorded
-from tiermem.nn.groups.above import Here
-from tiermem.nn.tensors.lazy import is_elsewhere, is_held, is_shared
-
+_HELD = 64 << 20
+"""Bytes of values that are kept until the next look, as nobody else may have them by then; of what
+is larger it is only seen what a program keeps."""
 _SELDOM = 16
-"""Of so many looks one frees what nobody else has, besides the first."""
-_version_now, _version = attrgetter("copy._version"), attrgetter("version")
-
-
-class _Given:
-    """A value that a program was given.
-
-    Attributes:
-        name: In the state dict.
-        copy: The value.
-        tensor: Of the model.
-        version: Of the copy, when the two were last alike.
-        at: Version of the tensor then.
-    """
-
-    __slots__ = ("at", "copy", "name", "tensor", "version")
-
-    def __init__(self, name: str, copy: torch.Tensor, tensor: torch.Tensor) -> None:
-        self.name, self.copy, self.tensor = name, copy, tensor
-        self.version, self.at = copy._version, tensor._version
+"""Of so many looks one is made, besides the first: a program may keep a thousand for long."""
 
 
 class GivenStates:
-    """The values that programs were given and may still write."""
+    """The values that programs were given, until one of them is found written."""
 
-    __slots__ = ("_busy", "_here", "_looks", "given")
+    __slots__ = ("_given", "_held", "_looks", "_nbytes", "_told")
 
-    def __init__(self, here: Here) -> None:
-        """Starts with none.
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._given: list[tuple[str, ref[torch.Tensor], int]] = []
+        self._held: list[torch.Tensor] = []
+        self._nbytes = self._looks = 0
+        self._told = False
 
-        Args:
-            here: Where the calling thread is.
-        """
-        self.given: dict[int, _Given] = {}
-        self._here = here
-        self._busy = False
-        self._looks = 0  # since one was given
-
-    def note(self, name: str, copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    def note(self, name: str, copy: torch.Tensor) -> None:
         """Notes that a program is given a copy of a tensor.
 
         Args:
             name: In the state dict.
             copy: It, just made.
-            tensor: Of the model.
         """
-        if not (copy.is_inference() or tensor.is_inference()):  # of which torch counts no writes
-            self.given[id(copy)] = _Given(name, copy, tensor)
-            self._looks = 0
-
-    def take_in(self) -> None:
-        """Copies what was written into the tensors; called before these are used.
-
-        Raises:
-            ParameterError: If a tensor was changed after the state dict was made, and then the
-                value in that: with torch, the former would have changed the latter.
-        """
-        if self._busy or self._here.is_in_pass():
+        if self._told or copy.is_inference():  # of which torch counts no writes
             return
-        known = self.given.values()
-        written = [*map(_version_now, known)] != [*map(_version, known)]
+        self._given.append((name, ref(copy), copy._version))
+        if self._nbytes + copy.nbytes <= _HELD:
+            self._held.append(copy)
+            self._nbytes += copy.nbytes
+        self._looks = 0
+
+    def look(self) -> None:
+        """Warns if any was written; called before the model is used."""
+        if not self._given:
+            return
         self._looks += 1
-        if not written and self._looks > 1 and self._looks % _SELDOM:
-            return  # a program may keep a thousand of them for long
-        refused: _Given | None = None
-        try:
-            self._busy = True
-            for key, given in [*self.given.items()]:
-                copy = given.copy
-                if copy._version != given.version and not _write(given):
-                    refused = refused or given
-                if not (is_held(copy, besides=1) or is_elsewhere(copy) or is_shared(copy)):
-                    self.given.pop(key, None)
-        finally:
-            self._busy = False
-        if refused is not None:
-            raise ParameterError(
-                f"state_dict()[{refused.name!r}] was written after the model had changed what it "
-                "is a copy of (a step, a load): values of a state dict are as of its call; call "
-                "state_dict() anew to write the model by it, or clone a value to change that alone"
-            )
-
-    def forget(self) -> None:
-        """Forgets all of them: the tiers are gone."""
-        self.given.clear()
-
-
-def _write(given: _Given) -> bool:
-    """Copies a value into its tensor; returns whether that had not changed since."""
-    given.version, before = given.copy._version, given.version  # what is refused is said once
-    if given.tensor._version != given.at:
-        return False
-    try:
-        # the functions of hidden tensors are off inside an operation on another one
-        with unrecorded(), torch._C._EnableTorchFunction():
-            given.tensor.copy_(given.copy)
-    except BaseException:
-        given.version = before
-        raise
-    given.at = given.tensor._version
-    return True
+        if self._looks > 1 and self._looks % _SELDOM:
+            return
+        given, self._given = self._given, []
+        there = [(name, copy(), version) for name, copy, version in given]
+        self._held, self._nbytes = [], 0
+        for name, value, version in there:
+            if value is not None and value._version != version:
+                self._told = True
+                warnings.warn(
+                    f"state_dict()[{name!r}] was written in place, which does not change the "
+                    "model: values of a wrapped model's state_dict() are copies in host memory. "
+                    "If it was to change the model, write inside `with tier.materialize(module):` "
+                    "or call load_state_dict(). (This is said once; clone() a value to change it "
+                    "alone.)",
+                    UserWarning,
+                    stacklevel=3,
+                )
+                return
+        del there
+        self._given = [found for found in given if found[1]() is not None]

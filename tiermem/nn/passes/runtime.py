@@ -80,7 +80,7 @@ class ModuleRuntime:
         manager: The blocks.
         groups: Every group of parameters, in the order of the modules.
         here: Where the calling thread is.
-        given: Values of state dicts that programs have.
+        given: Values of state dicts that programs were given.
         grads: The gradients.
         program: What models and optimizers there are, to say what budgets would do.
         saved: The saved-tensor hooks.
@@ -105,7 +105,7 @@ class ModuleRuntime:
         self.repair = partial(repair, self)  # no Python frame of its own: repair reads frames
         self.groups = Groups()
         self.here = Here()
-        self.given = GivenStates(self.here)
+        self.given = GivenStates()
         self.grads = GradStore(self)
         self.program = Program(manager.parts.settings, self.grads.homes.dtype_for)
         self.away = AwayUses(self)

@@ -109,7 +109,6 @@ def materialize(
     if runtime.manager.gate.unsure:
         runtime.repair()
     runtime.manager.gate.guard()
-    runtime.given.take_in()
     block = _Block()
     lending = Lending(block)
     try:

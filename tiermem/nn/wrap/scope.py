@@ -337,8 +337,7 @@ class CallInterceptor(Interceptor):
             left_out.of = None
         try:
             manager.gate.guard()
-            if runtime.given.given:
-                runtime.given.take_in()
+            runtime.given.look()
             with manager.lock:
                 self._threads.enter(runtime.most_calls)
                 if self._threads.several:

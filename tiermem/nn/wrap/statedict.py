@@ -122,21 +122,15 @@ class _Copies:
         self._fresh: set[int] = set()  # made, or looked at again, in the call under way
         self._places: set[tuple[int, str]] = set()  # that it has not come to
 
-    def come_to(self, module: nn.Module, prefix: str) -> bool:
-        """Begins another call, unless the one under way is to come to a module with a prefix.
-
-        Returns:
-            Whether it has begun another.
-        """
-        begins = (id(module), prefix) not in self._places
-        if begins:
+    def come_to(self, module: nn.Module, prefix: str) -> None:
+        """Begins another call, unless the one under way is to come to a module with a prefix."""
+        if (id(module), prefix) not in self._places:
             self._fresh = set()
             inside = module.named_modules(remove_duplicate=False)
             self._places = {
                 (id(inner), f"{prefix}{name}." if name else prefix) for name, inner in inside
             }
         self._places.discard((id(module), prefix))
-        return begins
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether there is a copy of a tensor from the call under way."""
@@ -213,8 +207,7 @@ class StateDicts:
             detach: Whether tensors that do not live in the tiers are still to be detached.
         """
         cache = self._copies_in(destination)
-        if cache.come_to(module, prefix):
-            self._given.take_in()
+        cache.come_to(module, prefix)
         for which in ("_parameters", "_buffers"):
             for name, tensor in module.__dict__[which].items():
                 key = prefix + name
@@ -230,7 +223,7 @@ class StateDicts:
                     )
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
-                    self._given.note(key, destination[key], tensor)
+                    self._given.note(key, destination[key])
                 elif detach and destination[key] is tensor:
                     destination[key] = tensor.detach()
 
@@ -252,7 +245,7 @@ class StateDicts:
             for member, value in group.values():
                 cache.add(member.tensor, value)
         copy = cache.by_id[id(tensor)]
-        self._given.note(name, copy, tensor)
+        self._given.note(name, copy)
         return copy
 
     def _copy_around(self, shell: ShellParam, cache: _Copies, name: str) -> torch.Tensor:
@@ -356,7 +349,6 @@ class LoadAllInterceptor(Interceptor):
                 tensor in the tiers.
         """
         self.runtime.manager.gate.guard()
-        self.runtime.given.take_in()
         assigns = kwargs.get("assign", args[1] if args[1:] else False)
         if assigns and _may_give(self.module, state_dict, self.scope.wrapped.dicts.group_of):
             raise CheckpointError(
