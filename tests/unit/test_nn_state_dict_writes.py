@@ -70,6 +70,17 @@ def test_a_write_is_told_of_once(
         model(X)
 
 
+def test_a_warning_that_is_an_error_leaves_everything_in_order(model: Any) -> None:
+    expected = model(X)
+    _copy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="was written in place"):
+            model(X)
+        assert not model.tier._manager.gate.torn
+        assert torch.equal(model(X), expected)
+
+
 def test_what_is_only_read_is_not_told_of(model: Any) -> None:
     kept = model.state_dict()
     with warnings.catch_warnings():

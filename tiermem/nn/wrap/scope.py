@@ -329,6 +329,7 @@ class CallInterceptor(Interceptor):
     def _begin(self, args: Any, kwargs: Any) -> Any:
         """Makes a pass of the call: it is inside no other of a wrapped module."""
         here, runtime, manager = self._here, self.runtime, self._manager
+        runtime.given.look()
         # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
         kept = self.scope.wrapped.kept
         held, outer = 0, left_out.of
@@ -337,7 +338,6 @@ class CallInterceptor(Interceptor):
             left_out.of = None
         try:
             manager.gate.guard()
-            runtime.given.look()
             with manager.lock:
                 self._threads.enter(runtime.most_calls)
                 if self._threads.several:
