@@ -39,7 +39,8 @@ class GivenStates:
             name: In the state dict.
             copy: It, just made.
         """
-        if self._told or copy.is_inference():  # of which torch counts no writes
+        # torch counts no writes of the second, and knows no size of what is not strided
+        if self._told or copy.is_inference() or copy.layout is not torch.strided:
             return
         self._given.append((name, ref(copy), copy._version))
         if self._nbytes + copy.nbytes <= _HELD:
