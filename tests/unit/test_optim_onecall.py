@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,13 +18,13 @@ from tiermem.optim.units.undo import Undo
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of blocks that were copied, in case a step is taken back."""
     found: list[int] = []
-    keep = Undo.keep_bytes
+    keep = Undo.keep
 
-    def noted(self: Undo, whole: torch.Tensor) -> None:
-        found.append(whole.nbytes)
-        keep(self, whole)
+    def noted(self: Undo, tensors: Sequence[torch.Tensor]) -> None:
+        found.append(sum(t.nbytes for t in tensors))
+        keep(self, tensors)
 
-    monkeypatch.setattr(Undo, "keep_bytes", noted)
+    monkeypatch.setattr(Undo, "keep", noted)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ Classes = tuple[Sequence[Any], Sequence[type]]
 """Tensors and dictionaries, and as many classes."""
 Plain = torch._C.DisableTorchFunctionSubclass
 """Within it ``data`` of a tensor that is away can be set."""
-_address, _stride = torch._C.TensorBase.data_ptr, torch._C.TensorBase.stride
-_shape = attrgetter("shape")
+_address = torch._C.TensorBase.data_ptr
 
 
 class Pointing:
@@ -131,7 +129,9 @@ class Pointing:
         if is_inference_mode_enabled():
             with outside_inference():
                 return self.point(slot, plain=plain)
-        views = self._views_of(slot)
+        views = slot.views
+        if self._indices is not None:
+            views = [views[index] for index in self._indices]
         if self.alone:
             views = [in_own_storage(view) for view in views]
         if plain:
@@ -154,23 +154,16 @@ class Pointing:
             forms: Whether to look at shapes and strides as well (``weight.data = weight.data.t()``
                 leaves the memory as it was).
         """
-        there = list(map(_address, self.tensors)) == list(map(_address, self._views_of(slot)))
-        return there and not (forms and not self.has_forms_of(slot))
-
-    def has_forms_of(self, slot: Slot) -> bool:
-        """Whether each tensor, shown just now, has the shape and the strides that it had there.
-
-        Args:
-            slot: Where it was pointed.
-        """
-        tensors, views = self.tensors, self._views_of(slot)
-        shapes, strides = ([*map(of, tensors)] == [*map(of, views)] for of in (_shape, _stride))
-        return shapes and strides
-
-    def _views_of(self, slot: Slot) -> Sequence[torch.Tensor]:
-        """Returns the view of each tensor."""
         views = slot.views
-        return views if self._indices is None else [views[index] for index in self._indices]
+        if self._indices is not None:
+            views = [views[index] for index in self._indices]
+        return list(map(_address, self.tensors)) == list(map(_address, views)) and not (
+            forms
+            and any(
+                a.shape != b.shape or a.stride() != b.stride()
+                for a, b in zip(self.tensors, views, strict=True)
+            )
+        )
 
     def has_bytes_of(self, member: Member) -> bool:
         """Whether a tensor shows its bytes of the block, and was not given other memory.

@@ -56,9 +56,9 @@ class GivenStates:
         if self._looks > 1 and self._looks % _SELDOM:
             return
         given, self._given = self._given, []
-        there = [(name, copy(), version) for name, copy, version in given]
-        self._held, self._nbytes = [], 0
-        for name, value, version in there:
+        held, self._held, self._nbytes = self._held, [], 0
+        for name, copy, version in given:
+            value = copy()
             if value is not None and value._version != version:
                 self._told = True
                 warnings.warn(
@@ -71,5 +71,6 @@ class GivenStates:
                     stacklevel=3,
                 )
                 return
-        del there
+        value = None
+        held.clear()
         self._given = [found for found in given if found[1]() is not None]

@@ -189,7 +189,7 @@ class StateDicts:
             resident: The group of small buffers, which stay in HBM; None where there are none.
             given: What programs were given of state dicts.
         """
-        self._given = given
+        self._given_states = given
         self.given: dict[int, torch.Tensor] = {}
         self._model = model
         self._manager = manager
@@ -223,7 +223,7 @@ class StateDicts:
                     )
                 elif self._resident is not None and which == "_buffers":
                     destination[key] = tensor.detach().clone()
-                    self._given.note(key, destination[key])
+                    self._given_states.note(key, destination[key])
                 elif detach and destination[key] is tensor:
                     destination[key] = tensor.detach()
 
@@ -245,7 +245,7 @@ class StateDicts:
             for member, value in group.values():
                 cache.add(member.tensor, value)
         copy = cache.by_id[id(tensor)]
-        self._given.note(name, copy)
+        self._given_states.note(name, copy)
         return copy
 
     def _copy_around(self, shell: ShellParam, cache: _Copies, name: str) -> torch.Tensor:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tiermem.optim.units.unit import State, StepUnit
 
 _first, _second, _grad = itemgetter(0), itemgetter(1), attrgetter("grad")
-_has_grad, _materialized = attrgetter("has_grad"), attrgetter("materialized")
+_has_grad = attrgetter("has_grad")
 
 
 class Waiting:
@@ -237,12 +237,12 @@ class Attempt:
         for block in self.holding.kept:
             # masters that have just followed their weights are not as they are at home
             self._keep_block(undo, block, slots[id(block)].views, clean=not self.holding.follows)
-        pointed: list[Entry] = unit.entries
-        if unit.masters is not None or any(map(_materialized, pointed)):
-            for entry in unit.entries:
-                if entry.materialized:
-                    undo.keep_values([entry.param.data])
-            pointed = [e for e in pointed if not (e.materialized or is_cast(e.param))]
+        pointed: list[Entry] = []
+        for entry in unit.entries:
+            if entry.materialized:
+                undo.keep_values([entry.param.data])
+            elif not is_cast(entry.param):
+                pointed.append(entry)
         if pointed and unit.group is not None:
             group = unit.group
             clean = unit.foreign.alone and not group.writes.uncounted
@@ -250,8 +250,7 @@ class Attempt:
             mine = [views[entry.index] for entry in pointed]
             self._keep_block(undo, group.block, mine, clean=clean)
         managed = {id(entry.param) for entry in unit.entries}
-        others = [] if len(managed) == len(unit.members) else unit.members
-        for param, _ in others:
+        for param, _ in unit.members:
             if id(param) not in managed and not is_cast(param):
                 undo.keep_values([param.data])
         if spoils:
@@ -268,10 +267,7 @@ class Attempt:
             return
         at_home = record.at_home is Residency.VALID and record.in_hbm is Residency.VALID
         if not (clean and at_home) or record.home is Tier.HBM:
-            if len(tensors) == len(block.tensors):
-                undo.keep_bytes(self._manager.parts.slots.current[block.id].bytes)
-            else:
-                undo.keep(tensors)
+            undo.keep(tensors)
             return
         transfers = self._manager.parts.transfers
         transfers.copy.use(transfers.home_ready.get(block.id))  # else it takes what is written next

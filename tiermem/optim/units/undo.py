@@ -82,10 +82,7 @@ class Undo:
         """Copies tensors of one block, in the order in which they lie there."""
         if not tensors:
             return
-        self.keep_bytes(_run(tensors))
-
-    def keep_bytes(self, whole: torch.Tensor) -> None:
-        """Copies the bytes of a block, or some of them: 1-D, uint8."""
+        whole = _run(tensors)
         copy = self._room(whole)
         _copy(copy, whole)
         self._kept = (*self._kept, (whole, copy))
