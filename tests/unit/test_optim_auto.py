@@ -392,7 +392,7 @@ def test_an_optimizer_that_is_closed_or_refused_looks_at_no_backward() -> None:
         watched = tier._runtime.backward.on_begin, tier._runtime.away.on_look
         optimizer = tier.optimizer(model, torch.optim.AdamW, lr=0.01)
         assert [len(found) for found in watched] == [1, 1]
-        with pytest.raises(tiermem.StepError):
+        with pytest.raises(tiermem.StepError, match="loss of the whole model again, by a closure"):
             tier.optimizer(model, torch.optim.LBFGS)
         assert [len(found) for found in watched] == [1, 1]
         optimizer.close()

@@ -271,10 +271,10 @@ def _tried(
                 problem = problem or error
             if odd:
                 raise StepError(f"{name} cannot be streamed block by block: {odd}. {_REMEDY}")
-    raise StepError(
-        f"{name} cannot be streamed through the tiers: a trial step without a closure failed with "
-        f"{type(problem).__name__}: {problem}. {_REMEDY}"
-    ) from problem
+    why = f"a trial step without a closure failed with {type(problem).__name__}: {problem}"
+    if "closure" in str(problem):  # as LBFGS, which looks for a step's length by the loss
+        why = f"its step() computes the loss of the whole model again, by a closure ({problem})"
+    raise StepError(f"{name} cannot be streamed through the tiers: {why}. {_REMEDY}") from problem
 
 
 def _is_counted(
