@@ -403,6 +403,8 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
     torch.manual_seed(0)
     layers, parts, by = MODELS[name]()
     model = nn.Sequential(*layers)
+    if options.masters:  # half as many bytes, so twice as many times as small
+        model, by = model.bfloat16(), 2 * by
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     down = options.rate_down or options.rate
     machine = Machine((options.rate * 1e9 / by, down * 1e9 / by))
@@ -410,7 +412,7 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
         layer.machine = machine
         layer.device = device[0] * part, device[1] * part
         layer.host = options.host[0] / len(layers), options.host[1] / len(layers)
-    hbm, dram = int(nbytes * share) // 4096 * 4096, 14 * nbytes + (1 << 24)
+    hbm, dram = int(nbytes * share) // 4096 * 4096, 20 * nbytes + (1 << 24)
     on_host = options.host_step
     host = HostThread(machine, on_host * by / 1e9).at_work() if on_host else nullcontext()
     with (
@@ -429,9 +431,13 @@ def measure(name: str, share: float, computes: str, options: argparse.Namespace)
             setattr(estimates, rate, lambda *_: options.rate * 1e9 / by)
         estimates.computes = lambda key: device["backward" in repr(key)]  # type: ignore[method-assign]
         tier.wrap(model)
-        fused = {"fused": True} if on_host else {}  # as foreach, a CPU has no such steps
-        optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-4, **fused)
-        x = torch.rand(1, next(p for layer in layers for p in layer.children()).in_features)
+        settings = {"fused": True} if on_host else {}  # as foreach, a CPU has no such steps
+        settings |= {"master_dtype": torch.float32} if options.masters else {}
+        optimizer = tier.optimizer(
+            model, torch.optim.AdamW, lr=1e-4, overlap=options.overlap, **settings
+        )
+        width = next(p for layer in layers for p in layer.children()).in_features
+        x = torch.rand(1, width, dtype=next(model.parameters()).dtype)
         last = options.steps // 2
         for number in range(options.steps):
             if number == last:
@@ -474,6 +480,8 @@ def main() -> None:
     parser.add_argument(
         "--host-step", type=float, help="seconds of the host for 10**9 elements, of its share"
     )
+    parser.add_argument("--masters", action="store_true", help="float32 masters, bfloat16 weights")
+    parser.add_argument("--overlap", choices=("auto", "forward"), default="auto")
     parser.add_argument("--wait-for-compute", action="store_true")
     parser.add_argument("--fine", action="store_true")
     parser.add_argument("--out", help="JSON file; the same as Markdown beside it")

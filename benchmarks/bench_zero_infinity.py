@@ -229,7 +229,10 @@ def _of_tiers(trainer: Any) -> Row:
     stats = trainer.engine.tier.stats()
     row: Row = {f"peak {tier} GB": nbytes / 1e9 for tier, nbytes in stats.peak.items()}
     row["GB kept in HBM"] = stats.kept_in_hbm / 1e9
-    row["where"] = trainer.engine.plan.optimizer["where"]
+    optimizer = trainer.engine.optimizer
+    row["where"] = optimizer.stepped_where
+    row["stepped in backward"] = optimizer.stepped_in_backward
+    row["norm of the last gradients"] = trainer.engine.get_global_grad_norm()
     return row
 
 
@@ -287,8 +290,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--nvme", help="folder: parameters and optimizer on NVMe")
     parser.add_argument("--hbm", help="tiermem's budget; by default 80%% of what is free")
     parser.add_argument("--dram", help="likewise; by default what the file asks for")
-    parser.add_argument("--where", choices=("device", "host", "both"))
-    parser.add_argument("--overlap", choices=("forward", "backward"))
+    parser.add_argument("--where", choices=("auto", "device", "host", "both"))
+    parser.add_argument("--overlap", choices=("auto", "forward", "backward"))
     parser.add_argument("--what", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--check-steps", type=int, default=3)
     parser.add_argument("--warm", type=int, default=6)

@@ -199,8 +199,8 @@ def _optimizer(found: Plan, own: dict[str, Any]) -> None:
     found.optimizer = {
         "master_dtype": torch.float32 if halved else None,
         "grad_dtype": gradients,
-        "overlap": own.get("overlap", "forward"),
-        "where": own.get("where", "device"),
+        "overlap": own.get("overlap", "auto"),
+        "where": own.get("where", "auto"),
     }
     ratio = f"{STATE}.ratio"
     if "where" not in own and config.given(ratio) and config[f"{STATE}.device"] != "none":

@@ -31,6 +31,8 @@ def size(
     Gradients of offloaded state stay in HBM where its budget is not set and it has room for
     weights, gradients, masters and state together; else they are in DRAM. Host memory is what is
     at home there, the buffers that the file asks for, and a margin, no more than is available.
+    Where steps may be made inside backward it is as much again, which keeps what they change until
+    they are confirmed, as long as all of it is no more than half of what is available.
     What is missing goes to ``plan.refused``.
 
     Args:
@@ -44,7 +46,7 @@ def size(
     """
     manager, policy = plan.manager, plan.manager["policy"]
     found = _budgets(plan, model, made, groups)
-    free = "hbm" not in manager and plan.optimizer["where"] == "device"
+    free = "hbm" not in manager and plan.optimizer["where"] in ("auto", "device")
     if policy["grads"] == "dram" and free and found.all_in_hbm <= found.hbm:
         policy["grads"] = "hbm"
         found = _budgets(plan, model, made, groups)
@@ -57,7 +59,10 @@ def size(
             f"offloaded to it, and {found.available:,} are available; put more of it on NVMe "
             f"({PARAM}.device, {STATE}.device), or give tiermem: {{dram: ...}} to try"
         )
-    manager["dram"] = max(found.dram, min(_wanted(plan, model, found), found.available * 9 // 10))
+    wanted = _wanted(plan, model, found)
+    ahead = _may_step_ahead(plan) and found.all_in_hbm > found.hbm
+    twice = min(wanted + found.dram, found.available // 2) if ahead else 0
+    manager["dram"] = max(found.dram, min(wanted, found.available * 9 // 10), twice)
     return found
 
 
@@ -103,6 +108,13 @@ def _budgets(
         **asked,
         **settings,
     )
+
+
+def _may_step_ahead(plan: Plan) -> bool:
+    """Whether steps may be made inside backward: what they change is in DRAM, and can be undone."""
+    made, policy = plan.optimizer, plan.manager["policy"]
+    at_home = policy["params"] == policy["optimizer"] == "dram"
+    return at_home and made["overlap"] == "auto" and made["where"] in ("auto", "device")
 
 
 def _wanted(plan: Plan, model: nn.Module, found: tiermem.Budgets) -> int:

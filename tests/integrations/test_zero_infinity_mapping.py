@@ -164,7 +164,7 @@ def test_no_prefetching_where_its_bucket_is_empty() -> None:
 
 @pytest.mark.parametrize(
     ("ratio", "where", "share"),
-    [(None, "device", None), (1.0, "host", None), (0.0, "device", None), (2 / 3, "both", 2 / 3)],
+    [(None, "auto", None), (1.0, "host", None), (0.0, "device", None), (2 / 3, "both", 2 / 3)],
 )
 def test_the_ratio_is_the_share_that_the_host_steps(
     ratio: float | None, where: str, share: float | None
@@ -179,9 +179,9 @@ def test_the_ratio_is_the_share_that_the_host_steps(
         units = engine.optimizer._units
         count = sum(p.numel() for unit in units for p, _ in unit.members)
         host = sum(p.numel() for unit in units if unit.host is not None for p, _ in unit.members)
-        assert host == {"device": 0, "host": count, "both": count * 2 // 3}[where]
+        assert host == {"auto": 0, "device": 0, "host": count, "both": count * 2 // 3}[where]
         assert losses == pytest.approx(plain(3), rel=1e-5)
-        if where == "device":
+        if where in ("auto", "device"):
             assert losses == plain(3)
 
 

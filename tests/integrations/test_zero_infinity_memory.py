@@ -91,8 +91,25 @@ def run(config: dict[str, Any], model: Decoder) -> tiermem.Stats:
     [*zip(cycle(MODELS), FILES, strict=False), *zip(MODELS, cycle(["bf16"]), strict=False)],
 )
 def test_a_run_takes_what_is_asked_for_and_no_less(model: str, file: str) -> None:
-    stats = run(raw({"hbm": "4MiB"}, **FILES[file]), MODELS[model]())
+    own = {"hbm": "4MiB", "overlap": "forward"}
+    stats = run(raw(own, **FILES[file]), MODELS[model]())
     assert stats.peak["dram"] >= 0.9 * stats.budget["dram"]
+
+
+def test_steps_inside_backward_have_host_memory_to_be_undone_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dram(available: int, hbm: str = "1MiB", **more: Any) -> int:
+        monkeypatch.setattr("tiermem.budgets.available_memory", lambda: available)
+        config = raw({"hbm": hbm, **more}, bf16={"enabled": True})
+        return int(deepspeed.explain(config, model=decoder(4)).manager["dram"])
+
+    needed = dram(1 << 40, overlap="forward")
+    assert 1.9 * needed < dram(1 << 40) < 2.1 * needed
+    assert dram(3 * needed) == 3 * needed // 2  # half of what is available
+    assert dram(3 * needed // 2) == needed  # and at least what is needed
+    assert dram(1 << 40, hbm="64MiB") == dram(1 << 40, hbm="64MiB", overlap="forward")  # all fits
+    assert dram(1 << 40, where="host") < 1.1 * needed
 
 
 def test_what_a_parameter_takes_of_host_memory() -> None:

@@ -233,6 +233,24 @@ def scale_gradient(param: torch.Tensor) -> None:
         param.grad.mul_(3.0)
 
 
+def step_by_factor(optimizer: Any, model: nn.Module, most: float) -> torch.Tensor:
+    """Clips in the step alone: gradients keep what they are. Returns their norm."""
+    if hasattr(optimizer, "grad_norm"):
+        norm: torch.Tensor = optimizer.grad_norm()
+        optimizer.grad_factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+        optimizer.step()
+        return norm
+    given = [p for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in given]
+    norm = nn.utils.get_total_norm(gradients)
+    for param in given:
+        param.grad = param.grad * torch.clamp(most / (norm + 1e-6), max=1.0)
+    optimizer.step()
+    for param, gradient in zip(given, gradients, strict=True):
+        param.grad = gradient
+    return norm
+
+
 number = st.integers(0, 1 << 20)
 layers = st.integers(0, LAYERS - 1)
 
@@ -333,7 +351,10 @@ class Looking(RuleBasedStateMachine):
 
     @rule(
         clip=st.sampled_from(
-            ["none", "none", "torch", "own", "value", "torch, not needed", "own, not needed"]
+            [
+                *("none", "none", "torch", "own", "value", "factor"),
+                *("torch, not needed", "own, not needed", "factor, not needed"),
+            ]
         ),
         clear=st.booleans(),
     )
@@ -348,7 +369,10 @@ class Looking(RuleBasedStateMachine):
                 norm = optimizer.clip_grad_norm_(most)
             elif clip.startswith(("own", "torch")):
                 norm = nn.utils.clip_grad_norm_(model.parameters(), most)
-            optimizer.step()
+            if clip.startswith("factor"):
+                norm = step_by_factor(optimizer, model, most)
+            else:
+                optimizer.step()
             if clear:
                 optimizer.zero_grad()
             return norm

@@ -43,7 +43,7 @@ def by_hand(count: int, clip: float) -> tuple[list[torch.Tensor], list[torch.Ten
     return norms, params
 
 
-@pytest.mark.parametrize("overlap", [False, "forward"])
+@pytest.mark.parametrize("overlap", [False, "forward", "auto"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_clipping_the_gradients_of_masters_is_bit_for_bit(overlap: Any, fused: bool) -> None:
     with tiermem.TierManager("cpu", hbm="128KiB", dram="4MiB") as tier:
@@ -69,6 +69,27 @@ def test_clipping_the_gradients_of_masters_is_bit_for_bit(overlap: Any, fused: b
                 assert close(mine, theirs)
         assert norms[0].dtype is torch.float32
         assert norms[0] > 0.5
+
+
+def test_a_factor_of_one_confirms_steps_made_inside_backward() -> None:
+    for limit, in_vain in ((1e9, []), (20.0, [1])):
+        norms, weights = by_hand(8, limit)
+        assert [number for number in range(8) if norms[number] > limit] == in_vain
+        with tiermem.TierManager("cpu", hbm="64KiB", dram="4MiB") as tier:
+            model = tier.wrap(build())
+            optimizer = tier.optimizer(
+                model, torch.optim.AdamW, lr=1e-2, master_dtype=torch.float32
+            )
+            for number in range(8):
+                loss_of(model, number).backward()
+                norm = optimizer.grad_norm(dtype=torch.float32)
+                optimizer.grad_factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            first = 1  # has no steps ahead
+            assert optimizer.stepped_in_backward == 4 * (8 - first - len(in_vain))
+            with tier.materialize(model):
+                assert all(map(torch.equal, model.parameters(), weights))
 
 
 def test_the_host_applies_the_factor_too() -> None:

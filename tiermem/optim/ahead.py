@@ -425,18 +425,27 @@ class StepsAhead:
 
     # -- what the user calls ---------------------------------------------
 
-    def before_step(self, scaling: Scaling | None) -> None:
-        """Prepares for ``step()``: drops steps made ahead that differ from what it would make."""
+    def before_step(self, scaling: Scaling | None) -> Scaling | None:
+        """Prepares for ``step()``: drops steps made ahead that differ from what it would make.
+
+        A factor is looked at only where all else is equal, since the host waits for it.
+
+        Returns:
+            What gradients are still to be scaled by; None where steps made ahead are confirmed.
+        """
         made = bool(self.provisional)
-        if made and (
-            scaling is not None
-            or not self.provisional.whole
-            or self.provisional.failed
-            or self._backward.has_changed()
-            or not all(map(_is_untouched, self.provisional.units))
-        ):
+        equal = made and (
+            self.provisional.whole
+            and not self.provisional.failed
+            and not self._backward.has_changed()
+            and all(map(_is_untouched, self.provisional.units))
+        )
+        if equal and scaling is not None and scaling.changes_nothing:
+            scaling = None
+        if made and (scaling is not None or not equal):
             self.provisional.drop()
-        self._ends_round(scales=scaling is not None)
+        self._ends_round(scales=scaling is not None and not scaling.is_factor)
+        return scaling
 
     def thrown_away(self) -> None:
         """Called when gradients are cleared or set to zero."""

@@ -169,7 +169,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Collects the units to step; returns whether a step is to be made at all."""
         self._runtime.backward.end()
         scaling, on_host = Scaling.of(self), self._host.steps is not None
-        self._timing.before_step(scaling)
+        scaling = self._timing.before_step(scaling)
         if scaling is not None and not (self._tried.fused and not on_host) and scaling.skips:
             self.grad_factor = None
             return False

@@ -140,19 +140,21 @@ class StepTiming:
 
     # -- a step ----------------------------------------------------------
 
-    def before_step(self, scaling: Scaling | None) -> None:
+    def before_step(self, scaling: Scaling | None) -> Scaling | None:
         """Checks steps made inside backward against what ``step()`` would make now.
 
         Args:
-            scaling: What a GradScaler left to the step, or None.
+            scaling: What a GradScaler or a factor left to the step, or None.
+
+        Returns:
+            The same, or None where it is a factor of one and steps made ahead are confirmed.
 
         Raises:
             StepError: If they differ and cannot be dropped.
         """
         if self.inside is not None:
             self.inside.before_step(scaling)
-        if self.ahead is not None:
-            self.ahead.before_step(scaling)
+        return scaling if self.ahead is None else self.ahead.before_step(scaling)
 
     def begin_round(
         self, groups: Sequence[dict[str, Any]], scaling: Scaling | None, loss: Any

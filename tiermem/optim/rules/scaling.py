@@ -42,6 +42,16 @@ class Scaling:
         return Scaling(scale, None, factor)
 
     @property
+    def is_factor(self) -> bool:
+        """Whether a factor is all there is, of which a GradScaler knows nothing."""
+        return self.grad_scale is None and self.found_inf is None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether it is a factor of one; waits for the device."""
+        return self.is_factor and self.factor is not None and bool(self.factor == 1)
+
+    @property
     def skips(self) -> bool:
         """Whether the step is left out; waits for the device."""
         return self.found_inf is not None and bool(self.found_inf.item())
