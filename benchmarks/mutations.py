@@ -82,6 +82,13 @@ _COPY, _PARTS = "tiermem/transfer/streams.py", "tiermem/optim/units/parted.py"
 
 _ELSEWHERE = (
     Mutation(
+        "ahead: any factor confirms steps made inside backward",
+        "tiermem/optim/rules/scaling.py",
+        "self.factor is not None and bool(self.factor == 1)",
+        "self.factor is not None",
+        ("tests/unit/test_optim_factor.py",),
+    ),
+    Mutation(
         "a checkpoint's model is made in a user's inference mode",
         "tiermem/loading/load.py",
         "    if torch.is_inference_mode_enabled():  # a model",
