@@ -50,8 +50,8 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     warnings.warn(
         f"this {kind} steps weights in the tiers from outside: it keeps {format_size(nbytes)} of "
         f"state on {str(device)!r} beside the budget of hbm=, and brings weights and gradients up "
-        f"one by one. Make it by tier.optimizer(model, {kind}, ...) instead: the same bits, with "
-        "state in the tiers",
+        f"one by one. Make it by tier.optimizer(model, {kind}, ...) instead, unless that refuses "
+        "this class: the same bits, with state in the tiers",
         stacklevel=3,
     )
 

@@ -199,6 +199,26 @@ def test_what_calls_of_a_model_that_was_taken_out_held_counts_no_more(tiers: Any
     optimizer.step()
 
 
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_weights_that_are_stepped_as_a_whole_are_counted_as_a_whole(
+    tiers: Any, form: torch.memory_format
+) -> None:
+    """What is not in the order of its elements is not stepped in parts, though it is large."""
+
+    def build_convs() -> nn.Module:
+        seed(4)
+        layers = [nn.Conv2d(32, 32, 3, padding=1) for _ in range(3)]
+        return nn.Sequential(*layers).to(memory_format=form)  # type: ignore[call-overload]
+
+    tier = tiers(**named(refused(lambda: tiers().wrap(build_convs()))))
+    model = tier.wrap(build_convs())
+    optimizer = tier.optimizer(model, torch.optim.AdamW, lr=1e-3)
+    for _ in range(2):
+        model(torch.randn(2, 32, 4, 4).to(memory_format=form)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_what_is_asked_for_is_not_too_much(tiers: Any) -> None:
     """A page less is refused, of each budget."""
     asked = named(refused(lambda: tiers(dram=4096, policy="dram").wrap(build())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -116,3 +117,68 @@ def test_what_is_large_is_not_held_until_then(monkeypatch: pytest.MonkeyPatch, m
     del state
     gc.collect()
     assert large() is None
+
+
+class _Outer(nn.Module):
+    """Has a wrapped model inside, and loads it with the rest of its own state."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def _load_all(model: Any) -> None:
+    state = model.state_dict()
+    for value in state.values():
+        value.mul_(2)
+    model.load_state_dict(state)
+
+
+def _load_some(model: Any) -> None:
+    state = model.state_dict()
+    state["0.weight"].fill_(0.5)
+    model.load_state_dict({name: state[name] for name in ("0.weight", "2.bias")}, strict=False)
+
+
+def _load_part(model: Any) -> None:
+    state = model[2].state_dict()
+    state["weight"].copy_(torch.eye(16))
+    model[2].load_state_dict(state)
+
+
+def _load_outside(model: Any) -> None:
+    outer = _Outer(model)
+    state = outer.state_dict()
+    state["inner.0.weight"].neg_()
+    outer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("write", [_load_all, _load_some, _load_part, _load_outside])
+def test_what_is_written_and_loaded_then_is_not_told_of(
+    model: Any, write: Callable[[Any], None]
+) -> None:
+    plain = copy.deepcopy(model)
+    write(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write(model)
+        assert torch.equal(model(X), plain(X))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
+
+
+def test_what_is_written_after_it_was_loaded_is_told_of(model: Any) -> None:
+    state = model.state_dict()
+    state["0.weight"].mul_(2)
+    model.load_state_dict(state)
+    state["0.weight"].mul_(2)
+    with pytest.warns(UserWarning, match=r"state_dict\(\)\['0.weight'\]"):
+        model(X)
+
+
+def test_what_was_written_and_is_not_loaded_is_told_of(model: Any) -> None:
+    state = model.state_dict()
+    state["0.weight"].mul_(2)
+    model.load_state_dict({"2.bias": state["2.bias"]}, strict=False)
+    with pytest.warns(UserWarning, match=r"state_dict\(\)\['0.weight'\]"):
+        model(X)

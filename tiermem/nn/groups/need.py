@@ -476,6 +476,9 @@ def _may_be_parted(
         return False
     if not len(mine) == len(unit.members) == 1 or not mine[0][1].nbytes:
         return False
+    rows = contiguous_stride(mine[0][1].shape)
+    if any(shape.stride != rows for shape in (mine[0][1], *unit.kept)):
+        return False  # in channels_last, say, it is stepped as a whole
     return all(shape.shape == mine[0][1].shape for shape in states)
 
 

@@ -27,7 +27,7 @@ class GivenStates:
 
     def __init__(self) -> None:
         """Starts with none."""
-        self._given: list[tuple[str, ref[torch.Tensor], int]] = []
+        self._given: dict[int, tuple[str, ref[torch.Tensor], int]] = {}  # by the copy's id
         self._held: list[torch.Tensor] = []
         self._nbytes = self._looks = 0
         self._told = False
@@ -42,11 +42,21 @@ class GivenStates:
         # torch counts no writes of the second, and knows no size of what is not strided
         if self._told or copy.is_inference() or copy.layout is not torch.strided:
             return
-        self._given.append((name, ref(copy), copy._version))
+        self._given[id(copy)] = name, ref(copy), copy._version
         if self._nbytes + copy.nbytes <= _HELD:
             self._held.append(copy)
             self._nbytes += copy.nbytes
         self._looks = 0
+
+    def loaded(self, value: torch.Tensor) -> None:
+        """Notes that the model has a value by now, whatever was written to it before.
+
+        Args:
+            value: What a wrapped module has loaded; it need not be from a state dict of its own.
+        """
+        found = self._given.get(id(value))
+        if found is not None and found[1]() is value:  # the id may have been another one's
+            self._given[id(value)] = *found[:2], value._version
 
     def look(self) -> None:
         """Warns if any was written; called before the model is used."""
@@ -55,22 +65,22 @@ class GivenStates:
         self._looks += 1
         if self._looks > 1 and self._looks % _SELDOM:
             return
-        given, self._given = self._given, []
+        given, self._given = self._given, {}
         held, self._held, self._nbytes = self._held, [], 0
-        for name, copy, version in given:
+        for name, copy, version in given.values():
             value = copy()
             if value is not None and value._version != version:
                 self._told = True
                 warnings.warn(
                     f"state_dict()[{name!r}] was written in place, which does not change the "
                     "model: values of a wrapped model's state_dict() are copies in host memory. "
-                    "If it was to change the model, write inside `with tier.materialize(module):` "
-                    "or call load_state_dict(). (This is said once; clone() a value to change it "
-                    "alone.)",
+                    "If it was to change the model, write to parameters and buffers themselves, "
+                    "inside `with tier.materialize(module):`, or call load_state_dict(). (This is "
+                    "said once; clone() a value to change it alone.)",
                     UserWarning,
                     stacklevel=3,
                 )
                 return
         value = None
         held.clear()
-        self._given = [found for found in given if found[1]() is not None]
+        self._given = {key: found for key, found in given.items() if found[1]() is not None}

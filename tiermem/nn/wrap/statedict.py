@@ -268,6 +268,19 @@ class StateDicts:
             for key in [key for key in destination if key not in before]:
                 destination[key] = _copy_if_inside(destination[key], own)
 
+    def note_loaded(self, module: nn.Module, state: Any, prefix: str) -> None:
+        """Notes which values of a state dict a module has loaded into its own tensors.
+
+        Args:
+            module: The module.
+            state: The state dict.
+            prefix: Of its names there.
+        """
+        for name in [*module.__dict__["_parameters"], *module.__dict__["_buffers"]]:
+            value = state.get(prefix + name)
+            for _, tensor in insides(value) if isinstance(value, torch.Tensor) else []:
+                self._given_states.loaded(tensor)
+
     @contextmanager
     def holding(self, module: nn.Module) -> Iterator[None]:
         """Holds the blocks of a module's own tensors."""
@@ -329,8 +342,11 @@ class LoadInterceptor(Interceptor):
         """Loads into the blocks."""
         if (other := meant(self, sys._getframe(1))) is not None:
             return other._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        with self.scope.wrapped.dicts.holding(self.module):
-            return outside(self.inner, state_dict, prefix, *args, **kwargs)
+        dicts = self.scope.wrapped.dicts
+        with dicts.holding(self.module):
+            result = outside(self.inner, state_dict, prefix, *args, **kwargs)
+        dicts.note_loaded(self.module, state_dict, prefix)
+        return result
 
 
 class LoadAllInterceptor(Interceptor):
