@@ -301,6 +301,31 @@ def test_errors_say_what_would_do_when_modules_have_come_or_gone(
     assert hbm > 24 << 10
 
 
+def test_a_call_that_takes_gradients_of_what_is_read_in_dram_says_what_backward_takes(
+    tiers: Any,
+) -> None:
+    """Not what the call alone takes: gradients need room in both tiers."""
+
+    def evaluated() -> nn.Module:
+        seed(4)
+        layers = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)
+        return nn.Sequential(*layers).eval()
+
+    seed(5)
+    x, plain = torch.randn(3, 32), evaluated()
+    weights = sum(param.nbytes for param in plain.parameters())
+    tight = {"hbm": "28KiB", "dram": weights + (4 << 12)}
+    model = tiers(**tight).wrap(evaluated())
+    error = refused(lambda: model(x))
+    assert "is read in tier dram" in str(error) and "torch.no_grad()" in str(error)
+    assert named(error).keys() == {"hbm", "dram"}
+    model = tiers(**{**tight, **named(error)}).wrap(evaluated())
+    for one in (model, plain):
+        one(x).square().mean().backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(other.grad, param.grad, "gradients")
+
+
 def test_a_plain_optimizer_that_wants_everything_at_once(tiers: Any) -> None:
     tier = tiers(hbm=90 << 10, dram="2MiB")
     model = tier.wrap(build())

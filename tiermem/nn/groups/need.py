@@ -385,6 +385,11 @@ class Program:
         found = self.budgets(gradients=True, optimizers=optimizers)
         return _refusal(error, "For all steps", found, self._wrapped_to_read())
 
+    def for_backward(self) -> str:
+        """Returns which budgets to give for backward and all steps; nothing where these do."""
+        found = self.budgets(gradients=True, optimizers=self.optimizers)
+        return f"give {_at_least(found)}" if found else ""
+
     def refuse_gradients(self, error: CapacityError) -> CapacityError:
         """Returns the error of gradients that do not fit, with what would do for them."""
         found = self.budgets(gradients=True, optimizers=self.optimizers)
@@ -492,6 +497,10 @@ def _of_itemsize(shape: TensorShape, itemsize: int) -> TensorShape:
     return TensorShape(shape.name, shape.shape, shape.stride, None, itemsize)
 
 
+def _at_least(budgets: dict[str, int]) -> str:
+    return " and ".join(f"{name}= at least {exact_size(n)}" for name, n in budgets.items())
+
+
 def _listed(budgets: dict[str, int]) -> str:
     return " and ".join(f"{name}={exact_size(nbytes)}" for name, nbytes in budgets.items())
 
@@ -506,8 +515,7 @@ def _refusal(
     """Returns an error that names what would do; the same one where the budgets do, as played."""
     if not budgets:
         return error
-    text = " and ".join(f"{name}= at least {exact_size(n)}" for name, n in budgets.items())
-    refused = CapacityError(f"{error.what}. {wish}, give {text}{error.hint}{more}")
+    refused = CapacityError(f"{error.what}. {wish}, give {_at_least(budgets)}{error.hint}{more}")
     refused.what, refused.hint = error.what, error.hint
     return refused
 
