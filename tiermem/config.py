@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Callable
@@ -45,14 +46,21 @@ def parse_size(value: int | str, name: str = "size", *, besides: str = "") -> in
     Raises:
         ConfigError: If it is negative, not a number, or has an unknown unit.
     """
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ConfigError(f"{name} must be a number of bytes or text such as '7GiB', not {value!r}")
-    if isinstance(value, int):
-        if value > _MOST:
-            raise _too_large(name, f"a number of {value.bit_length()} bits")
-        if value < 0:
-            raise ConfigError(f"{name} must not be negative: {max(value, -_MOST)}")
-        return value
+    if not isinstance(value, str):
+        try:
+            number = None if isinstance(value, bool) else operator.index(value)  # also of numpy
+        except TypeError:
+            number = None
+        if number is None:
+            raise ConfigError(
+                f"{name} must be a whole number of bytes (an int) or text such as '7GiB', "
+                f"not {value!r}"
+            )
+        if number > _MOST:
+            raise _too_large(name, f"a number of {number.bit_length()} bits")
+        if number < 0:
+            raise ConfigError(f"{name} must not be negative: {max(number, -_MOST)}")
+        return number
     match = _SIZE.fullmatch(value)
     unit = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
@@ -60,10 +68,10 @@ def parse_size(value: int | str, name: str = "size", *, besides: str = "") -> in
             f"{name} is not a size: {_short(value)!r}; write bytes or a number with one of "
             f"KB, MB, GB, TB, KiB, MiB, GiB, TiB{besides}"
         )
-    number = match.group(1)
-    if len(number.partition(".")[0].lstrip("0")) > _DIGITS:
+    digits = match.group(1)
+    if len(digits.partition(".")[0].lstrip("0")) > _DIGITS:
         raise _too_large(name, _short(value))  # Python reads no number of thousands of digits
-    size = int(float(number) * unit) if "." in number else int(number.lstrip("0") or "0") * unit
+    size = int(float(digits) * unit) if "." in digits else int(digits.lstrip("0") or "0") * unit
     if size > _MOST:
         raise _too_large(name, _short(value))
     return size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,20 @@ def test_what_does_not_fit() -> None:
         forecast(WORK, dataclasses.replace(MACHINE, hbm=0.4 * GIB))
     with pytest.raises(CapacityError, match="optimizer do not fit"):
         forecast(WORK, dataclasses.replace(MACHINE, nvme=GIB))
+
+
+@pytest.mark.parametrize("parameters", [5.07e9, 7e9, 1.23e9], ids=str)
+def test_the_budgets_that_are_named_do(parameters: float) -> None:
+    """To the byte: what two digits are left of may be less than is needed."""
+    work = dataclasses.replace(WORK, parameters=parameters, layers=32)
+    machine = dataclasses.replace(MACHINE, hbm=1, dram=1, nvme=0)
+    for name in ("hbm", "dram"):
+        with pytest.raises(CapacityError) as refused:
+            forecast(work, machine)
+        found = re.search(r"give .*\((\d+) bytes\)", str(refused.value))
+        assert found is not None
+        machine = dataclasses.replace(machine, **{name: int(found[1])})
+    forecast(work, machine)
 
 
 @given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -31,6 +32,8 @@ from tiermem.errors import ConfigError, TierError
         (".5MiB", 2**19),
         ("2TiB", 2**41),
         ("3tb", 3 * 10**12),
+        (numpy.int64(4096), 4096),
+        (numpy.uint32(4096), 4096),
     ],
 )
 def test_sizes(text, value) -> None:
@@ -38,11 +41,25 @@ def test_sizes(text, value) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [-1, "-1", "-1GiB", "", "GiB", "7 bees", "1e9", "nan", None, 1.5, True, [], "7GiB 8GiB"]
+    "text",
+    [
+        *(-1, "-1", "-1GiB", "", "GiB", "7 bees", "1e9", "nan", None, 1.5, True, [], "7GiB 8GiB"),
+        *(numpy.int8(-1), numpy.bool_(True), numpy.float64(7)),
+    ],
 )
 def test_bad_sizes(text) -> None:
     with pytest.raises(ConfigError, match="hbm"):
         parse_size(text, "hbm")
+
+
+def test_a_float_is_told_to_be_none() -> None:
+    with pytest.raises(ConfigError, match=r"whole number of bytes \(an int\).* not 7000000000\.0"):
+        parse_size(7e9, "hbm")  # type: ignore[arg-type]
+
+
+def test_more_memory_than_can_be_mapped_is_refused_with_what_to_do() -> None:
+    with pytest.raises(tiermem.CapacityError, match=r"tier dram: no .*; give dram= less, or raise"):
+        tiermem.TierManager("cpu", hbm="1MiB", dram=2**62)
 
 
 def test_config_errors_are_value_errors_too() -> None:

@@ -132,6 +132,36 @@ def test_a_model_is_trained_to_the_same_bits(kind: str) -> None:
         assert_alike(model, plain)
 
 
+@pytest.mark.parametrize("kind", ["tied", "masked", "apart"])
+@pytest.mark.parametrize("named", ["the model", "what is trained"])
+def test_a_frozen_vocabulary_does_not_keep_the_rest_from_being_trained(
+    kind: str, named: str
+) -> None:
+    """Wrapped in evaluation, as from_pretrained gives it, and little of it is trained."""
+    nets = []
+    for _ in range(2):
+        net = build(kind).eval()
+        for param in net.parameters():
+            param.requires_grad_(param.numel() < ROWS * WIDTH)
+        nets.append(net)
+    model, plain = nets
+    wanted = [param for param in plain.parameters() if param.requires_grad]
+    assert 2 * sum(p.numel() for p in wanted) < sum(p.numel() for p in plain.parameters())
+    with tiermem.TierManager("cpu", hbm=HEAD // 2, dram=40 * HEAD) as tier:
+        tier.wrap(model)
+        params = (
+            model if named == "the model" else [p for p in model.parameters() if p.requires_grad]
+        )
+        both = (
+            tier.optimizer(params, torch.optim.AdamW, lr=0.01),
+            torch.optim.AdamW(wanted, lr=0.01),
+        )
+        model.train(), plain.train()
+        train((model, plain), both)
+        assert_alike(model, plain)
+        assert tier.stats().peak["hbm"] <= HEAD // 2
+
+
 @pytest.mark.parametrize(
     "settings",
     [

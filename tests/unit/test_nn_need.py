@@ -321,6 +321,72 @@ def test_errors_say_what_would_do_when_modules_have_come_or_gone(
     assert hbm > 24 << 10
 
 
+def test_a_call_that_takes_gradients_of_what_is_read_in_dram_says_what_backward_takes(
+    tiers: Any,
+) -> None:
+    """Not what the call alone takes: gradients need room in both tiers."""
+
+    def evaluated() -> nn.Module:
+        seed(4)
+        layers = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8)
+        return nn.Sequential(*layers).eval()
+
+    seed(5)
+    x, plain = torch.randn(3, 32), evaluated()
+    weights = sum(param.nbytes for param in plain.parameters())
+    tight = {"hbm": "28KiB", "dram": weights + (4 << 12)}
+    model = tiers(**tight).wrap(evaluated())
+    error = refused(lambda: model(x))
+    assert "is read in tier dram" in str(error) and "torch.no_grad()" in str(error)
+    assert named(error).keys() == {"hbm", "dram"}
+    model = tiers(**{**tight, **named(error)}).wrap(evaluated())
+    for one in (model, plain):
+        one(x).square().mean().backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(other.grad, param.grad, "gradients")
+
+
+def test_what_is_thawed_is_refused_in_backward_where_a_step_has_no_room_beside_it(
+    tiers: Any,
+) -> None:
+    """Not in the middle of a step; and gradients of what is frozen meanwhile keep their room."""
+
+    def built() -> nn.Module:
+        seed(4)
+        layers = [nn.Sequential(nn.Linear(64, 192), nn.Linear(192, 64)) for _ in range(2)]
+        model = nn.Sequential(*layers).bfloat16()
+        model[0].requires_grad_(False)
+        return model
+
+    def run(model: Any, make: Callable[..., Any], done: list[str]) -> None:
+        wanted = [param for param in model.parameters() if param.requires_grad]
+        optimizer = make(wanted, torch.optim.SGD, lr=0.01, momentum=0.9)
+        for number in range(3):
+            if number == 1:
+                model[0][0].requires_grad_(True)
+                model[1][1].requires_grad_(False)
+            seed(number)
+            model(torch.randn(2, 64).bfloat16()).float().square().mean().backward()
+            done.append("backward")
+            optimizer.step()
+            done.append("step")
+            optimizer.zero_grad()
+
+    plain, settings = built(), {"dram": "16MiB", "policy": {"grads": "hbm"}}
+    run(plain, lambda params, cls, **own: cls(params, **own), [])
+    first = tiers(hbm="38KiB", **settings)
+    model = first.wrap(built())
+    least = named(refused(lambda: run(model, first.optimizer, [])))
+    second, done = tiers(**{**settings, **least}), list[str]()
+    model = second.wrap(built())
+    error = refused(lambda: run(model, second.optimizer, done))
+    assert done == ["backward", "step"]
+    third = tiers(**{**settings, **named(error)})
+    model = third.wrap(built())
+    run(model, third.optimizer, [])
+    assert_same(dict(plain.state_dict()), dict(model.state_dict()), "weights")
+
+
 def test_a_plain_optimizer_that_wants_everything_at_once(tiers: Any) -> None:
     tier = tiers(hbm=90 << 10, dram="2MiB")
     model = tier.wrap(build())

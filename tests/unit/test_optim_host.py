@@ -351,6 +351,34 @@ def test_a_dram_budget_that_an_error_names_does(
     run(int(least))
 
 
+class Scaled(nn.Module):
+    """A layer whose weights are integers, in a buffer, and scaled by a parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randint(-9, 9, (width, width), dtype=torch.int8))
+        self.scale = nn.Parameter(torch.rand(width) / width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.codes.to(x.dtype) * self.scale[:, None])
+
+
+def test_buffers_that_come_to_dram_count_in_the_budget_that_is_named(tmp_path: Path) -> None:
+    """They take what a larger budget has before steps on the host have their staging."""
+    policy: Any = {"optimizer": "nvme"}
+    budgets: dict[str, Any] = {"hbm": "128KiB", "nvme": tmp_path, "policy": policy}
+
+    def run(dram: int) -> None:
+        with tiermem.TierManager("cpu", dram=dram, **budgets) as tier:
+            model = tier.wrap(nn.Sequential(*(Scaled(128) for _ in range(6))))
+            tier.optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, where="host")
+
+    with pytest.raises(tiermem.CapacityError, match="staging of steps on the host") as caught:
+        run(512 << 10)
+    (least,) = re.findall(r"give dram= at least [^(]*\((\d+) bytes", str(caught.value))
+    run(int(least))
+
+
 @pytest.mark.parametrize("policy", ["nvme", "auto"])
 @pytest.mark.parametrize("dram", [512 << 10, 640 << 10])
 def test_staging_within_the_dram_budget(tmp_path: Path, policy: str, dram: int) -> None:

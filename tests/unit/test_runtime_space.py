@@ -432,3 +432,25 @@ def test_dram_in_pieces_is_said_to_be() -> None:
     with pytest.raises(CapacityError, match="there is none"):
         store.reserve([HomeRequest("disk", PAGE, "nvme")])
     store.close()
+
+
+def test_what_was_placed_around_space_that_is_given_up_is_placed_anew() -> None:
+    """DRAM that holds all of it is never too small because something was in the way before."""
+    store = homes(8)
+    before, lent, behind = (store.lend(pages * PAGE) for pages in (2, 3, 3))
+    assert before is not None and lent is not None and behind is not None
+    store.release(Tier.DRAM, before), store.release(Tier.DRAM, behind)
+    kept = [lent]
+
+    def give_up() -> bool:
+        for extent in kept:
+            store.release(Tier.DRAM, extent)
+        return bool(kept) and not kept.clear()
+
+    store.reclaimers.append(give_up)
+    # the first has two pages before what is lent or three behind it, so that five are never in one
+    given = store.reserve([HomeRequest(f"b{i}", n * PAGE, "dram") for i, n in enumerate((1, 2, 5))])
+    assert {tier for tier, _ in given} == {Tier.DRAM} and store.dram.used == 8 * PAGE
+    with pytest.raises(CapacityError):
+        store.reserve([HomeRequest("more", PAGE, "dram")])
+    store.close()

@@ -20,8 +20,9 @@ activations and the optimizer's arithmetic are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
-from tiermem.config import format_size
+from tiermem.config import exact_size, format_size
 from tiermem.errors import CapacityError
 
 STATES = {"adamw": 2, "adam": 2, "momentum": 1, "lion": 1, "sgd": 0}
@@ -153,8 +154,8 @@ def _blocks_in_work(work: Workload, machine: Machine) -> float:
     if machine.hbm < least:
         raise CapacityError(
             f"one of {work.layers} equal blocks needs {format_size(least)} of HBM (all roles "
-            f"at once), but --hbm is {format_size(machine.hbm)}; give at least "
-            f"{format_size(least)} or more layers"
+            f"at once), but --hbm is {format_size(machine.hbm)}",
+            f"give at least {exact_size(ceil(least))} or more layers",
         )
     return min(_BLOCKS_IN_WORK * least, machine.hbm)
 
@@ -170,10 +171,11 @@ def _homes(sizes: dict[str, float], machine: Machine) -> dict[str, dict[str, flo
             room[tier] -= homes[role][tier]
             left -= homes[role][tier]
         if left > 0:
+            needed = sum(sizes.values())
             raise CapacityError(
-                f"{role} do not fit: {format_size(sum(sizes.values()))} are needed below HBM, "
+                f"{role} do not fit: {format_size(needed)} are needed below HBM, "
                 f"but --dram and --nvme-bytes give {format_size(machine.dram + machine.nvme)}",
-                "give more of either",
+                f"give {exact_size(ceil(needed))} or more in both together",
             )
     return homes
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tiermem.config import exact_size
 from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 from tiermem.storage.pagelock import CudaPageLocks, LockedPrefix, PageLocks
@@ -135,8 +136,9 @@ class HostArena(Arena):
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError, OverflowError) as error:
             raise CapacityError(
-                f"tier {self.tier.value}: no {nbytes} bytes of host memory ({error}); give it a "
-                "smaller budget, or the machine more memory"
+                f"tier {self.tier.value}: no {exact_size(nbytes)} of host memory: {error}",
+                f"give {self.tier.value}= less, or raise the limit of addresses (ulimit -v) where "
+                "there is one",
             ) from error
 
     @property

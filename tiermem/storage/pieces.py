@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
+from tiermem.config import exact_size
 from tiermem.core.block import Extent
 from tiermem.errors import CapacityError, TierError
 
@@ -292,7 +293,10 @@ class HostPieceCalls:
         try:
             self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
         except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(f"tier hbm: no {nbytes} bytes of host memory: {error}") from error
+            raise CapacityError(
+                f"tier hbm: no {exact_size(nbytes)} of host memory: {error}",
+                "give hbm= less, or raise the limit of addresses (ulimit -v) where there is one",
+            ) from error
         self._first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         return self._first
 

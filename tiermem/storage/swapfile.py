@@ -207,8 +207,8 @@ class SwapFile:
             )
         return CapacityError(
             f"tier nvme at {self.folder(file)}: {format_size(asked)} ({asked} bytes) asked, "
-            f"but {there} are free there{why}; free some space, or "
-            "give another path or a smaller budget"
+            f"but {there} are free there{why}; free some space, name another folder, or have less "
+            "there: more dram=, and policy= for what may be in it"
         )
 
     def allocate(self, nbytes: int) -> Extent:

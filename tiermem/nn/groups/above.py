@@ -220,6 +220,15 @@ class Backward(Protocol):
         ...
 
 
+class Stepping(Protocol):
+    """An optimizer; see :mod:`tiermem.nn.passes.keepers`."""
+
+    @property
+    def check_steps(self) -> Callable[[], None]:
+        """Raises a ``CapacityError`` where HBM has no room for one of its steps."""
+        ...
+
+
 class Passes(Protocol):
     """The passes of the modules of one manager; see :mod:`tiermem.nn.passes.runtime`.
 
@@ -239,6 +248,11 @@ class Passes(Protocol):
     @property
     def grads(self) -> GradStore:
         """Their gradients."""
+        ...
+
+    @property
+    def keepers(self) -> Sequence[Stepping]:
+        """The optimizers that are open."""
         ...
 
     @property

@@ -11,20 +11,23 @@ from tiermem.errors import CapacityError
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
+    from tiermem.nn.groups.need import Program
     from tiermem.runtime.manager import BlockManager
 
 
-def no_room(manager: BlockManager, group: Group) -> CapacityError:
+def no_room(manager: BlockManager, group: Group, program: Program | None = None) -> CapacityError:
     """Returns the error of a use for which a block that is read in DRAM would have to fit in HBM.
 
     Args:
         manager: Where it is.
         group: Of the block.
+        program: What runs there, where gradients need room as well: the budgets are for backward.
     """
     block, table = group.block, manager.parts.table
     least = max(group.wanted, table.fixed_nbytes() + block.nbytes)
     advice = f"give hbm= at least {exact_size(least)}"
     if torch.is_grad_enabled():
+        advice = (program.for_backward() if program is not None else "") or advice
         advice = (
             f"call the model inside torch.no_grad(), or {advice}, or call model.train() before "
             "tier.wrap(model) if it is an embedding or a head, which is trained in DRAM then"

@@ -112,13 +112,21 @@ class Program:
 
     # -- simulation ------------------------------------------------------
 
-    def play(self, hbm: int, *, gradients: bool, optimizers: Sequence[Kept] = ()) -> Played:
+    def play(
+        self,
+        hbm: int,
+        *,
+        gradients: bool,
+        optimizers: Sequence[Kept] = (),
+        left: Sequence[tuple[Home, int]] = (),
+    ) -> Played:
         """Returns the program as it runs with a budget of ``hbm`` bytes.
 
         Args:
             hbm: The budget.
             gradients: Whether gradients are kept.
             optimizers: Those that make steps.
+            left: Homes of the gradients of what was frozen after it had some.
         """
         policy = self._settings.policy
         homes: list[tuple[Home, int]] = []
@@ -147,6 +155,7 @@ class Program:
             for unit in self._units(plan, wide, cuts, optimizers)
         ]
         homes += [(unit.home(at), nbytes) for unit in units for nbytes in unit.gradients]
+        homes += left
         largest = max((n for u in units if u.home(at) != "hbm" for n in u.gradients), default=0)
         steps: list[StepNeed] = []
         for kept in optimizers:
@@ -253,7 +262,12 @@ class Program:
     # -- what would do ---------------------------------------------------
 
     def budgets(
-        self, *, gradients: bool, optimizers: Sequence[Kept] = (), less: Mapping[str, int] = _NONE
+        self,
+        *,
+        gradients: bool,
+        optimizers: Sequence[Kept] = (),
+        less: Mapping[str, int] = _NONE,
+        left: Sequence[tuple[Home, int]] = (),
     ) -> dict[str, int]:
         """Returns the budgets that do not do for the program, with the least bytes that would.
 
@@ -261,12 +275,13 @@ class Program:
             gradients: Whether gradients are kept.
             optimizers: Those that make steps.
             less: What would do for less than that, as far as is known: it is begun with.
+            left: Homes of the gradients of what was frozen after it had some.
         """
         settings = self._settings
         now = settings.hbm // 4096 * 4096
 
         def play(hbm: int) -> Played:
-            return self.play(hbm, gradients=gradients, optimizers=optimizers)
+            return self.play(hbm, gradients=gradients, optimizers=optimizers, left=left)
 
         hbm = least(lambda budget: play(budget).hbm(), less.get("hbm", now))
         dram, nvme = self.below_hbm(play(hbm), settings.dram)
@@ -385,9 +400,21 @@ class Program:
         found = self.budgets(gradients=True, optimizers=optimizers)
         return _refusal(error, "For all steps", found, self._wrapped_to_read())
 
-    def refuse_gradients(self, error: CapacityError) -> CapacityError:
-        """Returns the error of gradients that do not fit, with what would do for them."""
+    def for_backward(self) -> str:
+        """Returns which budgets to give for backward and all steps; nothing where these do."""
         found = self.budgets(gradients=True, optimizers=self.optimizers)
+        return f"give {_at_least(found)}" if found else ""
+
+    def refuse_gradients(
+        self, error: CapacityError, left: Sequence[tuple[Home, int]] = ()
+    ) -> CapacityError:
+        """Returns the error of gradients that do not fit, with what would do for them.
+
+        Args:
+            error: Says what does not fit.
+            left: Homes of the gradients of what was frozen after it had some.
+        """
+        found = self.budgets(gradients=True, optimizers=self.optimizers, left=left)
         return _refusal(error, "For backward", found, _GRADIENTS + self._wrapped_to_read())
 
 
@@ -495,6 +522,10 @@ def _of_itemsize(shape: TensorShape, itemsize: int) -> TensorShape:
     return TensorShape(shape.name, shape.shape, shape.stride, None, itemsize)
 
 
+def _at_least(budgets: dict[str, int]) -> str:
+    return " and ".join(f"{name}= at least {exact_size(n)}" for name, n in budgets.items())
+
+
 def _listed(budgets: dict[str, int]) -> str:
     return " and ".join(f"{name}={exact_size(nbytes)}" for name, nbytes in budgets.items())
 
@@ -509,8 +540,7 @@ def _refusal(
     """Returns an error that names what would do; the same one where the budgets do, as played."""
     if not budgets:
         return error
-    text = " and ".join(f"{name}= at least {exact_size(n)}" for name, n in budgets.items())
-    refused = CapacityError(f"{error.what}. {wish}, give {text}{error.hint}{more}")
+    refused = CapacityError(f"{error.what}. {wish}, give {_at_least(budgets)}{error.hint}{more}")
     refused.what, refused.hint = error.what, error.hint
     return refused
 
@@ -549,6 +579,9 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
             id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None
         }
         loose = [b for u in units.values() for b in u.blocks if not table[b.id].fixed]
+        if any(table[block.id].fixed for unit in made for block in unit.blocks):
+            for keeper in runtime.keepers:  # what stays leaves less to steps
+                keeper.check_steps()
         largest = max(loose, key=lambda block: block.nbytes, default=None)
         if largest is None:
             check_calls(runtime)
@@ -564,8 +597,23 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
             )
     except CapacityError as error:
         runtime.grads.homes.unreserve(made)
-        raise program.refuse_gradients(error) from None
+        raise program.refuse_gradients(error, _of_frozen(runtime)) from None
     return made
+
+
+def _of_frozen(runtime: Passes) -> list[tuple[Home, int]]:
+    """Returns the homes of gradients that parameters had before they were frozen."""
+    table = runtime.manager.parts.table
+    policy = runtime.manager.parts.settings.policy.home(Role.GRAD)
+    found: list[tuple[Home, int]] = []
+    units = {id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None}
+    for unit in units.values():
+        frozen = [e.param.numel() for e in unit.entries if not e.param.requires_grad]
+        if frozen:
+            share = sum(frozen) / max(1, sum(entry.param.numel() for entry in unit.entries))
+            home: Home = "hbm" if table[unit.block.id].fixed else policy
+            found.append((home, align_up(int(unit.nbytes * share))))
+    return found
 
 
 def beside_optimizer(error: CapacityError) -> CapacityError:

@@ -84,7 +84,7 @@ class AwayUses:
     def lend(self, group: Group) -> int:
         """Holds a group for one operation on a tensor of it that is away."""
         if group.in_place:
-            raise no_room(self.manager, group)
+            raise no_room(self.manager, group, self._runtime.program)
         self.manager.gate.guard()
         self.manager.threads.note()
         self._close(group)

@@ -1,4 +1,8 @@
-"""Models that were wrapped to be evaluated, and are to be trained before they were called."""
+"""Models that were wrapped to be evaluated, and are to be trained before they were called.
+
+Most of such a model is trained; or little of it, beside a vocabulary that HBM has no room for. That
+can be read in DRAM by calls that take no gradients, and is annexed as the model is wrapped anew.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def to_wrap_anew(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> WrappedModel | None:
-    """Returns the model that would be wrapped in another way, as most of it is trained, if any.
+    """Returns the model that would be wrapped in another way, as it is to be trained, if any.
 
     What is loaded from a checkpoint is in evaluation mode (``from_pretrained``), and many scripts
     call ``train()`` only after they have made the optimizer. It is the last one that was wrapped,
@@ -29,11 +33,11 @@ def to_wrap_anew(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> Wrap
         return None
     last = [*runtime.models.values()][-1]
     stepped = {id(param) for param in params if param.requires_grad}
-    return last if _is_mostly(last, stepped) and _can_leave(last) and _gains(last) else None
+    return last if _is_stepped(last, stepped) and _can_leave(last) and _gains(last) else None
 
 
-def _is_mostly(wrapped: WrappedModel, stepped: set[int]) -> bool:
-    """Whether most of a model is stepped, and nothing of it by another optimizer.
+def _is_stepped(wrapped: WrappedModel, stepped: set[int]) -> bool:
+    """Whether enough of a model is stepped, and nothing of it by another optimizer.
 
     Args:
         wrapped: The model.
@@ -43,6 +47,8 @@ def _is_mostly(wrapped: WrappedModel, stepped: set[int]) -> bool:
     if any(id(entry.param) in taken for entry in wrapped.entries):
         return False
     sizes = [(id(entry.param) in stepped, entry.param.numel()) for entry in wrapped.entries]
+    if wrapped.inventory.only_read:  # as it is, its vocabulary's calls would refuse gradients
+        return any(mine for mine, _ in sizes)
     return 2 * sum(count for mine, count in sizes if mine) > sum(count for _, count in sizes)
 
 

@@ -57,7 +57,7 @@ class InPlaceInterceptor(CallInterceptor):
             return self._call(args, kwargs)
         names: dict[str, Any] = self.module.__dict__["_parameters"]
         if any(map(_takes_gradients, (*dict.values(names), *args, *kwargs.values()))):
-            raise no_room(self._manager, self._first)
+            raise no_room(self._manager, self._first, self.runtime.program)
         with torch.no_grad():
             return self._call(args, kwargs)
 

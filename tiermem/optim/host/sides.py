@@ -287,7 +287,8 @@ def _with_advice(
     then room for a step is held while the optimizer's are placed, but none for what it may undo.
     """
     homes, policy = manager.parts.homes, manager.parts.settings.policy
-    comes = [Role.PARAM, Role.GRAD, *((Role.OPTIMIZER, Role.MASTER) if undone else ())]
+    weights = Role.PARAM, Role.BUFFER, Role.QUANT
+    comes = [*weights, Role.GRAD, *((Role.OPTIMIZER, Role.MASTER) if undone else ())]
     moved = sum(
         align_up(record.block.nbytes)
         for record in manager.parts.table

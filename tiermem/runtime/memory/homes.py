@@ -148,6 +148,7 @@ class Homes:
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
         """Each gives up space that is kept for later, and returns whether there was any."""
+        self._reclaimed = 0  # how often that freed anything
         self.sparing: Callable[[], bool] = bool
         """Gives up what only makes copies faster, for whoever asks for DRAM that is no home."""
         self.owners: list[Callable[[], Iterable[Owned]]] = []
@@ -218,7 +219,8 @@ class Homes:
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
 
-        Where there is no room, space that other components only cache is taken back first.
+        Where there is no room, space that other components only cache is taken back first. What
+        has been placed around that by then is placed anew if what is left is in pieces.
 
         Returns:
             Tier and extent per request; no extent where the home is HBM.
@@ -228,15 +230,17 @@ class Homes:
                 the least budget that would do.
         """
         while True:
+            before = self._reclaimed
             try:
                 return self._reserve(requests)
             except CapacityError:
-                if not self._reclaim():
+                if not self._reclaim() and self._reclaimed == before:
                     raise
 
     def _reclaim(self) -> bool:
         """Asks other components to free cached DRAM; returns whether any was freed."""
         given = [give_up() for give_up in self.reclaimers]  # every one of them
+        self._reclaimed += any(given)
         return any(given)
 
     def _reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
