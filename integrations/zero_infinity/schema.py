@@ -340,8 +340,8 @@ _OWN = tuple(
         (_TIERS, "dram", "budget of host memory; by default what the run needs, see the guide"),
         (_TIERS, "nvme_bytes", "most bytes on disk"),
         (_TIERS, "prefetch_depth", "blocks looked ahead"),
-        (_STEPS, "overlap", "when steps are made: 'auto' (the default), 'forward', 'backward' or false"),
-        (_STEPS, "where", "where steps are made: 'auto' (the default), 'device', 'host' or 'both'"),
+        (_STEPS, "overlap", "when steps are made: 'auto' (default), 'forward', 'backward', false"),
+        (_STEPS, "where", "where steps are made: 'auto' (default), 'device', 'host', 'both'"),
         (_TIERS, "activation_min", "least size of what leaves HBM with cpu_checkpointing"),
         (_TIERS, "activation_layers", "layers whose tensors leave HBM with it"),
     )
