@@ -139,7 +139,7 @@ def describe(settings: Settings) -> dict[str, Any]:
     """Returns what two parts of one run have to have in common."""
     kept = asdict(replace(settings, optimizer_on="device"))
     kept |= {name: str(kept[name]) for name in ("dtype", "master")}
-    if settings.optimizer_on != "device":
+    if not settings.rounds_alike:
         kept["optimizer_on"] = settings.optimizer_on  # it rounds differently
     del kept["device"], kept["overlap"]
     return kept

@@ -207,7 +207,7 @@ def make_report(
         roles: What was at home where.
         **more: Further entries.
     """
-    compared = resident is not None and settings.optimizer_on == "device"
+    compared = resident is not None and settings.rounds_alike
     report: dict[str, Any] = {
         "hardware": hardware(),
         "settings": {

@@ -168,9 +168,10 @@ def _add_tiers(tiers: argparse._ArgumentGroup) -> None:
     add_activation_arguments(tiers)
     tiers.add_argument(
         "--optimizer-on",
-        choices=("device", "host", "both"),
-        default="device",
-        help="where steps are made; on the host they round differently (default: device)",
+        choices=("auto", "device", "host", "both"),
+        default="auto",
+        help="where steps are made. auto, the default: on the device, and in part on the host "
+        "where that gives the device's bits. host and both may round differently",
     )
     tiers.add_argument(
         "--overlap",
@@ -301,7 +302,7 @@ def _compare(
     resident = None
     try:
         resident = _run_resident(corpus, settings, console, quiet)
-        alike = settings.optimizer_on == "device"
+        alike = settings.rounds_alike
         return Comparison(resident, first_difference(tiered, resident) if alike else None)
     except KeyboardInterrupt:
         return Comparison(resident, interrupted=True)
@@ -314,7 +315,7 @@ def _print_comparison(
 
     if found.resident is None:
         return
-    if settings.optimizer_on != "device":
+    if not settings.rounds_alike:
         report.print_rounding(console, tiered, found.resident)
         return
     tokens = settings.steps * settings.tokens_per_step

@@ -38,7 +38,8 @@ class Settings:
         checkpointing: Whether each layer is recomputed in backward.
         loss_chunks: In how many parts the logits and the loss are made; 0 for all at once.
         master: Of the masters of the weights, or None for none.
-        optimizer_on: ``"device"``, ``"host"`` or ``"both"``; the resident run is all on the device.
+        optimizer_on: Where the tiered run makes its steps, as ``where`` of ``tier.optimizer``; the
+            resident run is all on the device.
         overlap: When the tiered run makes its steps, as for ``tier.optimizer``.
         clip: Most that the norm of all gradients may be, or 0 for any.
     """
@@ -54,9 +55,14 @@ class Settings:
     checkpointing: bool
     loss_chunks: int = 0
     master: torch.dtype | None = None
-    optimizer_on: Literal["device", "host", "both"] = "device"
+    optimizer_on: Literal["auto", "device", "host", "both"] = "auto"
     overlap: Literal["auto", "forward", "backward"] = "auto"
     clip: float = 1.0
+
+    @property
+    def rounds_alike(self) -> bool:
+        """Whether steps have the device's bits wherever they are made."""
+        return self.optimizer_on in ("auto", "device")
 
     @property
     def tokens_per_step(self) -> int:
