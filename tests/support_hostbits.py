@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support_tried import trials_apart
 
 from tiermem.optim.host import proof, sides
 from tiermem.optim.host.devicebits import ShareTrial
@@ -267,6 +268,7 @@ def device_of_numpy(kernels: Kernels | None = None) -> Iterator[Kernels]:
             library.impl("_fused_adam_", kernels.adam, "CPU")
             library.impl("_fused_adamw_", kernels.adamw, "CPU")
             library.impl("_fused_sgd_", kernels.sgd, "CPU")
-        yield kernels
+        with trials_apart():
+            yield kernels
     finally:
         library._destroy()

@@ -127,6 +127,23 @@ def test_gradients_stay_and_zero_grad_forgets_the_factor() -> None:
         assert optimizer.grad_factor is None
 
 
+def test_gradients_that_a_program_put_there_stay_too() -> None:
+    with tiermem.TierManager("cpu", hbm="128KiB", dram="4MiB") as tier:
+        model = tier.wrap(build())
+        optimizer = tier.optimizer(model, torch.optim.SGD, lr=1.0)
+        with tier.materialize(model):
+            before = [p.clone() for p in model.parameters()]
+        given = [torch.ones(p.shape, dtype=p.dtype) for p in model.parameters()]
+        for param, gradient in zip(model.parameters(), given, strict=True):
+            param.grad = gradient
+        optimizer.grad_factor = torch.tensor(0.5)
+        optimizer.step()
+        assert all(map(torch.equal, given, map(torch.ones_like, given)))
+        assert all(p.grad is g for p, g in zip(model.parameters(), given, strict=True))
+        with tier.materialize(model):
+            assert all(map(torch.equal, model.parameters(), [b - 0.5 for b in before]))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_the_hosts_share(share: float) -> None:
     chosen = choose_share([10] * 8, share)

@@ -46,7 +46,8 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     Attributes:
         grad_factor: A 0-d tensor that the next ``step()`` multiplies each gradient by, after the
-            gradient's cast to the master's dtype; None for no factor. ``zero_grad()`` resets it.
+            gradient's cast to the master's dtype; None for no factor. ``param.grad`` keeps what it
+            is. ``step()`` and ``zero_grad()`` reset it.
     """
 
     grad_factor: torch.Tensor | None = None

@@ -90,8 +90,14 @@ def run_scaled(
         Whether it was left to the optimizer, which undoes the scale in the gradients themselves.
     """
     if not undoes_scale(optimizer, scaling):
+        given = [own.grad for own in owns]
         scaling.unscale(owns, fresh)
-        run(optimizer)
+        try:
+            run(optimizer)
+        finally:
+            if scaling.is_factor:  # it is the step's alone, also where a gradient is the program's
+                for own, gradient in zip(owns, given, strict=True):
+                    own.grad = gradient
         return False
     scaling.apply_factor(owns, fresh)
     optimizer.grad_scale = scaling.grad_scale  # type: ignore[attr-defined]
