@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermem.core.cost import Timetable, prefetch_depth, refetched, streaming_time
+from tiermem.core.cost import Timetable, refetched, streaming_time
 from tiermem.core.loops import Files, Loop
 from tiermem.core.pace import Estimates, Recent, Waste
 from tiermem.core.plans import share_hbm
@@ -88,7 +88,7 @@ def test_equal_blocks_are_fetched_the_known_depth_ahead(transfer, compute) -> No
     fetches[-1] = ("up", float(transfer))
     table = Timetable([float(compute)] * uses, fetches)
     first = next(cursor for cursor in range(uses) if table.due(uses - 1, cursor))
-    assert uses - first == min(uses, prefetch_depth(transfer, compute))
+    assert uses - first == min(uses, math.ceil(transfer / compute))
 
 
 def test_links_do_not_wait_for_each_other() -> None:

@@ -229,7 +229,7 @@ def homes_of(manager: Any, unit: Any) -> list[bytes]:
             manager.parts.homes.open(record.home_extent)
             found.append(manager.parts.homes.arena.bytes_of(record.home_extent).numpy().tobytes())
         else:
-            found.append(manager.read_home(block).numpy().tobytes())
+            found.append(manager.block_io.read_home(block).numpy().tobytes())
     return found
 
 

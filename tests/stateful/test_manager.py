@@ -407,7 +407,8 @@ class Manager(RuleBasedStateMachine):
 
     @rule()
     def poll(self) -> None:
-        self.manager.poll()
+        with self.manager.lock:
+            self.manager.parts.transfers.poll()
 
     # -- what always holds ---------------------------------------------------
 

@@ -45,7 +45,7 @@ class MemoryLinks:
         self.cuda = self.device.type == "cuda"
         self.nbytes = nbytes
         self.pageable = pageable
-        self._engine = engine = CudaCopyEngine(self.device) if self.cuda else None
+        engine = CudaCopyEngine(self.device) if self.cuda else None
         self._up = None if engine is None else engine.up_stream
         self._down = None if engine is None else engine.down_stream
         self._cursor = 0

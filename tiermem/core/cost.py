@@ -9,24 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from tiermem.core.schedule import NEVER
 
 
-def prefetch_depth(transfer: float, compute: float) -> int:
-    """Returns how many blocks ahead a fetch must begin to be hidden.
-
-    ``k* = max(1, ceil(T_transfer / T_compute))``, as derived in "Offloading:
-    Extending Memory Beyond the GPU". :class:`Timetable` is the same rule for
-    blocks that differ, several of which share a link.
-
-    Args:
-        transfer: Seconds one block takes to arrive.
-        compute: Seconds of compute per block.
-    """
-    if transfer <= 0:
-        return 1
-    if compute <= transfer / 64:
-        return 64
-    return max(1, min(64, math.ceil(transfer / compute)))
-
-
 def eviction_cost(nbytes: int, distance: int, *, dirty: bool) -> float:
     """Returns the price of evicting a block: bytes that must move again, per use until then.
 

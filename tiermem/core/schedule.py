@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -139,15 +139,6 @@ class Schedule:
             return NEVER
         index = bisect_left(self._positions, start, self._begin[block], end)
         return self._positions[index] if index < end else NEVER
-
-    def upcoming(self, start: int) -> Iterator[Step]:
-        """Yields the steps from ``start`` on, each block once."""
-        seen: set[int] = set()
-        for position in range(start, len(self.order)):
-            block = self.order[position]
-            if block not in seen:
-                seen.add(block)
-                yield Step(position, block)
 
 
 def _round_of(uses: Sequence[list[int]]) -> int | None:
@@ -357,11 +348,6 @@ class Planner:
         """Returns how many uses lie before the next of ``block``; NEVER if none is foreseen."""
         position = self.schedule.next_use(block, self.cursor)
         return position - self.cursor if position != NEVER else NEVER
-
-    def upcoming(self) -> Iterator[Step]:
-        """Yields what comes next, each block once, positions relative to now."""
-        for step in self.schedule.upcoming(self.cursor):
-            yield Step(step.position - self.cursor, step.block)
 
     def reset(self) -> None:
         """Ends the pass under way without learning from it, after an exception anywhere."""

@@ -18,8 +18,6 @@ from tiermem.loading.untouched import parameters_on_meta
 from tiermem.storage.checkpoint.folder import CheckpointFiles
 from tiermem.storage.checkpoint.header import LFS_POINTER, POINTER_SAID
 
-Factory = nn.Module | Callable[[], nn.Module]
-
 
 def model_of(
     made_by: Any,

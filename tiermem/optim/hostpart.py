@@ -86,7 +86,7 @@ class HostPart:
 
     def as_movable(self) -> Movable:
         """Returns what knows of units whether the host steps them, for steps made ahead."""
-        return self.movable or Movable(self._runtime, self._bits, self._tried.make)
+        return self.movable or Movable(self._runtime, self._tried.make)
 
     def choose(
         self,

@@ -309,18 +309,6 @@ class BlockManager:
                 if leased:
                     self.release(block)
 
-    def read_home(self, block: Block) -> torch.Tensor:
-        """Returns the bytes of a block's file, in ordinary host memory.
-
-        Raises:
-            StorageError: If they cannot be read.
-            InvariantError: If the block's home is no file.
-        """
-        self.gate.guard()
-        with self.lock:
-            self.gate.guard()
-            return self.block_io.read_home(block)
-
     def restore(self, block: Block, begin: int, end: int) -> None:
         """Copies home bytes over a leased copy once more; see :meth:`BlockIo.restore`."""
         with self.lock, outside_inference(), torch.no_grad():
@@ -432,11 +420,6 @@ class BlockManager:
             pass_timer.left()
             if pass_timer.ended() or prefetcher.overdue:
                 prefetcher.plan_next()
-
-    def poll(self) -> None:
-        """Takes up every transfer that has finished."""
-        with self.lock:
-            self.parts.transfers.poll()
 
     def flush(self) -> None:
         """Waits until no transfer is under way, and frees what belongs to no block."""

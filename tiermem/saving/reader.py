@@ -82,7 +82,6 @@ class TensorReader:
         self._reads = self._divide(checks, needs)
         self._under_way: deque[tuple[_Read, Future[tuple[mmap.mmap, int]]]] = deque()
         self._free: SimpleQueue[mmap.mmap] = SimpleQueue()
-        self._made = 0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tiermem-load")
 
     @staticmethod

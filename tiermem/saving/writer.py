@@ -38,7 +38,6 @@ Checks = dict[str, list[tuple[int, str]]]
 class _File:
     """An open file: through the page cache, and past it where that can be."""
 
-    plan: FilePlan
     fd: int
     direct: int | None = None
 
@@ -97,7 +96,7 @@ class TensorWriter:
 
     def _begin(self, path: str, plan: FilePlan) -> None:
         fd = self._files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        file = _File(plan, fd)
+        file = _File(fd)
         self._all.append(file)
         self._files.reserve(fd, plan.nbytes)
         with suppress(OSError):  # the file system has no direct writes

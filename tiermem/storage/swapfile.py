@@ -36,7 +36,6 @@ class SwapFile:
     Attributes:
         chunk_nbytes: As given.
         capacity_limit: As given.
-        alignment: What offsets, lengths and addresses are multiples of.
         direct: Whether every file goes past the page cache (O_DIRECT).
         direct_reason: One sentence saying why, or why not.
         sums: The checksum index, by the store's offset of each piece.
@@ -61,7 +60,6 @@ class SwapFile:
         self._generations = itertools.count(1)
         self.chunk_nbytes = chunk_nbytes
         self.capacity_limit = capacity_limit
-        self.alignment = ALIGNMENT
         self.direct = True
         self.direct_reason = "O_DIRECT works on every path"
         self.sums: dict[int, PieceSum] = {}

@@ -174,7 +174,6 @@ class StateDicts:
 
     def __init__(
         self,
-        model: nn.Module,
         manager: BlockManager,
         group_of: Mapping[int, Group],
         resident: Group | None,
@@ -183,7 +182,6 @@ class StateDicts:
         """Starts with none.
 
         Args:
-            model: The model.
             manager: Of its blocks.
             group_of: The group of each tensor, by the tensor's id.
             resident: The group of small buffers, which stay in HBM; None where there are none.
@@ -191,7 +189,6 @@ class StateDicts:
         """
         self._given_states = given
         self.given: dict[int, torch.Tensor] = {}
-        self._model = model
         self._manager = manager
         self.group_of = group_of
         self._resident = resident

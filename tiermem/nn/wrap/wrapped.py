@@ -152,7 +152,6 @@ class WrappedModel:
             large = [found for members in plan.buffers.values() for found in members]
             self.modules.find_groups([*inventory.params, *large])
             self.dicts = StateDicts(
-                model,
                 self.runtime.manager,
                 self.modules.group_of,
                 self.resident,

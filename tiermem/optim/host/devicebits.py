@@ -138,17 +138,15 @@ class Movable:
         rates: As measured; None before.
     """
 
-    def __init__(self, runtime: ModuleRuntime, bits: DeviceBits, make: Make) -> None:
+    def __init__(self, runtime: ModuleRuntime, make: Make) -> None:
         """Starts without units.
 
         Args:
             runtime: The modules' runtime.
-            bits: Decides which steps have the device's bits.
             make: Makes the device's plain optimizer.
         """
         self.trial: ShareTrial | None = None
         self._runtime = runtime
-        self._bits = bits
         self._make = make
         self._sides: dict[int, tuple[HostSide, Make]] = {}
         self._waits = False

@@ -35,8 +35,6 @@ _layout, _dim, _item = attrgetter("layout"), torch.Tensor.dim, torch.Tensor.item
 
 _is_inference = torch._C.TensorBase.is_inference
 
-Put = Callable[[int], torch.Tensor]
-
 OURS: set[Any] = set()
 """Hooks for the steps of all optimizers that do nothing where tiermem makes the step."""
 

@@ -45,13 +45,11 @@ class Staging:
         chunk_nbytes: Bytes of one.
 
     Attributes:
-        memory: As given.
         count: How many chunks there are.
         spare: Numbers of those not in use.
     """
 
     def __init__(self, memory: torch.Tensor, chunk_nbytes: int) -> None:
-        self.memory = memory
         self._chunk_nbytes = chunk_nbytes
         starts = range(0, memory.numel() - chunk_nbytes + 1, chunk_nbytes)
         self._chunks = [memory.narrow(0, start, chunk_nbytes) for start in starts]
