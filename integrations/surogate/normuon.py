@@ -18,7 +18,7 @@ _SHARE = 0.2  # root mean square of an update, in learning rates: that of AdamW
 
 
 class NorMuon(torch.optim.Optimizer):
-    """Steps matrices by NorMuon, and what is in groups with ``orthogonal=False`` by AdamW."""
+    """Steps matrices with NorMuon, and groups with ``orthogonal=False`` with AdamW."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class NorMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override, unused-ignore]
-        """Makes one step; returns what ``closure`` returned."""
+        """Performs one step; returns what ``closure`` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,8 +1,8 @@
-"""Checkpoints of an engine: written beside and renamed, so that a crash leaves the old one.
+"""Checkpoints of an engine: written to a new folder and renamed, so a crash leaves the old one.
 
-The files are ones of torch.save, of the names that DeepSpeed uses. The model's part is what
-DeepSpeed below stage 3 writes; the optimizer's part is tiermem's own, since DeepSpeed's is
-flattened and cut by process. Both kinds are read, and nothing in them is run.
+The files are written by ``torch.save``, with the names that DeepSpeed uses. The model's file has
+DeepSpeed's format below stage 3. The optimizer's file has a format of tiermem's own, since
+DeepSpeed's is flattened and divided by process. Both formats are read, and no code in them is run.
 """
 
 from __future__ import annotations

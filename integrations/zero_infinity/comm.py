@@ -1,4 +1,4 @@
-"""One process: what loops ask of ``torch.distributed`` through DeepSpeed's names."""
+"""``deepspeed.comm`` for one process: ``torch.distributed`` under DeepSpeed's names."""
 
 from __future__ import annotations
 

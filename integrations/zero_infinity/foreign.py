@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's into an engine: by names, and only if all of it fits."""
+"""Loading a checkpoint of DeepSpeed's into an engine: by names, and only if all of it fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: models made in host memory, and parameters looked at as ordinary tensors."""
+"""``deepspeed.zero``: makes models in host memory, and gives parameters as ordinary tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class Init:
     """Makes modules in host memory, in the dtype that they will be trained in.
 
-    Without it a model may be made anywhere; with it, a model that is larger than the GPU never
-    passes through it, and takes no more host memory than it has to.
+    Without it a model may be made on any device. With it, a model that is larger than the GPU is
+    never on the GPU as a whole, and takes no more host memory than necessary.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Init:
 
 
 class GatheredParameters:
-    """Gives parameters as ordinary tensors of host memory, and takes changes back."""
+    """Makes parameters ordinary tensors in host memory inside ``with``, and writes changes back."""
 
     def __init__(
         self,
