@@ -1,4 +1,4 @@
-"""What is said of a block that HBM has no room for, where it cannot be read in DRAM either."""
+"""The error about a block that is too large for HBM and cannot be read in place in DRAM."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def no_room(manager: BlockManager, group: Group) -> CapacityError:
-    """Returns the error of a use for which a block that is read in DRAM would have to fit in HBM.
+    """Returns the error about a use that needs a block in HBM which has no room for it.
 
     Args:
-        manager: Where it is.
-        group: Of the block.
+        manager: The manager of the block.
+        group: The group of the block.
     """
     block, table = group.block, manager.parts.table
     least = max(group.wanted, table.fixed_nbytes() + block.nbytes)
