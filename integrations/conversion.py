@@ -21,7 +21,7 @@ def tiered(tier: TierManager, optimizer: torch.optim.Optimizer, **settings: Any)
     Args:
         tier: The manager of the wrapped parameters.
         optimizer: An optimizer that has made no step.
-        **settings: Of ``tier.optimizer``: ``overlap``, ``where``, ``master_dtype``, ...
+        **settings: Settings of ``tier.optimizer``: ``overlap``, ``where``, ``master_dtype``, ...
 
     Raises:
         StepError: If it has state already, its class cannot be stepped block by block, or a setting

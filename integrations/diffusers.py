@@ -70,7 +70,7 @@ class PipelineTiers(TierManager):
         Args:
             pipe: The pipeline, in host memory.
             device: Where its models compute.
-            **settings: Of :class:`tiermem.TierManager`.
+            **settings: Settings of :class:`tiermem.TierManager`.
         """
         models = _models_of(pipe)
         super().__init__(device, **settings)

@@ -53,7 +53,7 @@ class TrainerTiers(TierManager):
             args: ``TrainingArguments``: the class of the optimizer (``optim``), learning rate,
                 betas, decay.
             cls: Another class than ``args.optim`` says.
-            **settings: Of :meth:`tiermem.TierManager.optimizer` and of the class.
+            **settings: Settings of :meth:`tiermem.TierManager.optimizer` and of the class.
 
         Returns:
             The optimizer, and None: the trainer makes the scheduler.
@@ -97,7 +97,7 @@ class TrainerTiers(TierManager):
         Args:
             trainer: A ``Trainer``, or a derived one, that has not trained yet.
             cls: Another class than the trainer would use.
-            **settings: Of :meth:`tiermem.TierManager.optimizer` and of the class.
+            **settings: Settings of :meth:`tiermem.TierManager.optimizer` and of the class.
 
         Returns:
             The optimizer, which is ``trainer.optimizer`` from now on.

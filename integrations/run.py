@@ -30,7 +30,7 @@ class Run:
         Args:
             model: The model.
             recompute: Whether its layers are recomputed in backward.
-            **options: Of ``tier.wrap``.
+            **options: Options of ``tier.wrap``.
         """
         self.model = model
         try:

@@ -78,7 +78,7 @@ class StorageError(TierError, OSError):
         kind: What the file is in that case: ``"checkpoint"`` or ``"adapters"``; else ``""``.
         path: Folder of the file (swap files have no name).
         offset: Byte offset in that file, or -1.
-        nbytes: Bytes asked for.
+        nbytes: Requested bytes.
         errno: The system's error number, or ``None``.
     """
 

@@ -34,8 +34,8 @@ class Clipping:
         clipped.
 
         Args:
-            optimizer: Whose gradients.
-            scale: Of the loss.
+            optimizer: The optimizer of the gradients.
+            scale: The scale of the loss.
         """
         self.norm = None
         if not self.limit > 0 and not self._needed:

@@ -42,11 +42,11 @@ class DeepSpeedEngine(Queries):
     Attributes:
         module: The model, wrapped.
         tier: The manager; ``tier.stats()`` and ``tier.residency()`` say what goes on.
-        optimizer: In the tiers, or None.
-        lr_scheduler: Or None.
+        optimizer: The tiered optimizer, or None.
+        lr_scheduler: The scheduler, or None.
         device: Where inputs belong.
-        local_rank: Of this process.
-        optimizer_class: What steps the blocks.
+        local_rank: The local rank of this process.
+        optimizer_class: The class that steps the blocks.
         config: The configuration as it was read.
     """
 
@@ -194,7 +194,7 @@ class DeepSpeedEngine(Queries):
         """Performs the step if accumulation is complete; otherwise only counts.
 
         Args:
-            lr_kwargs: For the scheduler.
+            lr_kwargs: Arguments for the scheduler.
 
         Raises:
             StepError: If there is no optimizer, inside ``no_sync``, where the scheduler does not

@@ -28,9 +28,9 @@ def read(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) -> Saved:
     """Reads a folder, and checks that it is of this model.
 
     Args:
-        engine: Whose model.
-        folder: With DeepSpeed's files.
-        optimizer: Whether state and masters are to be taken over.
+        engine: The engine.
+        folder: The folder with DeepSpeed's files.
+        optimizer: Whether to load state and masters.
 
     Raises:
         CheckpointError: If names or shapes differ; nothing is loaded.

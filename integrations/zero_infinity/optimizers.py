@@ -162,7 +162,7 @@ class FusedLamb(_Stepped):
         eps: Added to the denominator.
         eps_inside_sqrt: Added before the root is taken.
         weight_decay: Weight decay.
-        max_grad_norm: Not used, as there.
+        max_grad_norm: Not used, as in DeepSpeed.
         max_coeff: The most that a layer's rate is scaled by.
         min_coeff: The least.
         amsgrad: Must be false.

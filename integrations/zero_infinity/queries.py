@@ -58,8 +58,8 @@ class Queries(nn.Module):
 
     Attributes:
         plan: What the configuration became.
-        optimizer: In the tiers, or None.
-        scaler: Of the loss, or None.
+        optimizer: The tiered optimizer, or None.
+        scaler: The loss scale, or None.
     """
 
     plan: Plan

@@ -46,7 +46,7 @@ class Reporting:
         """Starts with nothing timed.
 
         Args:
-            plan: Says what is asked for.
+            plan: Says what to report.
             device: Waited for around what is timed.
         """
         self.monitor, self.throughput = Monitor(), Throughput()
@@ -74,7 +74,7 @@ class Reporting:
         """Writes the lines that are due after a step.
 
         Args:
-            counts: Of the steps so far.
+            counts: The steps so far.
             rates: Returns learning rates and momenta.
         """
         if self._times:

@@ -37,8 +37,8 @@ class Saved:
         model: What is in it.
         weights: The module's state in the compute dtype; empty tensors have been replaced.
         masters: float32 weights by the name of the parameter.
-        state: The optimizer's, likewise.
-        settings: Of each parameter group: learning rate and others.
+        state: The optimizer's state, by the name of the parameter.
+        settings: Settings of each parameter group: learning rate and others.
         group_of: Number of the parameter group by name.
         scale: For the loss scale, or None.
         plain: A plain optimizer's state dict instead, in the order of its parameters (stage 0).

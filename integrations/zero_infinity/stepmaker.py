@@ -15,8 +15,8 @@ class StepMaker:
     """Multiplies losses by the loss scale, and steps with unscaled and clipped gradients.
 
     Attributes:
-        scaler: Of the loss, or None.
-        clipping: Of the gradients.
+        scaler: The loss scale, or None.
+        clipping: The clipping of gradients.
         client: The user's own optimizer, which a tiered one replaces, or None.
     """
 

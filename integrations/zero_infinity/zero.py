@@ -17,7 +17,7 @@ from . import notation, reading
 managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of every engine's model, and the manager that has them."""
 optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Likewise, and the engine's optimizer."""
+"""The same parameters, and the engine's optimizer."""
 
 
 class Init:
@@ -45,8 +45,8 @@ class Init:
             config_dict_or_path: The configuration.
             config: An old name for it.
             enabled: False to do nothing.
-            dtype: Of what is made; by default the configuration's, else torch's default.
-            **also: Likewise ignored.
+            dtype: The dtype of the modules; by default the configuration's, else torch's default.
+            **also: Also ignored.
         """
         self._enabled = enabled
         self._dtype = dtype
@@ -121,4 +121,4 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing, likewise."""
+    """Does nothing, for the same reason."""

@@ -99,7 +99,7 @@ class Allocator(WindowSearch):
         """Takes the smallest gap that fits.
 
         Args:
-            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            nbytes: Requested bytes, above zero; rounded up to the alignment.
 
         Returns:
             The extent, or None where no gap is large enough.
@@ -110,7 +110,7 @@ class Allocator(WindowSearch):
         """Takes bytes within one of several runs, in the smallest gap that fits.
 
         Args:
-            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            nbytes: Requested bytes, above zero; rounded up to the alignment.
             parts: First byte of each run and the first behind it, ascending.
 
         Returns:
@@ -168,7 +168,7 @@ class Allocator(WindowSearch):
 
         Args:
             offset: First byte, on the alignment.
-            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            nbytes: Requested bytes, above zero; rounded up to the alignment.
 
         Returns:
             The extent, or None where any byte of it is taken, or has no memory.

@@ -111,7 +111,7 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "removed")
-        del self._records[block_id]  # first: cut short after it, the rest follows from it
+        del self._records[block_id]  # first: after an interrupt, the rest follows from it
         self.give_way.discard(block_id)
         if record.annexed is None:
             self.nbytes -= record.block.nbytes
@@ -286,7 +286,7 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "discarded")
-        record.defined = False  # first: cut short after it, the rest follows from it
+        record.defined = False  # first: after an interrupt, the rest follows from it
         record.at_home = State.ABSENT
         if not record.fixed:
             self._leave(record, keep=keep)
@@ -350,7 +350,7 @@ class ResidencyTable:
         record = self._records[block_id]
         if not record.usable or not record.defined or home is Tier.HBM:
             raise self._wrong(record, f"given a home in {home.value}")
-        record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
+        record.in_hbm = State.DIRTY  # first: after an interrupt, nothing is lost
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
 
@@ -373,7 +373,7 @@ class ResidencyTable:
         if not usable or not record.defined or record.home_extent is None:
             raise self._wrong(record, "given another home")
         former, later, i = record.home_extent, places[block_id], block_id
-        record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
+        record.in_hbm = State.DIRTY  # first: after an interrupt, nothing is lost
         changed[i], record.at_home, record.home_extent, places[i] = None, _ABSENT, later, former
 
     def exchange_lent(

@@ -53,10 +53,10 @@ class LateStates:
         self._ignores = ignores
         self._is_open = is_open
         self._spares = SpareGradients(runtime)
-        self._due = 0.0  # bytes that are to be left by now, in the backward under way
+        self._due = 0.0  # bytes that should be late by now, in the current backward
         self._room = 0  # bytes of HBM for a step, beside what a forward may hold
         self._units: list[StepUnit] = []
-        self._asked: object = None  # settings that were looked at last
+        self._asked: object = None  # settings that were checked last
         self._ways: list[tuple[tuple[str, Any], ...]] = []
         self._found: dict[int, tuple[Any, bool]] = {}
         runtime.manager.parts.homes.reclaimers.append(self._give_up)

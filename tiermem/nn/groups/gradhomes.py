@@ -127,6 +127,6 @@ class GradHomes:
         self._runtime.manager.remove_blocks([block for unit in units for block in unit.blocks])
 
     def shape(self, entry: Entry) -> TensorShape:
-        """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
+        """Describes a gradient: the layout of its parameter, in the requested dtype."""
         like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
         return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)

@@ -90,7 +90,7 @@ class GradNorms:
             return norm if entry.has_grad else None
         if behind is None:
             self._changed_first = False
-        elif not unit.awaits:  # it is asked for with the scale
+        elif not unit.awaits:  # the norm of a gradient that is still scaled is needed
             self.scale.forget()
         return None
 

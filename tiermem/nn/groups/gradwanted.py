@@ -32,7 +32,7 @@ class Wanted:
 
         Args:
             entries: The parameters.
-            shapes: Of their gradients.
+            shapes: Shapes of their gradients.
         """
         self.group: Group = entries[0].group
         self._entries = entries

@@ -69,10 +69,10 @@ class Groups:
     """A grouped product with the matrices of some experts.
 
     Attributes:
-        matrices: Of all experts.
+        matrices: The matrices of all experts.
 
     Args:
-        matrices: Of all experts.
+        matrices: The matrices of all experts.
         function: ``torch.nn.functional.grouped_mm`` or one like it.
         counts: The rows of each expert's group, by expert, of those that have any, ascending.
     """

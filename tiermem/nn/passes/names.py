@@ -67,8 +67,8 @@ class PassNames:
         """Sets, and returns, the load of the forward that begins.
 
         Args:
-            args: Of the call.
-            kwargs: Of the call.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         self.load = rounded(tokens(args, kwargs))
         return self.load

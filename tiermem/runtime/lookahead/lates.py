@@ -49,7 +49,7 @@ class Lates:
         self._known: dict[Hashable, Late] = {}
         self._name: Hashable = None
         self._in_use: dict[int, int] = {}  # where each block that may not leave was used last
-        self._left: dict[int, int] = {}  # likewise, taken to be in use to the end
+        self._left: dict[int, int] = {}  # the same for blocks assumed to be in use to the end
         self._seen: dict[int, int] = {}
 
     def of(self, name: Hashable) -> Late:

@@ -14,7 +14,7 @@ from tiermem.runtime.placement.evictor import Room
 
 _VALID, _DIRTY = State.VALID, State.DIRTY
 _MOST_TAPES = 16
-_CHECKED = 4  # one measured pass in so many is decided anew instead of being replayed
+_CHECKED = 4  # one measured pass in this many is decided again, not replayed
 
 
 @dataclass(slots=True, eq=False)

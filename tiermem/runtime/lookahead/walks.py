@@ -103,7 +103,7 @@ class Fetcher:
         if not passes:
             return 1, self._planner.key
         begin, end, found = self._pass
-        if not begin <= position < end:  # as a rule it is the one asked about before
+        if not begin <= position < end:  # mostly it is the one looked up before
             number = bisect_right(passes, position, key=lambda entry: entry[0]) - 1
             end = passes[number + 1][0] if number + 1 < len(passes) else len(schedule)
             found = (number, passes[number][1])
