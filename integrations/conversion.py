@@ -1,4 +1,4 @@
-"""From a plain optimizer, as programs make them, to a tiered one."""
+"""Makes a tiered optimizer from a plain torch optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tiered(tier: TierManager, optimizer: torch.optim.Optimizer, **settings: Any)
     Args:
         tier: The manager of the wrapped parameters.
         optimizer: An optimizer that has made no step.
-        **settings: Of ``tier.optimizer``: ``overlap``, ``where``, ``master_dtype``, ...
+        **settings: Settings of ``tier.optimizer``: ``overlap``, ``where``, ``master_dtype``, ...
 
     Raises:
         StepError: If it has state already, its class cannot be stepped block by block, or a setting
@@ -55,7 +55,7 @@ def tiered(tier: TierManager, optimizer: torch.optim.Optimizer, **settings: Any)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns what an optimizer was made with, as far as it keeps it.
+    """Returns the settings that an optimizer was made with, as far as it keeps them.
 
     Args:
         optimizer: What its class does not keep in ``defaults`` is read from attributes that are
@@ -70,7 +70,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-# the tables of hooks of every optimizer of torch, and what else it has
+# attributes of every torch optimizer: the tables of hooks, and others
 _HOOKS = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -81,7 +81,7 @@ _HOOKS = (
 )
 _OF_TORCH = ("defaults", "state", "param_groups")
 
-# what others keep in groups: schedulers, and programs
+# keys of groups that are not settings: written by schedulers and by programs
 _OWN = ("initial_lr", "name", "lr")
 
 
@@ -90,22 +90,22 @@ def hand_over(old: torch.optim.Optimizer, new: TieredOptimizer) -> None:
 
     Args:
         old: The optimizer that they were made for; from now on its groups are those of ``new``.
-        new: What is stepped; its groups are in the same order.
+        new: The optimizer that steps; its groups are in the same order.
     """
     for mine, theirs in zip(new.param_groups, old.param_groups, strict=True):
         mine.update({k: v for k, v in theirs.items() if k != "params"})
     old.param_groups = new.param_groups
     share_hooks(old, new)
-    old._opt_called = True  # type: ignore[attr-defined]  # schedulers look whether it steps
+    old._opt_called = True  # type: ignore[attr-defined]  # schedulers check that it has stepped
 
 
 def share_hooks(old: torch.optim.Optimizer, new: TieredOptimizer) -> None:
-    """Has the hooks of one optimizer called by another.
+    """Makes an optimizer call the hooks of another.
 
     Args:
         old: The optimizer that they were registered with.
-        new: What is stepped. It gets the tables themselves: what is registered later with either,
-            or removed, is so with both.
+        new: The optimizer that steps. It shares the tables themselves: a hook that is registered
+            with or removed from either later is registered with or removed from both.
     """
     for name in _HOOKS:
         setattr(new, name, getattr(old, name))
@@ -113,7 +113,7 @@ def share_hooks(old: torch.optim.Optimizer, new: TieredOptimizer) -> None:
 
 @contextmanager
 def without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Calls no hook of an optimizer meanwhile: the program asks for nothing then."""
+    """Disables an optimizer's hooks inside ``with``, for calls that the program does not make."""
     kept = {name: getattr(optimizer, name) for name in _HOOKS}
     try:
         for name, table in kept.items():

@@ -1,4 +1,4 @@
-"""A diffusers pipeline over tiers: transformer, text encoders and VAE under one manager.
+"""A diffusers pipeline with tiers: transformer, text encoders and VAE under one manager.
 
     from tiermem.integrations.diffusers import offload
 
@@ -6,8 +6,8 @@
     with offload(pipe, hbm="6GiB"):
         image = pipe("a cat that reads a book").images[0]
 
-The pipeline is called as ever. What streams is decided for all its models together: while the
-transformer denoises, nothing of the text encoders is in HBM unless there is room to spare.
+The pipeline is called as usual. What streams is decided for all its models together: while the
+transformer denoises, the text encoders are in HBM only if there is spare room.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from tiermem import CapacityError, ConfigError, TierManager
 
-# They change modules or weights: the models are ordinary ones meanwhile.
+# Methods that change modules or weights: the models are ordinary ones while they run.
 _CHANGING = (
     "load_lora_weights",
     "unload_lora_weights",
@@ -37,7 +37,7 @@ _CHANGING = (
 # VAE that overflows in float16 is float32 while it decodes).
 _CASTING = ("to", "float", "half", "bfloat16", "double")
 
-# They would move the models by themselves.
+# Methods that would move the models themselves.
 _MOVING = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload")
 
 # Methods of a model that would do so, or give its weights another dtype at each use.
@@ -45,7 +45,7 @@ _REFUSED = ("enable_group_offload", "enable_layerwise_casting")
 
 
 class _Instead:
-    """What a model has in place of a method; its copies and pickles have the method itself."""
+    """Replaces a method of a model; copies and pickles of the model have the original method."""
 
     def __init__(self, model: nn.Module, method: str, call: Callable[..., Any]) -> None:
         self._model, self._method, self._call = model, method, call
@@ -70,7 +70,7 @@ class PipelineTiers(TierManager):
         Args:
             pipe: The pipeline, in host memory.
             device: Where its models compute.
-            **settings: Of :class:`tiermem.TierManager`.
+            **settings: Settings of :class:`tiermem.TierManager`.
         """
         models = _models_of(pipe)
         super().__init__(device, **settings)
@@ -104,7 +104,7 @@ class PipelineTiers(TierManager):
             self.unwrap(model)
 
     def _cast(self, name: str, model: nn.Module, cast: str, *args: Any, **kwargs: Any) -> Any:
-        """Stands for ``model.to`` and the like: what they change is changed in the ordinary model.
+        """Replaces ``model.to`` and the like: the model is unwrapped, changed and wrapped again.
 
         Args:
             name: The component's.
@@ -117,7 +117,7 @@ class PipelineTiers(TierManager):
             What the method returns.
 
         Raises:
-            CapacityError: If the budgets have no room for it then; the model is as it was.
+            CapacityError: If it does not fit in the budgets afterwards; the model is unchanged.
         """
         method = functools.partial(getattr(type(model), cast), model)
         change = _change(model, cast, args, kwargs)
@@ -142,7 +142,7 @@ class PipelineTiers(TierManager):
         return result
 
     def _patch(self) -> None:
-        """Patches methods that change modules, so that these are ordinary ones meanwhile."""
+        """Patches methods that change modules, so that these are ordinary ones while they run."""
         for name in _CHANGING:
             method = getattr(self.pipe, name, None)
             if method is not None:
@@ -154,7 +154,7 @@ class PipelineTiers(TierManager):
                 self._patched.append(name)
 
     def _refuse(self, what: str, *_: Any, **__: Any) -> None:
-        """Stands for methods that would have diffusers move or cast the models, too.
+        """Replaces methods with which diffusers would move or cast the models itself.
 
         Raises:
             ConfigError: Always.
@@ -167,7 +167,7 @@ class PipelineTiers(TierManager):
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.closed or not self._here:  # one such method calls another
+            if self.closed or not self._here:  # unwrapped already: one such method calls another
                 return method(*args, **kwargs)
             self._unwrap()
             try:
@@ -183,7 +183,7 @@ class PipelineTiers(TierManager):
         Args:
             discard: Whether to drop the models' weights; see :meth:`tiermem.TierManager.close`.
         """
-        super().close(discard=discard)  # or it says why not, and the pipeline stays as it is
+        super().close(discard=discard)  # if it raises, the pipeline stays as it is
         for model in self._here.values():
             _unpatch(model)
         self._here.clear()
@@ -215,8 +215,8 @@ def offload(
         The manager. Closing it (or leaving its ``with`` block) makes the pipeline an ordinary one.
 
     Raises:
-        ConfigError: If it is no pipeline, or is offloaded by diffusers or accelerate already.
-        CapacityError: If a budget cannot hold it; the pipeline is as it was.
+        ConfigError: If it is not a pipeline, or diffusers or accelerate offload it already.
+        CapacityError: If it does not fit in a budget; the pipeline is unchanged.
     """
     settings = {"hbm": hbm, "dram": dram, "nvme": nvme, **settings}
     return PipelineTiers(pipe, device, **settings)

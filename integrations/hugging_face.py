@@ -1,4 +1,4 @@
-"""Hugging Face's ``Trainer``, and those that derive from it, over tiers: one added argument.
+"""Hugging Face's ``Trainer``, and classes derived from it, with tiers: one added argument.
 
     from tiermem.integrations.hugging_face import TrainerTiers
 
@@ -6,10 +6,11 @@
         trainer = Trainer(model, args, train_dataset=data, optimizers=tier.optimizers(model, args))
         trainer.train()
 
-or, for trainers that put adapters on the model or train more than it, ``tier.attach(trainer)``.
+or, for trainers that add adapters to the model or train more than it, ``tier.attach(trainer)``.
 Accumulation, clipping, evaluation, schedulers, bf16, recomputation, saving and resuming are the
-trainer's own, and give the bits of the resident run. So do several processes, with a GPU each
-(``torchrun``): make ``TrainingArguments`` before the tiers, since they choose each one's device.
+trainer's own, and the results are bitwise identical to the resident run. The same holds for several
+processes with a GPU each (``torchrun``): make ``TrainingArguments`` before the tiers, since they
+choose the device of each process.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _made_for: weakref.WeakKeyDictionary[TieredOptimizer, weakref.ref[nn.Module]] = 
 """Optimizers of :class:`TrainerTiers`, and the models that they were made for."""
 
 _from_arguments: weakref.WeakSet[TieredOptimizer] = weakref.WeakSet()
-"""Those that were made without their trainer: from its arguments alone."""
+"""Optimizers that were made from a trainer's arguments, without the trainer."""
 
 
 class TrainerTiers(TierManager):
@@ -52,7 +53,7 @@ class TrainerTiers(TierManager):
             args: ``TrainingArguments``: the class of the optimizer (``optim``), learning rate,
                 betas, decay.
             cls: Another class than ``args.optim`` says.
-            **settings: Of :meth:`tiermem.TierManager.optimizer` and of the class.
+            **settings: Settings of :meth:`tiermem.TierManager.optimizer` and of the class.
 
         Returns:
             The optimizer, and None: the trainer makes the scheduler.
@@ -87,19 +88,19 @@ class TrainerTiers(TierManager):
     def attach(
         self, trainer: Any, cls: type[torch.optim.Optimizer] | None = None, **settings: Any
     ) -> TieredOptimizer:
-        """Wraps a trainer's model, unless it is wrapped, and has its optimizer in the tiers.
+        """Wraps a trainer's model, unless it is wrapped, and gives the trainer a tiered optimizer.
 
-        It is the one that the trainer would make by itself, whatever its class does for that: with
-        the adapters that it has added, with parameters of its loss (which stay on the device), with
-        groups and learning rates of its own.
+        The optimizer has the same class, groups and learning rates as the one that the trainer
+        would make itself. It includes adapters that the trainer has added, and parameters of its
+        loss (which stay on the device).
 
         Args:
-            trainer: A ``Trainer``, or one that derives from it, which has not trained yet.
-            cls: Another class than the trainer would take.
-            **settings: Of :meth:`tiermem.TierManager.optimizer` and of the class.
+            trainer: A ``Trainer``, or a derived one, that has not trained yet.
+            cls: Another class than the trainer would use.
+            **settings: Settings of :meth:`tiermem.TierManager.optimizer` and of the class.
 
         Returns:
-            The optimizer, which the trainer has as ``trainer.optimizer`` from now on.
+            The optimizer, which is ``trainer.optimizer`` from now on.
 
         Raises:
             ConfigError: If the trainer makes its model itself, has a tiered optimizer already, or
@@ -140,9 +141,9 @@ class TrainerTiers(TierManager):
         return id(model) in self._wrapped
 
     def _wrap_as_one(self, model: nn.Module) -> None:
-        """Wraps a model, unless it is or is part of one; also where its parts were wrapped.
+        """Wraps a model as a whole, even if its parts were wrapped; not if it is wrapped already.
 
-        One into which something that is trained was put since then is wrapped anew, as it was.
+        If trained parameters were added to it since it was wrapped, it is wrapped anew.
         """
         for root in list(self._wrapped.values()):
             if not any(model is part for part in root.model.modules()):
@@ -160,7 +161,7 @@ class TrainerTiers(TierManager):
 
 
 class _Asked(torch.optim.Optimizer):
-    """What a trainer would make an optimizer of; no state is made, whatever the class would do.
+    """Records what a trainer would make an optimizer from; never creates state.
 
     Attributes:
         cls: The class, once it is known.
@@ -174,15 +175,15 @@ class _Asked(torch.optim.Optimizer):
         self.settings = settings
 
     def step(self, closure: Any = None) -> Any:
-        """Makes no step: the trainer never sees this one."""
+        """Does nothing: the trainer never uses this optimizer."""
         raise NotImplementedError
 
 
 def _asked_of(trainer: Any) -> torch.optim.Optimizer:
-    """Asks a trainer for its optimizer, by the methods that its class may have of its own.
+    """Asks a trainer for its optimizer, through the methods that its class may override.
 
     Returns:
-        What it would make; a plain optimizer where its class has a way that asks nobody.
+        What it would make; a plain optimizer if its class makes one in a way of its own.
     """
     given, kept = trainer.optimizer_cls_and_kwargs, trainer.optimizer
     cls, settings = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
@@ -204,7 +205,7 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _check_class(cls: Any, settings: dict[str, Any], args: Any) -> None:
-    """Refuses what is no optimizer's class, or is made from a model.
+    """Refuses anything that is not an optimizer class, or has to be made from a model.
 
     Raises:
         ConfigError: Naming the argument.
@@ -218,13 +219,13 @@ def _check_class(cls: Any, settings: dict[str, Any], args: Any) -> None:
 
 
 def _watch_trainers() -> None:
-    """Looks at what trainers and accelerate do with tiered optimizers."""
+    """Patches trainers and accelerate to check how they use tiered optimizers."""
     _look_before_training()
     _leave_placing_to_tiers()
 
 
 def _look_before_training() -> None:
-    """Has every trainer looked at as it begins to train."""
+    """Checks every trainer when it begins to train."""
     kind: Any = need("transformers", "transformers", "hugging_face.TrainerTiers").Trainer
     train = kind.train
     if hasattr(train, "_tiermem"):
@@ -243,7 +244,7 @@ def _look_before_training() -> None:
 def _leave_placing_to_tiers() -> None:
     """Keeps accelerate from moving the state of tiered optimizers.
 
-    ``Accelerator.prepare`` would bring all of it to the device at once, masters too.
+    ``Accelerator.prepare`` would move all of it, masters included, to the device at once.
     """
     kind: Any = need("accelerate", "accelerate", "hugging_face.TrainerTiers").Accelerator
     prepare = kind.prepare_optimizer
@@ -261,10 +262,10 @@ def _leave_placing_to_tiers() -> None:
 
 
 def _check_what_it_trains(optimizer: TieredOptimizer) -> None:
-    """Refuses to train with an optimizer that does not have what is trained.
+    """Refuses to train if the optimizer does not have the trained parameters.
 
-    A trainer that is given ``peft_config=`` freezes the model and puts adapters on it after the
-    optimizer was made: it would step none of them, and say nothing.
+    A trainer that is given ``peft_config=`` freezes the model and adds adapters to it after the
+    optimizer was made, which would silently step none of them.
 
     Raises:
         ConfigError: Naming a parameter.
@@ -288,9 +289,9 @@ def _check_what_it_trains(optimizer: TieredOptimizer) -> None:
 
 
 def _check_its_model(trainer: Any) -> None:
-    """Refuses to train a model of which the optimizer has nothing: it would learn nothing.
+    """Refuses to train a model of which the optimizer has no parameters.
 
-    A copy, say, or one that the trainer has made itself.
+    The model may be a copy, for example, or one that the trainer has made itself.
 
     Args:
         trainer: What is about to train.
@@ -314,13 +315,13 @@ def _check_its_model(trainer: Any) -> None:
 
 
 _WAYS = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
-"""Methods by which a trainer's class may have an optimizer of its own."""
+"""Methods that a trainer's class may override to make an optimizer of its own."""
 
 
 def _check_its_groups(trainer: Any, base: Any) -> None:
-    """Refuses to train where the trainer's class would step other parameters, or in other groups.
+    """Refuses to train if the trainer's class would step other parameters, or in other groups.
 
-    One whose loss is trained, too, would not step that, and say nothing.
+    For example, the parameters of a trained loss would silently not be stepped.
 
     Args:
         trainer: What is about to train.
@@ -351,7 +352,7 @@ def _partition(optimizer: torch.optim.Optimizer) -> set[frozenset[int]]:
 
 
 def _refuse_others(args: Any, device: torch.device) -> None:
-    """Refuses what shards or moves the model by itself.
+    """Refuses arguments with which something else shards or moves the model.
 
     Args:
         args: ``TrainingArguments``.

@@ -1,4 +1,4 @@
-"""The layers of a model: finding them, and having them recompute in backward."""
+"""The layers of a model: finds them, and makes them recompute in backward."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""PyTorch Lightning and Fabric over tiers: a strategy.
+"""PyTorch Lightning and Fabric with tiers: strategies.
 
     from tiermem.integrations.lightning import TierStrategy
 
     trainer = Trainer(strategy=TierStrategy(hbm="7GiB", nvme="/mnt/nvme"))
 
 and for Fabric ``Fabric(strategy=FabricTierStrategy(hbm="7GiB"))``. ``configure_optimizers`` stays
-as it is: plain optimizers of torch become tiered ones, schedulers go on with them.
+as it is: plain torch optimizers become tiered ones, and their schedulers keep working.
 
 With several GPUs, each process trains a replica on its own: ``Trainer(devices=2,
 strategy=TierDDPStrategy(hbm="7GiB"))``, and for Fabric ``FabricTierDDPStrategy``.
@@ -87,7 +87,7 @@ class _OverTiers:
         self._plain: dict[int, torch.optim.Optimizer] = {}  # by id of the tiered one
 
     def _places(self, device: str | torch.device | None) -> tuple[torch.device, ...]:
-        """Returns what Lightning's strategy is told of places before all else."""
+        """Returns the positional arguments of Lightning's strategy, which say the device."""
         return (_device(device),)
 
     def _open(self, device: torch.device) -> TierManager:
@@ -126,11 +126,11 @@ class _TrainedOverTiers(_OverTiers):
     lightning_module: Any
 
     def model_to_device(self) -> None:
-        """Wraps the model, in place of moving it."""
+        """Wraps the model instead of moving it."""
         self._open(self.root_device).wrap(self.model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Makes the module's optimizers and schedulers, and tiered ones of them."""
+        """Makes the module's optimizers and schedulers, then replaces the optimizers."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
         plain: list[torch.optim.Optimizer] = self.optimizers
         self.optimizers = [self._convert(optimizer) for optimizer in plain]
@@ -164,7 +164,7 @@ class TierStrategy(_TrainedOverTiers, _Strategy):  # type: ignore[misc, unused-i
 
 
 class _ManyProcesses:
-    """What strategies with a device for each of several processes do otherwise."""
+    """What differs in strategies with several processes, each with its own device."""
 
     def _places(self, device: str | torch.device | None) -> tuple[torch.device, ...]:
         if device is not None:
@@ -176,7 +176,7 @@ class _ManyProcesses:
 
 
 class TierDDPStrategy(_ManyProcesses, _TrainedOverTiers, _DDPStrategy):  # type: ignore[misc, unused-ignore]
-    """Trains a replica in each process; gradients are exchanged as in ``DDPStrategy``."""
+    """Trains a replica in each process; gradients are exchanged as by ``DDPStrategy``."""
 
     strategy_name = "tiers_ddp"
 
@@ -187,7 +187,7 @@ class _SetUpOverTiers(_OverTiers):
     root_device: torch.device
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Wraps the module, in place of moving it."""
+        """Wraps the module instead of moving it."""
         self._open(self.root_device).wrap(module)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -207,7 +207,7 @@ def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Returns a tiered optimizer's state in host memory; None for another."""
     if not isinstance(optimizer, TieredOptimizer):
         return None
-    optimizer.abandon_step()  # an exception may have ended the loop in the middle of one
+    optimizer.abandon_step()  # an exception may have ended the loop in the middle of a step
     with without_hooks(optimizer):
         return optimizer.state_dict()
 

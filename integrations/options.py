@@ -1,4 +1,4 @@
-"""What the integrations share: options of foreign systems, and reports of what they become."""
+"""Shared by the integrations: options of other systems, and reports of what they became."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a foreign system.
+    """One option of another system.
 
     Attributes:
         name: As that system spells it.
-        kind: What it takes: ``"bool"``, ``"int"``, ``"float"``, ``"dtype"``, ``"str"`` or
+        kind: The type of its values: ``"bool"``, ``"int"``, ``"float"``, ``"dtype"``, ``"str"`` or
             ``"choice"``.
-        default: Its default there.
-        setting: What it becomes in tiermem, for the documentation.
-        effect: What a user sees of that, one sentence.
+        default: Its default in that system.
+        setting: The tiermem setting that it becomes, for the documentation.
+        effect: What that does for a user, in one sentence.
         test: The test that shows it, ``file::name`` below ``tests/integrations``.
-        choices: What a ``"choice"`` may be.
-        least: Of a number, or None.
-        most: Likewise.
+        choices: The values that a ``"choice"`` may have.
+        least: The least value of a number, or None.
+        most: The greatest value of a number, or None.
         below: What a number has to be less than, or None.
     """
 
@@ -63,9 +63,9 @@ class Row:
 
     Attributes:
         option: Its name.
-        value: What the configuration has for it.
-        setting: The setting of tiermem it became; empty where it has no effect.
-        note: Why, or what to know.
+        value: Its value in the configuration.
+        setting: The tiermem setting that it became, or that it has no effect.
+        note: Why, or what else to know.
     """
 
     option: str
@@ -90,7 +90,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a YAML file that holds a mapping; ``${NAME}`` is an environment variable.
 
     Raises:
-        ConfigError: If it is not there, is no YAML or no mapping; names the file.
+        ConfigError: If it cannot be read, or is not a YAML mapping; names the file.
     """
     yaml = need("yaml", "pyyaml", f"reading {os.fspath(path)}")
     try:
@@ -100,7 +100,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     twice: list[Any] = []
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
-        """Notes keys that are given twice, of which the last would count."""
+        """Notes keys that are given twice; of these YAML would use the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             named = [key for key, _ in node.value if not key.tag.endswith(":merge")]
@@ -132,12 +132,12 @@ def _with_variables(value: Any) -> Any:
 
 
 def checked(option: Option, value: Any, where: str) -> Any:
-    """Returns a value as its option's type.
+    """Returns a value, converted to the type of its option.
 
     Args:
         option: The option.
-        value: What somebody wrote; None means the default.
-        where: Which file or call it was written in, for the message.
+        value: The value in the configuration; None means the default.
+        where: The file or call that it is from, for the message.
 
     Raises:
         ConfigError: If it is of another type; names file, option and value.
@@ -200,7 +200,7 @@ def _float(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        number = float(value)  # YAML takes 2e-4 for text
+        number = float(value)  # YAML reads 2e-4 as text
     except (ValueError, OverflowError):
         return None
     return number if abs(number) < float("inf") else None
@@ -217,7 +217,7 @@ def _str(value: Any) -> str | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns ``" (did you mean ...?)"`` for an unknown name, empty where nothing is near."""
+    """Returns ``" (did you mean ...?)"`` for an unknown name; empty if no known name is similar."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {found[0]}?)" if found else ""
 
@@ -227,8 +227,8 @@ def became(option: Option, value: Any, why: str) -> Row:
 
     Args:
         option: The option.
-        value: What the configuration has for it.
-        why: Why it has no effect beside the others; empty where it has one.
+        value: Its value in the configuration.
+        why: Why it has no effect, given the other options; empty if it has one.
     """
     if not why and value is False and not option.setting.startswith("no effect"):
         why = "it is off"
@@ -257,7 +257,7 @@ def option_table(options: Iterable[Option]) -> str:
 def merged(
     config: Mapping[str, Any] | str | os.PathLike[str] | None, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
-    """Returns a configuration's options with keyword arguments over them, and what to call it.
+    """Returns options, of which keyword arguments override the configuration's, and a name for it.
 
     Raises:
         ConfigError: If it is neither a mapping nor a readable YAML file.

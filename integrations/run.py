@@ -25,12 +25,12 @@ class Run:
     _recomputes = False
 
     def wrap(self, model: nn.Module, *, recompute: bool = False, **options: Any) -> None:
-        """Wraps a model; where that fails, the model is as it was and the manager closed.
+        """Wraps a model; if that fails, the model is unchanged and the manager closed.
 
         Args:
             model: The model.
-            recompute: Whether its layers are computed again in backward.
-            **options: Of ``tier.wrap``.
+            recompute: Whether its layers are recomputed in backward.
+            **options: Options of ``tier.wrap``.
         """
         self.model = model
         try:
@@ -44,12 +44,12 @@ class Run:
             raise
 
     def close(self) -> None:
-        """Closes the manager; the model is what it was before, with what it has learned."""
+        """Closes the manager; the model is an ordinary module again, with its trained weights."""
         self.tier.close()
         self._restore()
 
     def _restore(self) -> None:
-        """Has the layers no longer recompute, where that was not the model's own."""
+        """Stops the recomputation of layers that this class began."""
         if self._recomputes:
             restore_layers(self.model)
             self._recomputes = False

@@ -1,7 +1,7 @@
-"""Train and run torch models larger than their GPU, bit for bit.
+"""Train and run torch models that are larger than device memory, with bitwise identical results.
 
-Every tensor lives in HBM, page-locked DRAM or a file on a fast disk, and
-moves up before it is needed.
+Every tensor lives in HBM (device memory), in page-locked DRAM or in a file
+on NVMe, and is copied to HBM before it is used.
 """
 
 from __future__ import annotations
@@ -120,20 +120,20 @@ _MODULES = {
     "tiermem.saving.later": ("SaveHandle",),
     "tiermem.tier": ("TierManager",),
 }
-"""The modules and what is public of them; none is imported, and torch is not, before it is used.
+"""The public names of each module. Modules, and torch, are imported when a name is first used.
 
-The command says its usage at once then, and Ctrl-C while torch is imported is told as later on.
+So the command prints its usage at once, and it handles Ctrl-C while torch is being imported.
 """
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is used first; for a module all that is public, and it."""
+    """Imports a public name, or a module with all public names, when it is first used."""
     for module, names in _MODULES.items():
         if name in names:
             found = globals()[name] = getattr(import_module(module), name)
             return found
     if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
-        for module in _MODULES:  # which has modules inside as well
+        for module in _MODULES:  # the name may be a package: this imports its public modules
             import_module(module)
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

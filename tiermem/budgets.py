@@ -1,4 +1,4 @@
-"""What a training run will need of each budget, known before anything is opened or moved."""
+"""The budgets that a run will need, computed before anything is opened or moved."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Budgets:
     """The least budgets in which a run fits, in bytes.
 
     Attributes:
-        hbm: Device memory for which the other two were found: what was given, or the default.
-        least_hbm: The least device memory that would do; more than ``hbm`` if ``hbm`` is too small.
-        all_in_hbm: Device memory with which nothing ever need leave it.
-        dram: Host memory: the homes there, with whole pages and the staging chunks of files. If
-            the host makes steps, also what these take beside the homes. Tensors saved for
+        hbm: Device memory for which the other budgets hold: the given one, or the default.
+        least_hbm: The least device memory that is enough; more than ``hbm`` if that is too small.
+        all_in_hbm: Device memory with which nothing ever has to leave it.
+        dram: Host memory: the homes there, rounded up to whole pages, and staging chunks for files.
+            If the host performs steps, also what these take beside the homes. Tensors saved for
             backward (``Policy(activations="dram")``) come on top: they depend on the batch.
         nvme_bytes: Space on disk.
-        available: Host memory that this process could have now, by the machine and its cgroups;
-            it is no budget.
+        available: Host memory that is available to this process now, on the machine and in its
+            cgroups; not a budget.
     """
 
     hbm: int
@@ -91,36 +91,37 @@ def budgets_for(
     where: Where = "auto",
     **settings: Any,
 ) -> Budgets:
-    """Returns the budgets that training a model will take, to the byte; moves nothing.
+    """Returns the budgets that training a model will take, exact to the byte; moves nothing.
 
     Give the result to :class:`tiermem.TierManager`: ``hbm=found.hbm``, because blocks are chosen
     for it, and at least ``found.dram``.
 
     Args:
-        model: Any module that can be wrapped; only shapes and dtypes are looked at.
+        model: Any module that can be wrapped; only shapes and dtypes are used.
         cls: The optimizer's class; None for inference only.
         params: What the optimizer gets; by default all parameters of the model.
-        device: As for the manager, by default ``"cuda"``. Where torch sees none it is not asked
-            for if ``hbm`` is a size: the budgets are the same on every device then.
+        device: As for the manager, by default ``"cuda"``. If ``hbm`` is a size, the budgets are
+            the same on every device, and no GPU has to be there.
         hbm: As for the manager; by default 80% of what is free on a GPU, and with
             ``device="cpu"`` an eighth of the available host memory.
         nvme: Whether there is an NVMe tier.
         policy: As for the manager.
         blocks: As for ``wrap``.
-        homes: Likewise.
-        resident: Likewise.
-        dtype: Floating weights are cast to it before ``wrap``; None for as they are.
-        buffer_dtype: Likewise for buffers.
+        homes: As for ``wrap``.
+        resident: As for ``wrap``.
+        dtype: The dtype to which floating-point weights will be cast before ``wrap``; None if they
+            are not cast.
+        buffer_dtype: The same for buffers.
         master_dtype: As for ``tier.optimizer``.
-        grad_dtype: Likewise.
-        overlap: Likewise.
-        where: Likewise.
+        grad_dtype: As for ``tier.optimizer``.
+        overlap: As for ``tier.optimizer``.
+        where: As for ``tier.optimizer``.
         **settings: The optimizer class's own.
 
     Raises:
         ConfigError: If a setting cannot be used.
         WrapError: If the model cannot be wrapped.
-        StepError: If the class cannot be tried.
+        StepError: If trial steps of the class fail.
     """
     check_overlap(overlap)
     check_where(where, None)
@@ -137,7 +138,7 @@ def budgets_for(
         given = groups_of(model if params is None else params)
         groups = [{**g, "params": [twins.param(p) for p in g["params"]]} for g in given]
         stepped = _Stepped(groups, optimizer_class(cls), settings, master_dtype)
-        held = overlap not in (False, "auto")  # so that steps need room beside what a forward holds
+        held = overlap not in (False, "auto")  # steps need room beside the blocks a forward holds
         kept.append(stepped.kept(target, overlap=held, elementwise=where != "host"))
 
     def play(budget: int) -> Played:
@@ -150,7 +151,7 @@ def budgets_for(
         )
     dram, on_disk = program.below_hbm(played)
     if stepped is not None and where in ("host", "both"):
-        # reserved last, when homes that are "auto" have taken what they find
+        # reserved last, after the homes that are "auto"
         beside: tuple[Home, int] = "dram", _beside_host_steps(stepped, played, in_files=nvme)
         dram, _ = program.below_hbm(replace(played, homes=[*played.homes, beside]))
     everything = sum(nbytes for _, nbytes in played.homes)
@@ -159,10 +160,10 @@ def budgets_for(
 
 
 def _target(device: str | torch.device | None, hbm: Size | None) -> torch.device:
-    """Returns the device that budgets are for: the CPU where they depend on none that is there.
+    """Returns the device that budgets are for: the CPU if no GPU is there and none is needed.
 
     Raises:
-        ConfigError: If it is not there, and they do.
+        ConfigError: If a GPU is needed and not there.
     """
     if device is None:
         of_memory = hbm is None or (isinstance(hbm, str) and (hbm == "auto" or "%" in hbm))
@@ -177,7 +178,7 @@ def _limits(
     nvme: bool,
     policy: Policy | dict[str, Home] | str | None,
 ) -> Settings:
-    """Returns a manager's settings with a budget of HBM and none for what is to be found."""
+    """Returns a manager's settings with a budget of HBM; the budgets to be found are 0 or None."""
     asked = hbm_of(hbm, device)
     return Settings(
         device=str(device),
@@ -191,7 +192,7 @@ def _limits(
 
 
 def _least_hbm(play: Callable[[int], Played], hbm: int) -> int:
-    """Returns the least budget of HBM that does with the blocks that it has itself."""
+    """Returns the least budget of HBM that is enough for the blocks chosen for that budget."""
     needed = play(hbm).hbm()
     if needed > hbm:
         return least(lambda budget: play(budget).hbm(), hbm)
@@ -214,7 +215,7 @@ def _gradient_dtypes(wanted: torch.dtype | None) -> DtypeFor:
 
 
 class _Twins:
-    """Stand-ins without bytes for the modules and parameters of a model, in the dtypes to come."""
+    """Stand-ins without bytes for a model's modules and parameters, in their future dtypes."""
 
     def __init__(self, dtype: torch.dtype | None, buffer_dtype: torch.dtype | None) -> None:
         self._dtype = dtype
@@ -222,11 +223,11 @@ class _Twins:
         self._params: dict[int, nn.Parameter] = {}
         self._buffers: dict[int, torch.Tensor] = {}
         self._modules: dict[int, nn.Module] = {}
-        self._originals: list[torch.Tensor] = []  # so that ids stay theirs
+        self._originals: list[torch.Tensor] = []  # kept, so that no other object gets their ids
 
     def param(self, param: torch.Tensor) -> nn.Parameter:
         """Returns the stand-in of a parameter."""
-        if Shell.of(param) is not None:  # it keeps its dtype, and its bytes are not looked at
+        if Shell.of(param) is not None:  # it keeps its dtype, and its bytes are not read
             return param  # type: ignore[return-value]
         if id(param) not in self._params:
             self._originals.append(param)
@@ -238,14 +239,14 @@ class _Twins:
         return self._params[id(param)]
 
     def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer as it will be; never written, a new one takes no memory."""
+        """Returns a buffer in its new dtype; as it is never written, it takes no memory."""
         cast = self._buffer_dtype if buffer.is_floating_point() else None
         if cast is None or cast is buffer.dtype:
             return buffer
         return self._buffers.setdefault(id(buffer), torch.empty_like(buffer, dtype=cast))
 
     def module(self, module: nn.Module) -> nn.Module:
-        """Returns the stand-in of a module: of the same class, for looking at what is in it."""
+        """Returns the stand-in of a module: of the same class, only to be inspected."""
         if id(module) not in self._modules:
             twin = self._modules[id(module)] = type(module).__new__(type(module))
             twin.__dict__.update(vars(module))
@@ -270,7 +271,7 @@ def _inventory(
     resident: Resident,
     rate: float,
 ) -> Inventory:
-    """Returns the inventory that ``wrap`` will make of a model, made of stand-ins."""
+    """Returns the inventory that ``wrap`` will make of a model, with stand-ins for its tensors."""
     twin = twins.module(model)
     originals = opened(find(model, "_parameters"))
     link_shared(originals)
@@ -288,13 +289,13 @@ def _inventory(
 
 
 class _Stepped:
-    """An optimizer to come, over stand-ins.
+    """An optimizer that will be made, here with stand-ins for the parameters.
 
     Args:
-        groups: Parameter groups, of stand-ins.
-        cls: Its class.
-        settings: Of the class.
-        master_dtype: Of masters, or None.
+        groups: Parameter groups, with stand-ins.
+        cls: The optimizer's class.
+        settings: The class's own settings.
+        master_dtype: The dtype of masters, or None.
     """
 
     def __init__(
@@ -308,7 +309,7 @@ class _Stepped:
         self._settings = settings
         self._master_dtype = floating("master_dtype", master_dtype)
         self._groups, optimizer = with_defaults(self._make, groups, self._dtype)
-        eager = bool(optimizer.state)  # made with the optimizer: that of frozen parameters, too
+        eager = bool(optimizer.state)  # made by the constructor, for frozen parameters, too
         numbered = [(p, n) for n, group in enumerate(self._groups) for p in group["params"]]
         self._members = [(p, n) for p, n in numbered if eager or p.requires_grad]
 
@@ -333,12 +334,12 @@ class _Stepped:
         try:
             return found(sparse=False)
         except StepError:
-            with contextlib.suppress(StepError):  # some classes take sparse gradients alone
+            with contextlib.suppress(StepError):  # some classes only accept sparse gradients
                 return found(sparse=True)
             raise
 
     def may_fail_midway(self) -> bool:
-        """Whether a step on the host has to be able to take back what it has written."""
+        """Whether a step on the host may fail half way, so that it must be possible to undo it."""
         dtypes = {(self._dtype(param), number) for param, number in self._members}
         tiny = [
             {

@@ -1,4 +1,4 @@
-"""Frozen settings, and the reading of what users write."""
+"""Frozen settings, and the parsing of what users write."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def parse_size(value: int | str, name: str = "size", *, besides: str = "") -> in
 
 
 def parse_path(path: object, name: str, error: type[TierError] = ConfigError) -> str:
-    """Reads the path of a file or folder, which need not be there.
+    """Reads the path of a file or folder, which need not exist.
 
     Args:
-        path: Text, or what ``os.fspath`` makes text of.
+        path: Text, or an object that ``os.fspath`` converts to text.
         name: The setting's name, for the message.
-        error: What is raised.
+        error: The class of the error.
 
     Raises:
         TierError: Of the class ``error``, if no file can have that path.
@@ -109,18 +109,18 @@ def parse_path(path: object, name: str, error: type[TierError] = ConfigError) ->
 
 
 def parse_budget(value: int | str | None, name: str, total: Callable[[], int]) -> int | None:
-    """Reads a budget: a size, a share of the memory there is, or "auto".
+    """Reads a budget: a size, a share of the memory, or "auto".
 
     Args:
-        value: As for :func:`parse_size`, or text such as ``"80%"``, ``"auto"`` or None.
+        value: As for :func:`parse_size`, or a share such as ``"80%"``, or ``"auto"``, or None.
         name: The setting's name, for the message.
-        total: Returns the bytes that a share is of.
+        total: Returns the bytes that are 100%.
 
     Returns:
         The budget in bytes; None for ``"auto"`` and None.
 
     Raises:
-        ConfigError: If it is neither.
+        ConfigError: If it is none of these.
     """
     if value is None or value == "auto":
         return None
@@ -143,7 +143,7 @@ def _too_large(name: str, value: str) -> ConfigError:
 
 
 def format_size(nbytes: int | float) -> str:
-    """Returns ``nbytes`` as people read it, in binary units."""
+    """Returns ``nbytes`` as text for people, in binary units."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -153,12 +153,12 @@ def format_size(nbytes: int | float) -> str:
 
 
 def budget_size(nbytes: int) -> str:
-    """Returns a budget as people read it; whole pages count, so that a smaller one is 0."""
+    """Returns a budget as text for people; it is in whole pages, so 0 is less than a page."""
     return format_size(nbytes) if nbytes else f"less than a page ({format_size(4096)})"
 
 
 def exact_size(nbytes: int) -> str:
-    """Returns ``nbytes`` as people read it, and to the byte for programs."""
+    """Returns ``nbytes`` as text, rounded for people and to the byte for programs."""
     return f"{format_size(nbytes)} ({nbytes} bytes)"
 
 
@@ -166,8 +166,8 @@ def exact_size(nbytes: int) -> str:
 class Policy:
     """The home tier of each role.
 
-    ``"auto"`` fills DRAM first and goes on to NVMe where DRAM is full; for activations it
-    means HBM, since moving them takes time from the links that weights and state need.
+    ``"auto"`` uses DRAM first, and NVMe once DRAM is full. For activations it means HBM,
+    since their copies would take time on the links that weights and state need.
 
     Attributes:
         params: Weights (and large buffers).
@@ -235,7 +235,7 @@ class Policy:
         return cls(**{str(role): home for role, home in value.items()})
 
     def home(self, role: Role) -> Home:
-        """Returns the home asked for a role; buffers live where weights do."""
+        """Returns the home that the policy gives a role; buffers have the home of the weights."""
         return {
             Role.PARAM: self.params,
             Role.BUFFER: self.params,
@@ -249,20 +249,20 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A manager's settings, checked and in plain units.
+    """A manager's settings, checked, with sizes in bytes.
 
     Attributes:
         device: ``"cpu"`` or a CUDA device.
-        hbm: Budget in bytes; what is never passed, where the budget is to be found out.
+        hbm: Budget in bytes; with ``hbm_auto``, the most that it may become.
         dram: Budget in bytes.
-        nvme: Folders, none for no NVMe tier.
+        nvme: Folders; empty if there is no NVMe tier.
         nvme_bytes: Most bytes on disk, or None.
         policy: Home tier of each role.
-        prefetch_depth: Blocks looked ahead, or ``"auto"``.
-        activation_min: Bytes from which a saved tensor leaves HBM.
-        activation_layers: Layers, from the first, whose saved tensors do; None for all.
-        activation_ahead: Bytes of them fetched ahead; None for two blocks' worth.
-        hbm_auto: Whether the budget of HBM is to be found out while the program runs.
+        prefetch_depth: How many blocks ahead of the compute fetches may begin, or ``"auto"``.
+        activation_min: Size from which saved tensors leave HBM, in bytes.
+        activation_layers: How many layers' saved tensors leave HBM, from the first; None for all.
+        activation_ahead: Bytes of saved tensors that may be prefetched; None for two blocks' worth.
+        hbm_auto: Whether the budget of HBM follows from what the program leaves free.
     """
 
     device: str

@@ -1,8 +1,8 @@
 """Every exception that tiermem raises on purpose.
 
 All of them derive from :class:`TierError`, so ``except tiermem.TierError``
-catches whatever the library has to say. Each also derives from the built-in
-that fits it best, so that code that knows nothing of tiermem still reacts.
+catches every error of the library. Each also derives from the built-in
+exception that fits best, for code that knows nothing of tiermem.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class ConfigError(TierError, ValueError):
 
 
 class CapacityError(TierError, MemoryError):
-    """A budget that cannot hold what was asked of it.
+    """A budget that is too small.
 
-    The message names the block, its size, the tier and the least budget that
-    would do.
+    The message names the block, its size, the tier and the smallest budget
+    that would be enough.
 
     Attributes:
         what: What does not fit.
-        hint: What else may be done, to be added to the budgets that would do.
+        hint: What else may be done, to be added to the budgets that would be enough.
     """
 
     def __init__(self, what: str, advice: str = "", hint: str = "") -> None:
@@ -34,7 +34,7 @@ class CapacityError(TierError, MemoryError):
 
         Args:
             what: What does not fit.
-            advice: The least budget that would do, if it is known.
+            advice: The smallest budget that would be enough, if it is known.
             hint: What else may be done; begins with a comma, or is empty.
         """
         super().__init__(f"{what}; {advice}{hint}" if advice else what)
@@ -47,18 +47,18 @@ class WrapError(TierError, TypeError):
 
 
 class ParameterError(TierError, RuntimeError):
-    """A managed parameter was replaced, moved or written behind the manager's back."""
+    """A managed parameter was replaced, moved or written in a way that tiermem cannot follow."""
 
 
 class CheckpointError(TierError, ValueError, RuntimeError):
     """A checkpoint or state dict that is not valid, or does not fit the model.
 
-    A ``RuntimeError`` too, as what torch raises for a state dict that does not fit.
+    Also a ``RuntimeError``, which torch raises for a state dict that does not fit.
     """
 
 
 class StepError(TierError, RuntimeError):
-    """An optimizer step that cannot be begun, or one that was cut short."""
+    """An optimizer step that cannot be begun, or one that was interrupted."""
 
 
 class ClosedError(TierError, RuntimeError):
@@ -74,11 +74,11 @@ class StorageError(TierError, OSError):
 
     Attributes:
         block: Name of the block that was moving, or ``""``.
-        tier: Name of the tier, ``"nvme"``; ``""`` where the file is no tier's.
-        kind: What the file is then: ``"checkpoint"`` or ``"adapters"``; else ``""``.
-        path: Folder of the file (swap files have no name of their own).
+        tier: Name of the tier, ``"nvme"``; ``""`` if the file does not belong to a tier.
+        kind: What the file is in that case: ``"checkpoint"`` or ``"adapters"``; else ``""``.
+        path: Folder of the file (swap files have no name).
         offset: Byte offset in that file, or -1.
-        nbytes: Bytes asked for.
+        nbytes: Requested bytes.
         errno: The system's error number, or ``None``.
     """
 
@@ -133,4 +133,4 @@ REFUSALS = (
     StorageError,
     WrapError,
 )
-"""Errors that are raised on purpose, where nothing is left half done."""
+"""Errors that are raised on purpose; whatever raises one leaves nothing half done."""

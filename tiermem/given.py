@@ -1,4 +1,4 @@
-"""What users give a manager, checked: devices, budgets, folders, and what counts without them."""
+"""Checks of the arguments that users give a manager (devices, budgets, folders), and defaults."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PathLike = str | os.PathLike[str]
 
 
 def device_of(device: str | torch.device) -> torch.device:
-    """Returns the device that a name says, with its number.
+    """Returns the device of a name, with its index.
 
     Raises:
-        ConfigError: If tiermem does not run there, or it is not there.
+        ConfigError: If tiermem does not support the device, or it does not exist.
     """
     try:
         where = torch.device(device)
@@ -42,14 +42,14 @@ def device_of(device: str | torch.device) -> torch.device:
             last = f"cuda:{count - 1}"
             raise ConfigError(f"device={device!r}: the last CUDA device that torch sees is {last}")
         return where
-    return torch.device("cpu")  # with no number: tensors there have none
+    return torch.device("cpu")  # without an index, as the device of CPU tensors has none
 
 
 def folders_of(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
-    """Returns the folders of the NVMe tier; none where there is no such tier.
+    """Returns the folders of the NVMe tier; none if there is no such tier.
 
     Raises:
-        ConfigError: If one has no name, or one that no folder can have.
+        ConfigError: If a name is empty, or no folder can have it.
     """
     if nvme is None:
         return ()
@@ -69,10 +69,10 @@ def folders_of(nvme: PathLike | Sequence[PathLike] | None) -> tuple[str, ...]:
 
 
 def disk_limit_of(nbytes: Size | None, folders: Sequence[str]) -> int | None:
-    """Returns the most bytes of the NVMe tier; None where nothing limits them.
+    """Returns the limit of the NVMe tier in bytes; None if there is no limit.
 
     Raises:
-        ConfigError: If it is no size, or there is no such tier.
+        ConfigError: If it is not a size, or there is no NVMe tier.
     """
     if nbytes is None:
         return None
@@ -84,10 +84,10 @@ def disk_limit_of(nbytes: Size | None, folders: Sequence[str]) -> int | None:
 
 
 def depth_of(depth: int | Literal["auto"]) -> int | Literal["auto"]:
-    """Returns how many blocks are looked ahead.
+    """Returns how many blocks ahead of the compute fetches may begin.
 
     Raises:
-        ConfigError: If it is no such number.
+        ConfigError: If it is not such a number.
     """
     if depth == "auto":
         return "auto"
@@ -97,10 +97,10 @@ def depth_of(depth: int | Literal["auto"]) -> int | Literal["auto"]:
 
 
 def layers_of(layers: int | None) -> int | None:
-    """Returns of how many layers saved tensors leave HBM; None for all.
+    """Returns how many layers' saved tensors leave HBM; None for all.
 
     Raises:
-        ConfigError: If it is no such number.
+        ConfigError: If it is not such a number.
     """
     if layers is None:
         return None
@@ -110,10 +110,10 @@ def layers_of(layers: int | None) -> int | None:
 
 
 def hbm_of(hbm: Size | None, device: torch.device) -> int | None:
-    """Returns a budget of device memory in bytes; None where it is to be found out.
+    """Returns a budget of device memory in bytes; None for ``"auto"`` and None.
 
     Raises:
-        ConfigError: If it is no budget.
+        ConfigError: If it is not a budget.
     """
 
     def total() -> int:
@@ -123,23 +123,23 @@ def hbm_of(hbm: Size | None, device: torch.device) -> int | None:
 
 
 def default_hbm(device: torch.device) -> int:
-    """Returns the bytes of device memory that blocks are chosen for where nothing is said."""
+    """Returns the bytes of device memory for which blocks are chosen by default."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * AT_ONCE)
     return default_dram() // 4
 
 
 def most_hbm(device: torch.device) -> int:
-    """Returns the bytes that ``hbm="auto"`` never passes; on the CPU its default."""
+    """Returns the most bytes that ``hbm="auto"`` takes; on the CPU the default budget."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return default_hbm(device)
 
 
 def default_dram() -> int:
-    """Returns the bytes of host memory that are taken at most where nothing is said.
+    """Returns the default budget of host memory in bytes.
 
-    Processes that torchrun has started on one machine take as much together as one alone.
+    It is divided by the number of processes that torchrun has started on the machine.
     """
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")
     return available_memory() // 2 // max(int(processes) if processes.isdecimal() else 1, 1)

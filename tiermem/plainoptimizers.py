@@ -1,8 +1,8 @@
-"""Optimizers that a program makes itself over a wrapped model, as ``torch.optim.AdamW(...)``.
+"""Plain torch optimizers that a program makes for a wrapped model: ``torch.optim.AdamW(...)``.
 
-They step to the resident model's bits, but their state is in device memory beside the budget, and
-each of their operations brings weights and gradients up. Someone who adds ``tier.wrap`` to a script
-and nothing else would not learn of that, so a warning says it.
+Their results are correct, but their state is in device memory outside the budget, and each of their
+operations copies weights and gradients to HBM. Users who only add ``tier.wrap`` to a script would
+not notice, so a warning tells them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _followed: list[object] = []
 
 
 def follow_optimizers() -> None:
-    """Has every later step of torch's optimizers looked at; may be called twice."""
+    """Checks every later step of any torch optimizer; may be called twice."""
     if not _followed:
         OURS.add(_look)
         _followed.append(register_optimizer_step_post_hook(_look))
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Warns once of an optimizer whose weights are in the tiers and come and go."""
+    """Warns, once per optimizer, if its weights are in the tiers and do not stay in HBM."""
     if isinstance(optimizer, TieredOptimizer) or optimizer in _told:
         return
     group = _group_of(optimizer)
@@ -57,7 +57,7 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _group_of(optimizer: torch.optim.Optimizer) -> Group | None:
-    """Returns the group of one of an optimizer's parameters, of each list only the first."""
+    """Returns the group of a parameter of an optimizer; checks the first of each param group."""
     for settings in optimizer.param_groups:
         for param in settings["params"][:1]:
             group = group_of.get(id(param))
@@ -68,7 +68,7 @@ def _group_of(optimizer: torch.optim.Optimizer) -> Group | None:
 
 
 def _is_ours(frame: types.FrameType | None) -> bool:
-    """Whether tiermem has called ``step()``: a tiered optimizer's units are torch's inside."""
+    """Whether tiermem called ``step()``: units of a tiered optimizer use torch's inside."""
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_OPTIM):
         frame = frame.f_back
     return frame is not None

@@ -1,4 +1,4 @@
-"""The public front: one manager, one line to wrap a model."""
+"""The public front end: :class:`TierManager`."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class TierManager:
-    """Three tiers of memory, and the models that live in them.
+    """Three tiers of memory, and the models whose tensors live in them.
 
-    Use it as a context manager, or call :meth:`close`. Either makes the models ordinary ones again,
-    and gives memory and disk space back. Without either, the tiers are there as long as you keep
-    the manager, a model wrapped in it, or an optimizer over one. Nothing is left behind even if the
-    process is killed.
+    Use it as a context manager, or call :meth:`close`. Either makes the models ordinary torch
+    modules again, and frees memory and disk space. Without either, the tiers exist as long as there
+    is a reference to the manager, to a wrapped model, or to an optimizer of one. Even a process
+    that is killed leaves no file behind.
     """
 
     def __init__(
@@ -84,34 +84,37 @@ class TierManager:
 
         Args:
             device: ``"cuda"`` (or ``"cuda:1"``, ...), or ``"cpu"``, where an arena of host
-                memory stands in for HBM and the very same code runs.
-            hbm: Budget of device memory for what tiermem holds there (activations and the
-                framework's own memory come on top): bytes, text such as ``"7GiB"``, or a share
-                such as ``"80%"`` of what the device has. It is a limit: memory is taken as
-                blocks arrive. By default, and with ``"auto"``, it is found out on a GPU: half of
-                what is free at first, then all that the program leaves but for a margin. After
-                torch has run out of memory it is as little as possible; the step that raised
-                can be repeated. With ``device="cpu"`` the default is an eighth of the available
-                host memory.
-            dram: Budget of host memory, likewise a limit; ``"50%"`` is of what the machine has
-                and the process's cgroups allow. By default, and with ``"auto"``, half of what
-                is available, to the machine and within these limits. What homes leave of it
-                is used to read ahead from files.
-            nvme: A folder on a fast disk, or several to stripe over; None for two tiers only.
-            nvme_bytes: Most bytes on disk; by default what is needed.
+                memory stands in for HBM and the same code runs.
+            hbm: Budget of device memory for blocks (activations and the framework's own memory
+                come on top): a number of bytes, text such as ``"7GiB"``, or a share such as
+                ``"80%"`` of the device's memory. It is a limit: memory is taken as blocks
+                arrive. By default, and with ``"auto"``, the limit on a GPU starts at half of the
+                free memory, and later grows to all that the rest of the program leaves free,
+                less a margin. After torch has run out of memory, it is as low as possible, and
+                the step that raised can be repeated. With ``device="cpu"`` the default is an
+                eighth of the available host memory.
+            dram: Budget of host memory, also a limit. A share such as ``"50%"`` is a share of the
+                memory that the machine has and the process's cgroups allow. By default, and
+                with ``"auto"``, half of the memory that is available within these limits.
+                The part that is not used for homes is used to read ahead from files.
+            nvme: A folder on a fast disk, or several, over which data is striped; None for two
+                tiers only.
+            nvme_bytes: The most bytes that may be used on disk; by default as many as are needed.
             policy: The home tier of each role: a :class:`tiermem.Policy`, a mapping of roles, or
                 one tier for all roles.
-            prefetch_depth: How many blocks ahead fetches may begin, or ``"auto"``.
-            activation_min: With ``Policy(activations="dram")`` or ``"nvme"``: the least size of a
-                tensor saved for backward that leaves HBM. One for which there is no room in its
-                tier stays in HBM, and ``stats().activations.kept`` counts it.
-            activation_layers: Only the first so many layers' tensors leave HBM; None for all.
-            activation_ahead: Bytes of them brought up ahead in backward, and held on their way
-                down in forward; ``"auto"`` for what two blocks save.
+            prefetch_depth: How many blocks ahead of the compute fetches may begin, or ``"auto"``.
+            activation_min: With ``Policy(activations="dram")`` or ``"nvme"``: the size from which
+                tensors saved for backward leave HBM. A tensor for which its tier has no room
+                stays in HBM, and ``stats().activations.kept`` counts it.
+            activation_layers: Only the tensors saved by this many layers, from the first, leave
+                HBM; None for all.
+            activation_ahead: How many bytes of such tensors may be prefetched in backward, and may
+                still be in HBM while they are copied out in forward; ``"auto"`` for what two
+                blocks save.
 
         Raises:
             ConfigError: If a setting cannot be used.
-            CapacityError: If memory or disk space is not there.
+            CapacityError: If there is not enough memory or disk space.
         """
         where = device_of(device)
         room = hbm_of(hbm, where)
@@ -142,7 +145,7 @@ class TierManager:
             self._optimizers = 0
             self._leaving: list[Leaving] = []
             self._saving: SaveHandle | None = None
-            # at the end of the interpreter; weakly: the blocks lead back here while models live
+            # runs when the interpreter exits; a weak reference, as blocks refer back to self
             weakref.finalize(self, _close, weakref.ref(self._manager))
         except BaseException:  # Ctrl-C
             self._manager.close()
@@ -163,27 +166,28 @@ class TierManager:
 
         Args:
             model: Any module. It may be on the CPU or on the device already.
-            blocks: What moves as one: ``"auto"``; names of modules at which a block begins; or a
-                predicate of name and module. With ``"auto"``, blocks suit training if the model is
-                in training mode, or gets an optimizer for most of it before its first call (which
-                wraps it anew). Otherwise they suit evaluation.
+            blocks: How parameters are divided into blocks, which move as a whole: ``"auto"``; the
+                names of modules at which a block begins; or a predicate of name and module. With
+                ``"auto"``, blocks are chosen for training if the model is in training mode, or if
+                an optimizer for most of it is made before its first call (which wraps the model
+                anew). Otherwise they are chosen for evaluation.
             homes: Homes of weights that differ from the policy's: a mapping of a module's qualified
-                name to the home of all that is in it, say ``{"layers.0": "dram"}``. Where names
+                name to the home of everything in it, such as ``{"layers.0": "dram"}``. Where names
                 are nested, the innermost counts.
             resident: Parameters that stay in HBM with their gradients, masters and state, whatever
                 the policy and ``homes`` say: a predicate of qualified name and parameter, or None
-                for none. ``"auto"``: adapters that :func:`tiermem.add_adapters` put in. If there
-                are none: what is trained, if it is little: at most an eighth of the bytes of what
-                is frozen and, with gradients and the state of Adam, an eighth of HBM.
-                With ``blocks="auto"`` also blocks that are too small to be worth moving.
+                for none. ``"auto"``: the adapters that :func:`tiermem.add_adapters` added. If there
+                are none: the trained parameters, if they take at most an eighth of the bytes of the
+                frozen ones and, with gradients and Adam's state, at most an eighth of HBM.
+                With ``blocks="auto"``, blocks that are too small to be worth moving stay, too.
 
         Returns:
             The same module.
 
         Raises:
             ConfigError: If ``blocks`` or ``homes`` names a module that the model does not have.
-            WrapError: If it cannot be wrapped, with what to do instead.
-            CapacityError: If a budget cannot hold it. Whatever is raised, the model is as it was.
+            WrapError: If the model cannot be wrapped; the message says what to do instead.
+            CapacityError: If it does not fit in a budget. After any error the model is unchanged.
         """
         self._wrap_model(model, blocks, homes, resident=resident)
         return model
@@ -199,20 +203,20 @@ class TierManager:
         number: int | None = None,
         training: bool | None = None,
     ) -> WrappedModel:
-        """Wraps a model whose values may come from elsewhere; see :meth:`wrap`.
+        """Wraps a model, whose values may be in files instead of in its tensors.
 
         Args:
             model: The model.
-            blocks: As there.
-            homes: As there.
-            origins: Values that its tensors do not have.
-            resident: As there.
-            number: Of the model that it was before, where it is wrapped anew.
+            blocks: As for :meth:`wrap`.
+            homes: As for :meth:`wrap`.
+            origins: Where values are that the model's tensors do not have.
+            resident: As for :meth:`wrap`.
+            number: If the model is wrapped anew, its former number.
             training: Whether it will be trained; by default, whether it is in training mode.
         """
         self._manager.gate.guard()
         check_module(model, id(self._manager))
-        if number is None:  # what is wrapped anew was wrapped before it was replicated
+        if number is None:  # a model that is wrapped anew was first wrapped before any replication
             around.refuse_replica(model)
         self._runtime.activations.check()
         follow_optimizers()
@@ -222,8 +226,8 @@ class TierManager:
             model, self._runtime, blocks, number, homes, origins, resident, training=training
         )
         if on_device:
-            torch.cuda.empty_cache()  # torch keeps what the model has left for tensors to come
-        self._runtime.models.owner = self  # a model keeps the tiers alive
+            torch.cuda.empty_cache()  # else torch's allocator keeps the memory of the weights
+        self._runtime.models.owner = self  # a reference to a model keeps the tiers open
         self._wraps = max(self._wraps, number + 1)
         try:
             training, held = wrapped.inventory.training, wrapped.modules.held()
@@ -250,7 +254,7 @@ class TierManager:
 
         Raises:
             ConfigError: If there is no such device; nothing is changed.
-            WrapError: If it is not wrapped here, or in use just now.
+            WrapError: If the module is not wrapped in this manager, or is being called.
         """
         self._manager.gate.guard()
         wrapped = self._wrapped.get(id(model))
@@ -277,68 +281,71 @@ class TierManager:
 
         Args:
             params: A wrapped module, parameters, or parameter groups as torch takes them. Some may
-                be outside the tiers, where they stay.
+                be outside the tiers; these stay where they are.
             cls: Any ``torch.optim.Optimizer`` class that updates each parameter from its own
-                gradient and state, which trial steps find out. Methods that it has beyond
-                torch's, such as ``train()``, are the returned optimizer's, too.
-            master_dtype: Gives every floating parameter of another dtype a master of this one,
-                say ``torch.float32`` for a bfloat16 model. The class steps the masters, with
-                the gradients cast; the weights are the masters, cast. They live where
-                ``Policy(master=...)`` says.
-            grad_dtype: Gradients are summed up and kept in this dtype, say ``torch.float32``,
-                rather than in the parameters', and ``param.grad`` has it. For float16 weights,
-                ``GradScaler.unscale_`` needs it (torch unscales no float16 gradients); without
-                ``unscale_`` the scale is undone in ``step()``, after the cast to the master.
-            overlap: When the step of a block is made.
+                gradient and state only; trial steps check this. The returned optimizer also has
+                the methods that the class adds to torch's, such as ``train()``.
+            master_dtype: Every floating-point parameter of another dtype gets a master of this
+                dtype, such as ``torch.float32`` for a bfloat16 model. The class steps the masters
+                with gradients that are cast to their dtype, and the weights are the masters, cast.
+                ``Policy(master=...)`` says in which tier masters live.
+            grad_dtype: The dtype in which gradients are accumulated and kept, such as
+                ``torch.float32``; ``param.grad`` has it, too. By default the parameter's. For
+                float16 weights ``GradScaler.unscale_`` needs it, as torch does not unscale float16
+                gradients. Without ``unscale_`` the gradients are unscaled in ``step()``, after the
+                cast to the master's dtype.
+            overlap: When the step of a block is performed.
 
                 ``False``: in ``step()``.
 
                 ``"forward"`` (or True): just before the block's next use, in the next forward,
-                where its weights come up anyway. Nobody sees a weight before its step is made,
-                and the step uses the settings that held when ``step()`` was called.
+                for which its weights are copied to HBM anyway. No code sees a weight before its
+                step, and the step uses the settings of the time when ``step()`` was called.
 
                 ``"backward"``: in backward, as soon as the block's gradient is final. The gradient
-                never leaves HBM (what the host steps is begun there); ``step()`` makes what is
-                left. It is for loops that look at no gradient: clipping, loss scaling, and
-                settings changed between backward and ``step()`` are refused, at the first step,
-                which is made after backward. With several backwards per step, call
-                ``optimizer.accumulate(n)``.
+                never leaves HBM (steps on the host also begin then); ``step()`` performs the steps
+                that are left. It is for loops that do not use gradients themselves: clipping, loss
+                scaling, and settings that change between backward and ``step()`` are refused, at
+                the first step, which is performed after backward. With several backwards per step,
+                call ``optimizer.accumulate(n)``.
 
-                ``"auto"``: in backward, to be confirmed by ``step()``, where DRAM has room to keep
-                the former bytes of a block as well. Else as ``"forward"``, for every block where
-                no program can tell, which is found out at each step; the others are stepped in
-                ``step()``. Bits, the budgets that suffice and what a program can look at are
-                those of ``False``. An error of a disk may be raised by the next forward, which
-                can be called again.
-            where: Where steps are made.
+                ``"auto"``: in backward, to be confirmed by ``step()``, if DRAM has room for a copy
+                of the block's former bytes. Otherwise as with ``"forward"`` for the blocks for
+                which no program can tell the difference (checked at each step), and in ``step()``
+                for the others. The resulting bits, the budgets that are enough and what a program
+                can observe are the same as with ``False``. A disk error may be raised by the next
+                forward, which can be called again.
+            where: Where steps are performed.
 
-                ``"device"``: state and masters come up for the step.
+                ``"device"``: on the device; state and masters are copied to HBM for the step.
 
-                ``"host"``: in DRAM, for blocks whose weights, gradients, state and masters are
-                all at home in DRAM or in files (which pass through staging in the DRAM budget); the
-                others on the device. Steps on the host have the device's bits where that is
-                proved. Else torch's CPU kernels make them, which round differently.
+                ``"host"``: on the host, for blocks whose weights, gradients, state and masters all
+                have their home in DRAM or in files (which pass through staging buffers within the
+                DRAM budget); on the device for the others. Steps on the host are bitwise identical
+                to the device's if trial steps have shown it. If not, torch's CPU kernels perform
+                them, and round differently.
 
-                ``"both"``: as ``"host"`` for a share of the blocks, by measured speed, so that
-                both sides finish together.
+                ``"both"``: as with ``"host"``, but for a share of the blocks, chosen by measured
+                speed so that device and host finish together.
 
-                ``"auto"``: what is fastest with the resident optimizer's bits. That is the
-                device. For a measured share of what is at home in DRAM it is the host, if trial
-                steps of this class and these settings have shown the device's bits (Adam, AdamW,
-                SGD). ``optimizer.stepped_where`` says what was chosen.
-            host_share: With ``where="both"``: the share of the elements that the host steps, 0 to
-                1, met as closely as whole blocks allow; by default the one that is measured.
+                ``"auto"``: whatever is fastest and bitwise identical to the resident optimizer:
+                the device, and the host for a measured share of the blocks with their home in
+                DRAM, if trial steps of this class with these settings have shown that the host
+                computes the device's bits (Adam, AdamW, SGD). ``optimizer.stepped_where`` says
+                what was chosen.
+            host_share: With ``where="both"``: the share of the elements that the host steps, from 0
+                to 1, met as closely as whole blocks allow; by default it is measured.
             **settings: The class's own settings.
 
         Returns:
-            The optimizer. Its state and masters take their room until its ``close()``, or until
-            the manager is closed.
+            The optimizer. Space for its state and masters is reserved until its ``close()``, or
+            until the manager is closed.
 
         Raises:
-            ConfigError: If an option has no such value.
+            ConfigError: If an option has a value that is not allowed.
             StepError: If the class cannot be stepped block by block, none of the parameters is in
                 the tiers, or a dtype does not suit them.
-            CapacityError: If a budget cannot hold its state or a step.
+            CapacityError: If its state, or what a step needs, does not fit in a budget.
         """
         self._optimizers += 1
         known = {record.block.id for record in self._manager.parts.table}
@@ -362,10 +369,10 @@ class TierManager:
             )
         except REFUSALS:
             raise
-        except BaseException as error:  # what was reserved has no owner
+        except BaseException as error:  # homes that were reserved already have no owner
             for found, count in zip(lists, begun, strict=True):
                 del found[count:]
-            if OUTSIDE not in error.__dict__:  # it may have come anywhere
+            if OUTSIDE not in error.__dict__:  # not raised by the class: by tiermem, anywhere
                 self._manager.cut_short()
                 self._manager.gate.guard()
             kinds = (Role.OPTIMIZER, Role.MASTER)
@@ -374,13 +381,13 @@ class TierManager:
             raise
 
     def _wrap_to_train(self, params: Iterable[torch.Tensor]) -> None:
-        """Wraps a model anew that was wrapped to be evaluated, and has not been called yet.
+        """Wraps a model anew that was wrapped for evaluation and has not been called yet.
 
-        As it is trained, other blocks are better. Where host memory has no room for it meanwhile,
-        or a budget none for it as such, it stays as it is.
+        For training, other blocks are better. If host memory has no room for the model in between,
+        or a budget none for the new blocks, the model stays as it is.
 
         Args:
-            params: What an optimizer is to step.
+            params: The parameters that an optimizer will step.
         """
         wrapped = to_wrap_anew(self._runtime, params)
         if wrapped is None:
@@ -400,7 +407,7 @@ class TierManager:
                 self._forget(id(model))
                 again(training=True)
         finally:
-            if wrapped.leaving and not wrapped.given_back:  # cut short: it goes on
+            if wrapped.leaving and not wrapped.given_back:  # interrupted: finish it
                 self._manager.cut_short()
                 self._manager.gate.guard()
                 give_back(wrapped, None)
@@ -411,10 +418,10 @@ class TierManager:
     def materialize(
         self, target: Target, device: str | torch.device | None = None
     ) -> AbstractContextManager[None]:
-        """Makes parameters and gradients ordinary tensors inside ``with``; takes changes back.
+        """Makes parameters and gradients ordinary tensors in a ``with``; then writes changes back.
 
         Args:
-            target: A module, a parameter, or several.
+            target: A module, a parameter, or several of them.
             device: Where the tensors are; host memory by default.
 
         Raises:
@@ -428,39 +435,40 @@ class TierManager:
     def save(self, path: PathLike, extra: Any = None, wait: bool = True) -> SaveHandle | None:
         """Writes the whole state of the run, so that a crash at any instant leaves a checkpoint.
 
-        Parameters, buffers and gradients of the wrapped models; masters, state and settings of the
-        optimizers that are open (steps that they owe are made first); the random generators of
-        torch, of the device, of Python and of numpy; and ``extra``. ``path`` becomes a folder: with
-        ``model.safetensors`` (or several, and an index), whose names are those of
-        ``model.state_dict()``, the configuration of a model of transformers',
-        ``optimizer.safetensors`` and ``tiermem.json``. Several wrapped models have folders
-        ``model-0``, ``model-1``, ... in it.
+        The state consists of the parameters, buffers and gradients of the wrapped models; masters,
+        state and settings of the optimizers that are open (deferred steps are performed first); the
+        random generators of torch, of the device, of Python and of numpy; and ``extra``. ``path``
+        becomes a folder with ``model.safetensors`` (or several, and an index), whose names are
+        those of ``model.state_dict()``; the configuration, for a transformers model;
+        ``optimizer.safetensors``; and ``tiermem.json``. If several models are wrapped, they have
+        folders ``model-0``, ``model-1``, ... in it.
 
-        At any instant ``path`` is the former checkpoint, or the new one, whole and on the disk.
-        Beyond the budgets it takes the memory of one block, and of some buffers of 8 MiB.
+        At any instant ``path`` is either the former checkpoint or the new one, complete and on
+        disk. In addition to the budgets, this takes host memory for one block and some buffers of
+        8 MiB.
 
         Args:
-            path: A name that is free, an empty folder, or a checkpoint, which is replaced; the
-                folder that it lies in has to exist. Files of your own in it (``config.json``, a
+            path: A path that does not exist, an empty folder, or a checkpoint, which is replaced;
+                the parent folder has to exist. Files of your own in it (``config.json``, a
                 tokenizer, notes) stay; a folder that has only such files may become a checkpoint.
-            extra: Numbers, text, None and tensors, in lists, tuples and dictionaries: what else a
-                run needs, such as ``scheduler.state_dict()``.
+            extra: What else a run needs, such as ``scheduler.state_dict()``: numbers, text, None
+                and tensors, in lists, tuples and dictionaries.
             wait: Whether to return only when the checkpoint is complete. With False, the present
-                state is saved while training goes on: blocks are copied to DRAM that the budget has
-                free before they are stepped; if there is none, the step waits until its block is
+                state is saved while training continues: before a block is stepped, it is copied to
+                free DRAM of the budget; if there is none, the step waits until its block is
                 written. The next save, load or close waits for this save.
 
         Returns:
-            With ``wait=False``, a handle: ``done()`` says whether it is over, ``result()`` waits
-            and raises what went wrong; an error not raised there is raised by the next save, load
-            or close.
+            With ``wait=False``, a handle: ``done()`` says whether the save has ended; ``result()``
+            waits for it and raises its error. An error that is not raised there is raised by the
+            next save, load or close.
 
         Raises:
             CheckpointError: If ``extra`` or a tensor cannot be saved, or ``path`` is something
                 else; nothing is written.
             CapacityError: If the file system has no room; the former checkpoint stays.
             StepError: If an optimizer's step is unfinished.
-            StorageError: If a file cannot be written, or a block not be read; the former
+            StorageError: If a file cannot be written, or a block cannot be read; the former
                 checkpoint stays.
         """
         self._manager.gate.guard()
@@ -470,36 +478,36 @@ class TierManager:
             save_now(self._runtime, plan)
             return None
         self._saving = saving = SaveHandle(self._runtime, plan)
-        saving.begin(plan)  # entered before: the next save waits for it, wherever this is cut short
+        saving.begin(plan)  # `_saving` is set before: the next save waits even after an interrupt
         return saving
 
     def _end_saving(self) -> None:
-        """Waits for a save under way; raises an error of it that was not raised before."""
+        """Waits for a save in progress; raises its error if that was not raised before."""
         if self._saving is not None:
             self._saving.settle()
-            self._saving = None  # not before: Ctrl-C leaves it under way
+            self._saving = None  # only now: after Ctrl-C in `settle` the save is still in progress
 
     @entrance
     def load(self, path: PathLike) -> Any:
-        """Goes on from a checkpoint that :meth:`save` wrote, bit for bit.
+        """Resumes from a checkpoint that :meth:`save` wrote, bitwise identically.
 
-        Wrap the same models and make the same optimizers before, in the same order. Budgets,
-        policies, ``blocks``, ``overlap`` and ``where`` may be different. All that can be
-        known from names, shapes and settings is checked first. Tensors are compared with their
-        checksums as they are read. If one differs, a part has been loaded; the models then refuse
-        to compute, and to be saved, until a whole checkpoint is loaded.
+        Before, wrap the same models and make the same optimizers, in the same order. Budgets,
+        policies, ``blocks``, ``overlap`` and ``where`` may be different. Names, shapes and settings
+        are checked before anything is changed. Tensors are compared with their checksums as they
+        are read. If one differs, the checkpoint has been loaded only in part; the models then
+        refuse to compute, and to be saved, until a whole checkpoint is loaded.
 
         Args:
             path: The checkpoint.
 
         Returns:
-            ``extra`` of the save; its tensors are in host memory.
+            The ``extra`` of the save; its tensors are in host memory.
 
         Raises:
-            CheckpointError: If it is none, or does not fit; nothing is changed.
-            IntegrityError: If a file is not what was written.
+            CheckpointError: If it is not a checkpoint, or does not fit; nothing is changed.
+            IntegrityError: If the bytes of a file are not those that were written.
             StorageError: If a file cannot be read.
-            CapacityError: If a budget does not hold state that is in the checkpoint.
+            CapacityError: If state that is in the checkpoint does not fit in a budget.
         """
         self._manager.gate.guard()
         self._end_saving()
@@ -508,12 +516,12 @@ class TierManager:
     # -- reports ---------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Returns what moved, which uses were hits and misses, and how long the host waited."""
+        """Returns counters: bytes moved per link, hits, misses, stalls and more."""
         stats = self._manager.stats()
         return replace(stats, activations=self._runtime.activations.stats())
 
     def reset_stats(self) -> None:
-        """Sets the counters, the timeline and what was measured to zero; what was learned stays."""
+        """Resets counters, timeline and the measured efficiency; schedules and plans are kept."""
         with self._manager.lock:
             self._manager.replay.add_up()
             self._manager.parts.counters.reset()
@@ -538,27 +546,27 @@ class TierManager:
 
     @entrance
     def close(self, *, discard: bool = False) -> None:
-        """Gives wrapped models back as ordinary ones in host memory, and gives all room back.
+        """Makes wrapped models ordinary ones in host memory, and frees the memory of all tiers.
 
-        Parameters, buffers and gradients are as :meth:`unwrap` leaves them; steps that an optimizer
-        put off are made first, and blocks that were stepped inside a backward
-        (``overlap="backward"``) are given back as stepped, whether or not ``optimizer.step()`` was
-        called. The optimizers' state is dropped: take ``optimizer.state_dict()`` before. Leaving
-        the ``with`` block calls this.
+        Parameters, buffers and gradients are as :meth:`unwrap` leaves them. Deferred optimizer
+        steps are performed first. Blocks that were stepped inside backward
+        (``overlap="backward"``) keep the new values, whether or not ``optimizer.step()`` was
+        called. The optimizers' state is dropped: call ``optimizer.state_dict()`` before to keep it.
+        The end of the ``with`` block calls this.
 
         Args:
-            discard: Whether to drop the models' tensors rather than to give them back; such a model
+            discard: Whether to drop the models' tensors instead of giving them back; such a model
                 can no longer be used.
 
-        An error of a save (``wait=False``) that nobody was told of is raised when all is closed.
+        An error of a save (``wait=False``) that was not raised yet is raised after closing.
 
         Raises:
             CapacityError: If host memory has no room for the models: nothing is changed, and the
                 manager stays open, so that they can be saved.
-            StorageError: If blocks cannot be read back: the models that have none of these are
-                given back, and the manager stays open for the others.
-            StepError: If a step that was put off fails; nothing is changed.
-            WrapError: If a model is being called just now; nothing is changed.
+            StorageError: If blocks cannot be read back: the models that do not need these blocks
+                are given back, and the manager stays open for the others.
+            StepError: If a deferred step fails; nothing is changed.
+            WrapError: If a model is being called; nothing is changed.
         """
         if self._saving is not None and not self._manager.gate.closed:
             self._saving.wait()
@@ -574,28 +582,29 @@ class TierManager:
             finish(self._manager, self._leaving)
         self._manager.close()
         self._leaving = []
-        # what graphs keep of the tiers, unseen by the garbage collector, must not keep a model
+        # autograd graphs may keep tiers alive, which the garbage collector cannot see; they must
+        # not keep a model alive through them
         for wrapped in self._wrapped.values():
             wrapped.bypass.end(for_good=True)
         self._runtime.program.models.clear()
         self._wrapped.clear()
         self._runtime.models.owner = None
-        if self._saving is not None and self._saving.done():  # not the parent's, in a forked child
+        if self._saving is not None and self._saving.done():  # never the parent's, after `fork`
             self._saving.settle()
 
     def _forget(self, key: int) -> None:
-        """Forgets a model that has left."""
+        """Forgets a model that was given back."""
         del self._wrapped[key]
         if not self._wrapped:
             self._runtime.models.owner = None
 
     @property
     def closed(self) -> bool:
-        """Whether the manager can no longer be used from here."""
+        """Whether the manager can no longer be used in this process."""
         return self._manager.gate.closed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TierManager:
-        """Returns the same: a copy of a module that has a reference to it has one as well."""
+        """Returns the manager itself, so that modules that refer to it can be copied."""
         return self
 
     def __reduce__(self) -> Any:

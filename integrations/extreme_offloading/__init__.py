@@ -5,9 +5,9 @@
     with extreme_offloading.Offloading(model, cap="7GiB") as run:
         optimizer = run.optimizer()
 
-Embedding, last norm, head and adapters stay on the device; every layer is at home in host memory,
-comes up in forward and once more in backward, where it is computed again. The model is in host
-memory when it is given; reading layers from a checkpoint is to come.
+Embedding, last norm, head and adapters stay on the device. Every layer has its home in host memory
+and is copied to the device in forward, and again in backward, where it is recomputed. The model has
+to be in host memory at the start; reading layers from a checkpoint is not supported yet.
 """
 
 from __future__ import annotations

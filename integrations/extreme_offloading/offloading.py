@@ -29,7 +29,7 @@ OPTIONS: tuple[Option, ...] = (
         "size",
         "7GiB",
         "`hbm=`, less `activations`; on CUDA torch's allocator is capped as well",
-        "the process takes no more of the device",
+        "the process takes no more device memory than this",
         f"{_TESTS}::test_the_cap_holds",
     ),
     Option(
@@ -37,7 +37,7 @@ OPTIONS: tuple[Option, ...] = (
         "size",
         None,
         "`hbm=` is `cap` less this",
-        "room for what layers save and compute; a quarter of the cap by default",
+        "device memory for activations and intermediate results; by default a quarter of the cap",
         f"{_TESTS}::test_the_cap_holds",
     ),
     Option(
@@ -45,7 +45,7 @@ OPTIONS: tuple[Option, ...] = (
         "int",
         8,
         "`peft.LoraConfig(r=...)`",
-        "adapters of that rank on every linear module of the layers, fp32, A drawn, B zero",
+        "fp32 adapters of this rank on every linear module of the layers; A is random, B is zero",
         f"{_TESTS}::test_adapters",
         least=1,
     ),
@@ -63,7 +63,7 @@ OPTIONS: tuple[Option, ...] = (
         "float",
         1e-4,
         "`tier.optimizer(model, Adam, lr=...)`",
-        "of Adam, over the adapters",
+        "learning rate of Adam, which trains the adapters",
         f"{_TESTS}::test_losses_are_the_resident_ones",
         least=0,
     ),
@@ -71,8 +71,8 @@ OPTIONS: tuple[Option, ...] = (
         "seed",
         "int",
         42,
-        "`torch.default_generator`, for the adapters alone",
-        "the same adapters in every run; the program's random numbers go on as they were",
+        "seed of `torch.default_generator` while adapters are created",
+        "the same adapters in every run; the state of the program's random generator is restored",
         f"{_TESTS}::test_adapters",
         least=-(1 << 63),
         most=(1 << 64) - 1,
@@ -82,7 +82,7 @@ OPTIONS: tuple[Option, ...] = (
         "dtype",
         None,
         "the model is cast before it is wrapped",
-        "bf16 or fp16, as the device is faster in",
+        "cast to it, such as bf16 or fp16, whichever is faster on the device; by default no cast",
         f"{_TESTS}::test_dtype",
     ),
     Option(
@@ -90,7 +90,7 @@ OPTIONS: tuple[Option, ...] = (
         "bool",
         True,
         '`prefetch_depth="auto"`, or 0',
-        "layers are fetched ahead where that pays",
+        "layers are prefetched if that saves time",
         f"{_TESTS}::test_prefetch",
     ),
     Option(
@@ -98,7 +98,7 @@ OPTIONS: tuple[Option, ...] = (
         "bool",
         True,
         "no effect",
-        "layers' homes are page-locked once, before the first step",
+        "in any case the layers' homes are page-locked once, before the first step",
         f"{_TESTS}::test_pin_is_without_effect",
     ),
 )
@@ -120,20 +120,21 @@ class Offloading(Run):
         dram: int | str | None = None,
         **options: Any,
     ) -> None:
-        """Adds adapters and wraps.
+        """Adds adapters to the model and wraps it.
 
         Args:
             model: A model with a list of layers, in host memory. Its own weights are frozen.
-            cap: Bytes of the device for the whole process; text such as ``"7GiB"``, too.
-            activations: Bytes of them for what is computed; a quarter by default.
-            device: Where it computes.
-            dram: Budget of host memory; tiermem's default.
+            cap: Device memory for the whole process: bytes, or text such as ``"7GiB"``.
+            activations: The part of it for activations and intermediate results; by default a
+                quarter.
+            device: Where the model computes.
+            dram: Budget of host memory; by default tiermem's default.
             **options: ``rank``, ``alpha``, ``learning_rate``, ``seed``, ``dtype``,
                 ``prefetch``, ``pin``.
 
         Raises:
             ConfigError: If an option is unknown or of a wrong type, or the model has no layers.
-            CapacityError: If it cannot run under the cap.
+            CapacityError: If the model cannot be trained within the cap.
         """
         unknown = [name for name in options if name not in _NAMES]
         if unknown:
@@ -150,7 +151,7 @@ class Offloading(Run):
                 f"{type(model).__name__} has no list of layers of one class to stream"
             )
         hbm = _hbm(cap, activations)
-        budgets_for(model, device=device, hbm=hbm, policy="dram")  # refuses what cannot be wrapped
+        budgets_for(model, device=device, hbm=hbm, policy="dram")  # raises if it cannot be wrapped
         undo = _Adapters(model, _targets(model, layers))
         try:
             self._add_adapters(peft, model, undo.targets)
@@ -175,7 +176,7 @@ class Offloading(Run):
     def _check_budgets(
         self, model: nn.Module, layers: list[nn.Module], hbm: int, device: str | torch.device
     ) -> None:
-        """Refuses a cap in which the run cannot be made, before a weight is cast or moved."""
+        """Refuses a cap that is too small, before a weight is cast or moved."""
         found = budgets_for(
             model,
             torch.optim.Adam,
@@ -204,7 +205,7 @@ class Offloading(Run):
                 buffer.data = buffer.data.to(dtype)
 
     def _add_adapters(self, peft: Any, model: nn.Module, targets: list[str]) -> None:
-        """Puts adapters on modules, as peft starts them."""
+        """Adds adapters to modules, initialized as peft does."""
         config = peft.LoraConfig(
             r=self._options["rank"], lora_alpha=self._options["alpha"], target_modules=targets
         )
@@ -220,10 +221,10 @@ class Offloading(Run):
                 param.data = param.data.float()
 
     def optimizer(self, **settings: Any) -> TieredOptimizer:
-        """Makes Adam over the adapters.
+        """Makes Adam for the adapters.
 
         Args:
-            **settings: Of :class:`torch.optim.Adam`, over the run's own.
+            **settings: Settings of :class:`torch.optim.Adam`; they override those of the run.
         """
         trained = [p for p in self.model.parameters() if p.requires_grad]
         settings = {"lr": self._options["learning_rate"], **settings}
@@ -231,10 +232,10 @@ class Offloading(Run):
 
 
 class _Adapters:
-    """Takes adapters out of a model again.
+    """Removes adapters from a model again.
 
     Attributes:
-        targets: Names of the modules that get some.
+        targets: Names of the modules that get adapters.
     """
 
     def __init__(self, model: nn.Module, targets: list[str]) -> None:
@@ -271,7 +272,7 @@ def _targets(model: nn.Module, layers: list[nn.Module]) -> list[str]:
 
 
 def _homes(model: nn.Module, layers: list[nn.Module]) -> dict[str, str]:
-    """Returns homes by name: layers below, adapters in HBM."""
+    """Returns homes by module name: DRAM for layers, HBM for adapters."""
     names = {id(module): name for name, module in model.named_modules()}
     homes = {names[id(layer)]: "dram" for layer in layers}
     for name, module in model.named_modules():
@@ -282,10 +283,10 @@ def _homes(model: nn.Module, layers: list[nn.Module]) -> dict[str, str]:
 
 
 def _hbm(cap: int | str, activations: int | str | None) -> int:
-    """Returns what tiermem may hold on the device.
+    """Returns tiermem's budget of device memory in bytes.
 
     Raises:
-        CapacityError: If activations leave nothing of the cap.
+        CapacityError: If activations take the whole cap.
     """
     whole = parse_size(cap, "cap")
     computed = whole // 4 if activations is None else parse_size(activations, "activations")

@@ -5,8 +5,8 @@
     with megatron_bridge.Offloading(model, provider) as run:
         optimizer = run.tier.optimizer(run.model, torch.optim.AdamW, lr=1e-4)
 
-``provider`` is whatever has the fields: a model provider, a ``TransformerConfig``, a mapping; or
-they are given by name. The layers that are offloaded are the first ones, as there.
+``provider`` is any object with the fields: a model provider, a ``TransformerConfig``, a mapping;
+fields can also be given by name. As in Megatron, the first layers are the offloaded ones.
 """
 
 from __future__ import annotations

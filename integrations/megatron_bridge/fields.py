@@ -35,8 +35,8 @@ FIELDS: tuple[Option, ...] = (
     _flag(
         "cpu_offloading",
         False,
-        "what the fields below say",
-        "nothing leaves without it, whatever the number of layers",
+        "the settings of the fields below",
+        "without it nothing leaves HBM, whatever `cpu_offloading_num_layers` is",
         "test_the_number_alone_enables_nothing",
     ),
     Option(
@@ -44,58 +44,58 @@ FIELDS: tuple[Option, ...] = (
         "int",
         0,
         '`tier.wrap(homes={"layers.0": "dram", ...})`, `activation_layers`',
-        "the first so many layers; at most one less than the model has",
+        "this many layers, from the first; at most one less than the model has",
         f"{_TESTS}::test_weights_of_the_first_layers",
     ),
     _flag(
         "cpu_offloading_activations",
         True,
         '`Policy(activations="dram")`',
-        "tensors those layers save leave in forward and come back ahead in backward",
+        "tensors that those layers save leave HBM in forward and are prefetched in backward",
         "test_activations_of_the_first_layers",
     ),
     _flag(
         "cpu_offloading_weights",
         False,
         '`tier.wrap(homes=...)`: `"dram"`',
-        "weights of those layers are at home in DRAM and stream; alone, too",
+        "weights of those layers have their home in DRAM and stream; also without activations",
         "test_weights_of_the_first_layers",
     ),
     _flag(
         "cpu_offloading_double_buffering",
         False,
         "no effect",
-        "copies overlap with compute, whether it is set or not",
+        "copies overlap with compute in any case",
         "test_without_effect",
     ),
     _flag(
         "cpu_offloading_retain_pinned_cpu_buffers",
         False,
         "no effect",
-        "page-locked memory is kept until the manager is closed",
+        "page-locked memory is kept until the manager is closed in any case",
         "test_without_effect",
     ),
     _flag(
         "fine_grained_activation_offloading",
         False,
         '`Policy(activations="dram")`',
-        "saved tensors of the size asked for leave, of every layer",
+        "saved tensors of at least the minimum size leave HBM, in every layer",
         "test_fine_grained",
     ),
     Option(
         "offload_modules",
         "list",
         None,
-        "must name modules; tensors leave by their size",
-        "large tensors that other modules save leave as well",
+        "must name modules, but the size of a tensor decides",
+        "large tensors that other modules save leave HBM, too",
         f"{_TESTS}::test_fine_grained",
     ),
     Option(
         "min_offloaded_tensor_size",
         "int",
         1 << 20,
-        "`activation_min`, times the bytes of an element",
-        "smaller tensors stay",
+        "`activation_min` is this times the bytes of an element",
+        "smaller tensors stay in HBM",
         f"{_TESTS}::test_fine_grained_sizes_are_elements",
     ),
     Option(
@@ -103,7 +103,7 @@ FIELDS: tuple[Option, ...] = (
         "float",
         1.0,
         "`activation_layers`",
-        "that share of the layers, rounded up, from the first",
+        "the saved tensors of this share of the layers leave HBM, rounded up, from the first",
         f"{_TESTS}::test_fine_grained_fraction",
         least=0,
         most=1,
@@ -112,16 +112,16 @@ FIELDS: tuple[Option, ...] = (
         "optimizer_cpu_offload",
         False,
         '`Policy(master="dram", optimizer="dram")`',
-        "state and masters stream; the device steps, with the resident bits",
+        "state and masters stream; the device performs the steps, bitwise identical to resident",
         "test_optimizer_state",
     ),
     Option(
         "optimizer_offload_fraction",
         "float",
         None,
-        "state of all parameters has its home in DRAM",
-        "0 (a recipe's default) offloads nothing, unset means 1; of a share between, what HBM has "
-        "room for stays there",
+        "the state of all parameters has its home in DRAM",
+        "0 (a recipe's default) offloads nothing, unset means 1; with a share in between, as much "
+        "stays in HBM as fits",
         f"{_TESTS}::test_fraction_of_the_state",
         least=0,
         most=1,
@@ -171,24 +171,24 @@ _SHARES = {
     "fine_grained_activation_offloading": "activation_offload_fraction",
     "optimizer_cpu_offload": "optimizer_offload_fraction",
 }
-"""How much a switch is for; of 0, which recipes have for some, nothing leaves."""
+"""The field that says how much a switch offloads; with 0 (some recipes' default) nothing."""
 
 
 class Fields:
     """Megatron's fields that concern offloading, checked.
 
     Attributes:
-        values: By name, defaults filled in.
-        given: Names that the configuration has.
+        values: The values by name, with defaults filled in.
+        given: Names of the fields that the configuration has.
     """
 
     def __init__(self, config: object | None = None, **given: Any) -> None:
-        """Reads and checks what does not depend on the model.
+        """Reads the fields and checks what does not depend on the model.
 
         Args:
-            config: A mapping, or any object that has fields as attributes, itself or in its
-                ``model`` and ``optimizer``, as the configuration of a whole run has them.
-            **given: Fields by name, over those of ``config``.
+            config: A mapping, or any object that has the fields as attributes, itself or in its
+                ``model`` and ``optimizer``, like the configuration of a whole run.
+            **given: Fields by name; they override those of ``config``.
 
         Raises:
             ConfigError: If a value is of a wrong type or a rule is broken; names field and value.
@@ -263,7 +263,7 @@ class Fields:
             )
 
     def without_effect(self, name: str) -> str:
-        """Returns why a field changes nothing beside the others; empty where it does something."""
+        """Returns why a field has no effect, given the other fields; empty if it has one."""
         for switch, names in _SWITCHES.items():
             if name in names and not self.values[switch]:
                 return f"{switch} is not set"
@@ -274,10 +274,10 @@ class Fields:
         return ""
 
     def check_layers(self, layers: int) -> None:
-        """Applies the rule on the number of layers.
+        """Checks the rules about the number of layers.
 
         Raises:
-            ConfigError: If there are fewer than the fields ask for.
+            ConfigError: If the model has too few layers for the fields.
         """
         asked = self.values["cpu_offloading_num_layers"]
         if self.values["cpu_offloading"] and not 0 <= asked < layers:
@@ -312,16 +312,16 @@ def _fields_of(config: object | None) -> dict[str, Any]:
 
 
 _PARTS = ("model", "optimizer")
-"""What has the fields in a whole configuration (a recipe's ``ConfigContainer``, its YAML file)."""
+"""The parts with the fields in a whole configuration (a recipe's ``ConfigContainer`` or YAML)."""
 
 
 def _part(config: object, name: str) -> object:
-    """Returns a part of a whole configuration, None where there is none."""
+    """Returns a part of a whole configuration, or None."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 def _warn_of_near_misses(config: object | None, where: str) -> None:
-    """Warns of names that are nearly a field's; a configuration has many others."""
+    """Warns of names that resemble a field's name; all other names are ignored silently."""
     if config is None:
         return
     names: list[Any] = []
@@ -340,7 +340,7 @@ def _warn_of_near_misses(config: object | None, where: str) -> None:
 _MEGATRONS = ("_cpu_offloading_context", "cpu_offloading_context", "recompute_modules",
               "virtual_pipeline_model_parallel_size", "expert_model_parallel_size",
               "tensor_model_parallel_size", "context_parallel_size")  # fmt: skip
-"""Fields of Megatron's that look like those above."""
+"""Other fields of Megatron's whose names resemble those above."""
 
 
 def _modules(value: Any, where: str) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class Offloading(Run):
         dram: int | str | None = None,
         **fields: Any,
     ) -> None:
-        """Wraps a model as the fields say.
+        """Wraps a model with the settings that the fields stand for.
 
         Args:
             model: Any module with a list of layers.
@@ -49,7 +49,7 @@ class Offloading(Run):
 
         Raises:
             ConfigError: If a field is refused; nothing was changed.
-            CapacityError: If a budget cannot hold the model; it is as it was.
+            CapacityError: If the model does not fit in a budget; it is unchanged.
         """
         self.fields = Fields(config, **fields)
         layers = layers_of(model)
@@ -86,7 +86,7 @@ class Offloading(Run):
 
 
 def explain(config: object | None = None, **fields: Any) -> list[Row]:
-    """Returns what each field of a configuration becomes, those without effect included.
+    """Returns what each field of a configuration becomes, including those without effect.
 
     Raises:
         ConfigError: If the configuration is refused.
@@ -105,7 +105,7 @@ def _offloads_state(fields: Fields) -> bool:
 
 
 def _least(fields: Fields, model: nn.Module) -> int:
-    """Returns the least size, in bytes, of a saved tensor that leaves."""
+    """Returns the size in bytes from which saved tensors leave HBM."""
     if not fields.fine_grained_activation_offloading:
         return 4096  # layer by layer, everything large enough to be worth a copy
     width = max((p.element_size() for p in model.parameters()), default=4)
@@ -113,7 +113,7 @@ def _least(fields: Fields, model: nn.Module) -> int:
 
 
 def _saved_layers(fields: Fields, layers: int) -> int | None:
-    """Returns of how many layers saved tensors leave, None for all."""
+    """Returns how many layers' saved tensors leave HBM, None for all."""
     if fields.cpu_offloading:
         return int(fields.cpu_offloading_num_layers)
     if fields.activation_offload_fraction < 1:

@@ -8,8 +8,8 @@
         loss.backward()
         run.step(optimizer)
 
-Options come from Surogate's YAML file as it is, from a mapping, or by name. Each does what
-Surogate's pages say of one GPU, or is refused or reported; :func:`explain` says which. Options
+Options come from an unchanged YAML file of Surogate's, from a mapping, or by name. Each does what
+Surogate's pages say for one GPU, or is refused or reported; :func:`explain` says which. Options
 that need several GPUs or quantized copies are refused so far.
 """
 

@@ -18,7 +18,7 @@ _SHARE = 0.2  # root mean square of an update, in learning rates: that of AdamW
 
 
 class NorMuon(torch.optim.Optimizer):
-    """Steps matrices by NorMuon, and what is in groups with ``orthogonal=False`` by AdamW."""
+    """Steps matrices with NorMuon, and groups with ``orthogonal=False`` with AdamW."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class NorMuon(torch.optim.Optimizer):
         Args:
             params: Parameters or groups; those with ``orthogonal`` must be matrices.
             lr: Learning rate.
-            momentum: Of the gradient's moving average of matrices.
-            beta2: Of the moving average of each row's mean square.
-            weight_decay: Decoupled.
-            cautious: Decays only where update and weight have the same sign.
-            betas: Of AdamW, for the others.
+            momentum: Decay of the moving average of a matrix's gradient.
+            beta2: Decay of the moving average of each row's mean square.
+            weight_decay: Decoupled weight decay.
+            cautious: Whether to decay only where update and weight have the same sign.
+            betas: Betas of AdamW, for the other parameters.
             eps: Added to denominators.
-            orthogonal: Default of the groups.
+            orthogonal: Default for groups that do not set it.
         """
         super().__init__(
             params,
@@ -61,7 +61,7 @@ class NorMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override, unused-ignore]
-        """Makes one step; returns what ``closure`` returned."""
+        """Performs one step; returns what ``closure`` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

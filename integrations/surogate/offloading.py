@@ -18,7 +18,7 @@ from ..run import Run
 from .normuon import NorMuon
 from .options import NAMES, OPTIONS, Options
 
-_IN_FLIGHT = 4  # layers' blocks: one in use, one coming, one leaving, one for what is uneven
+_IN_FLIGHT = 4  # blocks of layers: one in use, one arriving, one leaving, one to spare
 _ROUNDING = 1 << 16  # bytes: what alignment of small tensors adds
 _LEAST_RESIDUAL = 4096  # bytes; smaller tensors are no residuals, and cost more than they free
 
@@ -43,20 +43,20 @@ class Offloading(Run):
         dram: int | str | None = None,
         **options: Any,
     ) -> None:
-        """Wraps a model as the options say.
+        """Wraps a model with the settings that the options stand for.
 
         Args:
             model: Any module that is not wrapped; adapters, if any, are in it already.
             config: Surogate's YAML file, or a mapping.
             device: Where the model computes.
             hbm: Budget of device memory for weights, gradients, masters and state. By default
-                what the options leave on the device and the buffers of what streams.
+                enough for everything that the options leave there, and buffers for streaming.
             dram: Budget of host memory; tiermem's default.
             **options: Surogate's options by name, over those of ``config``.
 
         Raises:
             ConfigError: If an option is refused; nothing was changed.
-            CapacityError: If a budget cannot hold the model; it is as it was.
+            CapacityError: If the model does not fit in a budget; it is unchanged.
         """
         self.options = Options(config, **options)
         self.lora = _has_frozen(model) if self.options.lora is None else self.options.lora
@@ -69,7 +69,7 @@ class Offloading(Run):
             dram=dram,
             policy=self.policy,
             activation_min=_LEAST_RESIDUAL,
-            # of a model without a list of layers all that is saved leaves
+            # without a list of layers, all saved tensors leave HBM
             activation_layers=(
                 None if self.options.offload_saved_tensors else len(layers_of(model)) or None
             ),
@@ -89,22 +89,23 @@ class Offloading(Run):
                 )
 
     def _check_optimizer(self) -> None:
-        """Refuses an optimizer that cannot be had, before anything is moved."""
+        """Refuses an optimizer that is not available, before anything is moved."""
         if self.options.optimizer == "adamw_8bit" and not self._on_host:
             need("torchao.optim", "torchao", "optimizer: adamw_8bit (or set optimizer: adamw)")
 
     @property
     def _on_host(self) -> bool:
-        """Whether the host makes the steps."""
+        """Whether the host performs the steps."""
         return bool(self.options.cpu_training) and not self.lora
 
     def optimizer(self, **settings: Any) -> TieredOptimizer:
         """Makes the optimizer that the options name.
 
-        Matrices decay, and biases and norms (what has one dimension) do not, as in Surogate.
+        As in Surogate, weight decay applies to matrices, and not to biases and norms (parameters
+        of one dimension).
 
         Args:
-            **settings: Of the optimizer's class, over those of the options.
+            **settings: Settings of the optimizer's class; they override those of the options.
 
         Raises:
             StepError: If it cannot be stepped block by block.
@@ -139,7 +140,7 @@ class Offloading(Run):
         return torch.optim.AdamW, adamw
 
     def _groups(self, cls: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
-        """Yields parameter groups: matrices, and what does not decay."""
+        """Yields parameter groups: matrices, and parameters without weight decay."""
         tables = {
             id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)
         }
@@ -156,10 +157,10 @@ class Offloading(Run):
             yield {**group, "orthogonal": orthogonal} if cls is NorMuon else group
 
     def step(self, optimizer: TieredOptimizer) -> Tensor | None:
-        """Clips by ``max_grad_norm``, steps and forgets the gradients.
+        """Clips by ``max_grad_norm``, steps and clears the gradients.
 
         Returns:
-            The gradients' norm before clipping, 0-d; None where clipping is off.
+            The gradients' norm before clipping, 0-d; None if clipping is off.
         """
         norm = None
         if self.options.max_grad_norm > 0:
@@ -176,7 +177,7 @@ class Offloading(Run):
         Args:
             hidden: The head's input, ``(..., width)``.
             head: The language model's head.
-            targets: Indices, int64, ``hidden``'s shape less the last; -100 does not count.
+            targets: Indices, int64, ``hidden``'s shape without the last dimension; -100 is ignored.
         """
         return tiermem.chunked_cross_entropy(
             hidden, head.weight, targets, chunks=self.options.lmhead_chunks, bias=head.bias
@@ -185,14 +186,14 @@ class Offloading(Run):
     # -- reports ---------------------------------------------------------
 
     def explain(self) -> list[Row]:
-        """Returns what every option that was written became."""
+        """Returns what every given option became."""
         return explain(self.options)
 
 
 def explain(
     options: Options | Mapping[str, Any] | str | os.PathLike[str] | None = None, **given: Any
 ) -> list[Row]:
-    """Returns what each option of a configuration becomes, those without effect included.
+    """Returns what each option of a configuration becomes, including those without effect.
 
     Args:
         options: Options, a mapping or the path of a YAML file.
@@ -217,8 +218,8 @@ def explain(
 def policy_of(options: Options, model: nn.Module, *, lora: bool) -> Policy:
     """Returns where each role's home is.
 
-    Where no parameter has another dtype than its master, the weights are the masters: they have
-    no other copy, and ``offload_master`` moves the weights themselves.
+    If every parameter has the dtype of its master, the weights are the masters: there is no other
+    copy, and ``offload_master`` moves the weights themselves.
     """
     cpu = bool(options.cpu_training)
     full = cpu and not lora
@@ -245,10 +246,10 @@ def _has_frozen(model: nn.Module) -> bool:
 def hbm_of(
     model: nn.Module, policy: Policy, options: Options, device: str | torch.device
 ) -> int | None:
-    """Returns the device budget: what stays there, and buffers for what streams.
+    """Returns the budget of device memory: everything that stays, and buffers for streaming.
 
     Returns:
-        Bytes; None (tiermem's default) where they are more than that default on the device.
+        Bytes; None (tiermem's default) if that would be more than the default.
     """
     layers = layers_of(model)
     parts = {id(p): i for i, layer in enumerate(layers) for p in layer.parameters()}
@@ -271,7 +272,7 @@ def hbm_of(
 
 
 def _bytes_of(param: nn.Parameter, policy: Policy, options: Options) -> tuple[int, int]:
-    """Returns the bytes of a parameter and what belongs to it that stay, and that stream."""
+    """Returns the bytes that stay and that stream, of a parameter, its gradient and its state."""
     n, width = param.numel(), param.element_size()
     roles = [(policy.params, n * width)]
     if param.requires_grad:

@@ -30,7 +30,7 @@ OPTIONS: tuple[Option, ...] = (
     _flag(
         "offload_residual",
         '`Policy(activations="dram")`',
-        "one page-locked copy per layer, sent in forward and fetched ahead in backward",
+        "one page-locked copy per layer, written in forward and prefetched in backward",
         f"{_TABLES}::test_residuals",
     ),
     _flag(
@@ -66,7 +66,7 @@ OPTIONS: tuple[Option, ...] = (
     _flag(
         "use_zero_copy",
         "no effect",
-        "offloaded state comes by copies that overlap, whether it is set or not",
+        "offloaded state is copied to HBM, overlapping with other work, in any case",
         f"{_RULES}::test_without_effect",
     ),
     _flag(
@@ -78,14 +78,14 @@ OPTIONS: tuple[Option, ...] = (
     _flag(
         "offload_saved_tensors",
         '`Policy(activations="dram")`',
-        "as offload_residual, which here sends whatever large tensors are saved",
+        "the same as offload_residual, which in tiermem copies all large saved tensors out of HBM",
         f"{_TABLES}::test_saved_tensors",
     ),
     _flag(
         "cpu_training",
         '`Policy(params="dram", grads="dram", master="dram", optimizer="dram")`, `where="host"`',
-        "weights stream; without LoRA gradients leave and the host makes fp32 AdamW's steps, "
-        "with LoRA adapters, their gradients and state stay in HBM",
+        "weights stream; without LoRA, gradients leave HBM and the host performs the steps, with "
+        "fp32 AdamW; with LoRA, adapters, their gradients and state stay in HBM",
         f"{_TABLES}::test_cpu_training",
     ),
     Option(
@@ -101,7 +101,7 @@ OPTIONS: tuple[Option, ...] = (
         "int",
         1,
         "`tiermem.chunked_cross_entropy(chunks=...)` in `Offloading.loss`",
-        "logits of one part of the tokens exist at a time",
+        "only the logits of one part of the tokens exist at a time",
         f"{_RULES}::test_loss_in_chunks",
         least=1,
     ),
@@ -110,7 +110,7 @@ OPTIONS: tuple[Option, ...] = (
         "int",
         1,
         "no effect",
-        "attention is the model's own",
+        "attention is computed by the model itself",
         f"{_RULES}::test_without_effect",
         least=1,
     ),
@@ -119,7 +119,7 @@ OPTIONS: tuple[Option, ...] = (
         "dtype",
         None,
         "`tier.optimizer(master_dtype=...)`",
-        "weights of another dtype are stepped as masters of this one",
+        "weights of another dtype get masters of this dtype, which are stepped",
         f"{_TABLES}::test_masters",
     ),
     Option(
@@ -127,7 +127,7 @@ OPTIONS: tuple[Option, ...] = (
         "dtype",
         None,
         "`tier.optimizer(grad_dtype=...)`",
-        "parameters' gradients are summed up and kept in this dtype",
+        "gradients are accumulated and kept in this dtype",
         f"{_RULES}::test_gradient_dtype",
     ),
     Option(
@@ -136,7 +136,7 @@ OPTIONS: tuple[Option, ...] = (
         "adamw_8bit",
         "`adamw`: `torch.optim.AdamW`; `adamw_8bit`: `torchao.optim.AdamW8bit`; `normuon`: "
         "`NorMuon`",
-        "the class that is stepped",
+        "the optimizer class",
         f"{_RULES}::test_optimizers",
         ("adamw", "adamw_8bit", "normuon"),
     ),
@@ -145,7 +145,7 @@ OPTIONS: tuple[Option, ...] = (
         "int",
         1,
         "one device",
-        "more than one is refused; 0 is all that are visible, which must be one",
+        "more than one is refused; 0 means all that are visible, which must be one",
         f"{_RULES}::test_several_gpus_are_refused",
     ),
     Option(
@@ -153,14 +153,14 @@ OPTIONS: tuple[Option, ...] = (
         "int",
         1,
         "no effect on one GPU",
-        "2 sets shard_gradients, 3 shard_weights as well",
+        "2 sets shard_gradients, 3 also shard_weights",
         f"{_RULES}::test_zero_levels",
     ),
     *(
         _flag(name, "no effect on one GPU", what, f"{_RULES}::{test}")
         for name, what, test in (
-            ("shard_weights", "there is nobody to share weights with", "test_zero_levels"),
-            ("shard_gradients", "as shard_weights; lets gradients leave", "test_zero_levels"),
+            ("shard_weights", "there is no other process", "test_zero_levels"),
+            ("shard_gradients", "but offload_grads needs it", "test_zero_levels"),
             ("use_all_to_all_reduce", "nothing is reduced", "test_without_effect"),
             ("memcpy_all_gather", "nothing is gathered", "test_without_effect"),
             ("memcpy_send_recv", "nothing is sent", "test_without_effect"),
@@ -178,23 +178,23 @@ OPTIONS: tuple[Option, ...] = (
             below=1 if "beta" in name or "momentum" in name else None,
         )
         for name, kind, default, setting, effect in (
-            ("learning_rate", "float", 2e-4, "`lr`", "of the optimizer"),
-            ("weight_decay", "float", 0.0, "`weight_decay`", "of matrices; not of norms, biases"),
-            ("adamw_beta1", "float", 0.9, "`betas`", "of AdamW"),
-            ("adamw_beta2", "float", 0.999, "`betas`", "of AdamW"),
-            ("adamw_epsilon", "float", 1e-8, "`eps`", "of AdamW"),
-            ("normuon_momentum", "float", 0.95, "`momentum`", "of NorMuon"),
-            ("normuon_beta2", "float", 0.95, "`beta2`", "of NorMuon"),
-            ("normuon_cautious_wd", "bool", True, "`cautious`", "of NorMuon"),
-            ("max_grad_norm", "float", 1.0, "`Offloading.step()` clips", "0 turns it off"),
+            ("learning_rate", "float", 2e-4, "`lr`", "a setting of the optimizer"),
+            ("weight_decay", "float", 0.0, "`weight_decay`", "for matrices; norms, biases: 0"),
+            ("adamw_beta1", "float", 0.9, "`betas`", "a setting of AdamW"),
+            ("adamw_beta2", "float", 0.999, "`betas`", "a setting of AdamW"),
+            ("adamw_epsilon", "float", 1e-8, "`eps`", "a setting of AdamW"),
+            ("normuon_momentum", "float", 0.95, "`momentum`", "a setting of NorMuon"),
+            ("normuon_beta2", "float", 0.95, "`beta2`", "a setting of NorMuon"),
+            ("normuon_cautious_wd", "bool", True, "`cautious`", "a setting of NorMuon"),
+            ("max_grad_norm", "float", 1.0, "`Offloading.step()` clips", "0 means no clipping"),
         )
     ),
     Option(
         "gradient_accumulation_steps",
         "int",
         4,
-        "`Offloading.step()` is called after so many backwards",
-        "losses are divided by it by the script",
+        "`Offloading.step()` is called after this many backwards",
+        "the script has to divide losses by it",
         f"{_RULES}::test_optimizer_settings",
         least=1,
     ),
@@ -202,12 +202,12 @@ OPTIONS: tuple[Option, ...] = (
         "lora",
         "bool",
         None,
-        "`cpu_training`'s choice of what streams",
-        "adapters are added by the script; without it, a model with frozen weights counts as LoRA",
+        "with `cpu_training`: which of the two kinds of training",
+        "the script adds the adapters; if unset, a model with frozen weights counts as LoRA",
         f"{_TABLES}::test_cpu_training_with_adapters",
     ),
     *(
-        _flag(name, "no effect", "the model's weights are taken as they are", f"{_RULES}::{test}")
+        _flag(name, "no effect", "the model's weights are used as they are", f"{_RULES}::{test}")
         for name, test in (
             ("qlora_fp8", "test_qlora_warns"),
             ("qlora_fp4", "test_qlora_warns"),
@@ -218,7 +218,7 @@ OPTIONS: tuple[Option, ...] = (
 
 NAMES = {option.name: option for option in OPTIONS}
 
-# Options that say nothing about memory: data, logging, adapters, kernels. The script's own.
+# Options that are not about memory (data, logging, adapters, kernels): the script's own.
 _SCRIPTS_OWN = """
     run_name apply_recommended_values num_epochs output_dir checkpoint_dir
     resume_from_checkpoint save_steps save_total_limit from_scratch init_projections_to_zero
@@ -248,9 +248,9 @@ class Options:
     """Surogate's options that concern memory and steps, checked.
 
     Attributes:
-        values: By name, defaults filled in; rules between them hold.
-        given: Names that were written by somebody.
-        scripts_own: Options of Surogate's that are the script's: data, logging, kernels.
+        values: The values by name, with defaults filled in; they obey the rules between options.
+        given: Names of the options that the configuration or the call has.
+        scripts_own: Options of Surogate's that the script handles: data, logging, kernels.
         unknown: Names that Surogate does not have.
     """
 
@@ -259,11 +259,11 @@ class Options:
         config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         **given: Any,
     ) -> None:
-        """Reads and checks.
+        """Reads and checks the options.
 
         Args:
-            config: A mapping, or the path of a YAML file as Surogate takes it.
-            **given: Options by name, over those of ``config``.
+            config: A mapping, or the path of a Surogate YAML file.
+            **given: Options by name; they override those of ``config``.
 
         Raises:
             ConfigError: If a value is of a wrong type or a rule is broken; names file, option,
@@ -287,11 +287,11 @@ class Options:
             raise AttributeError(f"Surogate has no option {name!r}") from None
 
     def without_effect(self, name: str, *, lora: bool | None = None) -> str:
-        """Returns why an option changes nothing beside the others; empty where it does something.
+        """Returns why an option has no effect, given the other options; empty if it has one.
 
         Args:
-            name: Of the option.
-            lora: Whether adapters are trained; by default what the options say.
+            name: The option's name.
+            lora: Whether adapters are trained; by default as the options say.
         """
         values = self.values
         lora = bool(values["lora"]) if lora is None else lora

@@ -1,4 +1,4 @@
-"""Which ``step()`` of an engine is a step, and whether backwards pass through the engine."""
+"""Gradient accumulation: which calls of an engine's ``step()`` perform a step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tiermem import StepError
 
 
 class Accumulation:
-    """Counts micro-batches, and refuses backwards that miss the division by their number.
+    """Counts micro-batches, and refuses backwards of losses not divided by their number.
 
     Attributes:
-        managed: Whether the engine knows which ``step()`` is one; else each is.
-        scaled: Whether the user was given a loss for a backward of its own.
+        managed: Whether the engine decides which calls of ``step()`` perform one; else all do.
+        scaled: Whether the user was given a loss to call ``backward()`` on.
     """
 
     def __init__(self, *, managed: bool) -> None:
@@ -27,21 +27,21 @@ class Accumulation:
         self._inside_no_sync = self._inside_backward = False
 
     def is_boundary(self, micro_steps: int, each: int) -> bool:
-        """Whether the next ``step()`` steps.
+        """Whether the next ``step()`` performs a step.
 
         Args:
             micro_steps: Calls of ``step()`` so far.
-            each: How many of them make a step.
+            each: How many calls there are per step.
         """
         if self._boundary is not None:
             return self._boundary
         return self.managed and (micro_steps + 1) % each == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Sets whether ``step()`` steps, until it is set again.
+        """Sets whether ``step()`` performs a step, until it is set again.
 
         Raises:
-            StepError: If every ``step()`` is one.
+            StepError: If every ``step()`` performs one.
         """
         if not self.managed:
             raise StepError("with managed_gradient_accumulation=false every step() is a step")
@@ -59,7 +59,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For backwards without an exchange of gradients; no step is made inside."""
+        """Returns a context for backwards without gradient exchange; steps in it are refused."""
         if self._inside_no_sync:
             raise StepError("no_sync() inside no_sync()")
         self._inside_no_sync = True
@@ -70,7 +70,7 @@ class Accumulation:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """For a backward of the engine's own."""
+        """Returns a context for the engine's own backward."""
         self._inside_backward = True
         try:
             yield
@@ -78,7 +78,7 @@ class Accumulation:
             self._inside_backward = False
 
     def watch(self, found: Any) -> None:
-        """Refuses a backward past the engine, through what the model returned."""
+        """Refuses a backward that does not go through the engine but through a model's output."""
         for tensor in _tensors(found):
             if tensor.requires_grad:
                 tensor.register_hook(self._refuse_past_engine)

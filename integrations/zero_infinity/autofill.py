@@ -1,4 +1,4 @@
-"""What "auto" becomes: what the caller says elsewhere, and else the default."""
+"""What "auto" becomes: the caller's value from elsewhere, or else the default."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NAMES: dict[str, Sequence[str]] = {
     ),
     "scheduler.params.warmup_max_lr": ("learning_rate", "lr"),
 }  # fmt: skip
-"""Names that callers give the same thing, in an argument namespace or a dict."""
+"""Names that callers use for an option in an argument namespace or a dict."""
 
 _POSITIVE = {
     "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps",
@@ -94,7 +94,7 @@ class Caller:
 
 
 def fill(config: Config, caller: Caller) -> None:
-    """Fills every "auto" of a configuration, in place.
+    """Replaces every "auto" of a configuration by a value, in place.
 
     Raises:
         ConfigError: If a caller's value has the wrong type.

@@ -17,7 +17,7 @@ class Batches:
     """Makes loaders of micro-batches, and has the one of ``training_data``.
 
     Attributes:
-        loader: Of ``training_data``, or None.
+        loader: The loader of ``training_data``, or None.
     """
 
     def __init__(self, plan: Plan, device: torch.device, collate_fn: Any) -> None:

@@ -13,9 +13,9 @@ _state: dict[str, Any] = {"configured": False}
 
 
 def checkpoint(function: Any, *args: Any) -> Any:
-    """Calls a function whose insides backward computes once more, rather than keeps.
+    """Calls a function and recomputes it in backward, so that only its inputs are saved.
 
-    What it keeps, its inputs, leaves HBM with ``activation_checkpointing.cpu_checkpointing``.
+    With ``activation_checkpointing.cpu_checkpointing`` the inputs leave HBM.
     """
     return recompute(function, *args, use_reentrant=False)
 
@@ -33,7 +33,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Notes that it was called; where inputs are kept is the configuration's to say."""
+    """Notes that it was called; the configuration of the engine says where inputs are kept."""
     if checkpoint_in_cpu:
         warnings.warn(
             "checkpoint_in_cpu=True has no effect here; write activation_checkpointing: "
@@ -44,7 +44,7 @@ def configure(
 
 
 class RngTracker:
-    """States of random numbers by name, of which one process needs no more than torch's own."""
+    """Named random number states; one process needs only torch's own."""
 
     def fork(self, name: str = "") -> AbstractContextManager[None]:
         """Returns a context in which numbers are drawn as outside it."""

@@ -1,8 +1,8 @@
-"""Checkpoints of an engine: written beside and renamed, so that a crash leaves the old one.
+"""Checkpoints of an engine: written to a new folder and renamed, so a crash leaves the old one.
 
-The files are ones of torch.save, of the names that DeepSpeed uses. The model's part is what
-DeepSpeed below stage 3 writes; the optimizer's part is tiermem's own, since DeepSpeed's is
-flattened and cut by process. Both kinds are read, and nothing in them is run.
+The files are written by ``torch.save``, with the names that DeepSpeed uses. The model's file has
+DeepSpeed's format below stage 3. The optimizer's file has a format of tiermem's own, since
+DeepSpeed's is flattened and divided by process. Both formats are read, and no code in them is run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def weights_of(module: nn.Module, exclude_frozen: bool = False) -> dict[str, Any
 
     Args:
         module: Wrapped.
-        exclude_frozen: Without parameters that are not trained.
+        exclude_frozen: Whether to leave out parameters that are not trained.
     """
     found: dict[str, Any] = module.state_dict()
     if exclude_frozen:
@@ -60,12 +60,12 @@ def save(
     """Writes model, optimizer, scheduler, counters and the caller's state.
 
     Args:
-        engine: Whose.
+        engine: The engine.
         save_dir: Folder; made if it is not there.
         tag: Folder inside it; by default ``global_step`` and the number.
         client_state: The caller's own, returned by :func:`load`.
         save_latest: Whether ``latest`` names this one from now on.
-        exclude_frozen: Without parameters that are not trained.
+        exclude_frozen: Whether to leave out parameters that are not trained.
 
     Returns:
         True.
@@ -125,13 +125,13 @@ def load(
     """Reads what :func:`save` wrote, or DeepSpeed: ZeRO 0 to 3 of any ranks, or universal.
 
     Args:
-        engine: Whose.
+        engine: The engine.
         load_dir: Folder.
         tag: Folder inside it; by default what ``latest`` names.
         load_module_strict: Whether every name must fit.
-        load_optimizer_states: Whether to take state and masters over.
-        load_lr_scheduler_states: Whether to take the scheduler's over.
-        load_module_only: The weights alone.
+        load_optimizer_states: Whether to load state and masters.
+        load_lr_scheduler_states: Whether to load the scheduler's state.
+        load_module_only: Whether to load only the weights.
         custom_load_fn: Called with ``src`` and ``dst`` in place of ``load_state_dict``.
 
     Returns:
@@ -256,10 +256,10 @@ def save_weights(
     """Writes the model's state dict as the model computes with it.
 
     Args:
-        engine: Whose.
+        engine: The engine.
         save_dir: Folder; made if it is not there.
         save_filename: File in it.
-        exclude_frozen: Without parameters that are not trained.
+        exclude_frozen: Whether to leave out parameters that are not trained.
 
     Returns:
         Whether it was written: at stage 3 only with ``gather_16bit_weights_on_model_save``.

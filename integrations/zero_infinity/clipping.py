@@ -1,4 +1,4 @@
-"""What is done to gradients as a step begins: the loss scale is undone, and they are clipped."""
+"""What is done to gradients before a step: they are unscaled and clipped."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class Clipping:
     """Clips the norm of the gradients as DeepSpeed does.
 
     Attributes:
-        limit: What the norm shall be at most; 0 for no limit.
-        norm: Of the last step, 0-d; None where it was not needed.
+        limit: The most that the norm may be; 0 for no limit.
+        norm: The norm in the last step, 0-d; None if it was not needed.
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Goes by the configuration of a plan."""
+        """Uses the configuration of a plan."""
         self.limit = float(plan.config["gradient_clipping"])
         self.norm: torch.Tensor | None = None
         self._needed = mapping.needs_norm(plan.config)
         self._plain = plan.dtype is None
 
     def unscale_and_clip(self, optimizer: TieredOptimizer, scale: float) -> bool:
-        """Undoes the loss scale and clips; returns whether a gradient is infinite or NaN.
+        """Unscales and clips the gradients; returns whether one is infinite or NaN.
 
-        Norm and factor are float32 where there are masters, as if the masters' gradients were
+        If there are masters, norm and factor are float32, as if the masters' gradients were
         clipped.
 
         Args:
-            optimizer: Whose gradients.
-            scale: Of the loss.
+            optimizer: The optimizer of the gradients.
+            scale: The scale of the loss.
         """
         self.norm = None
         if not self.limit > 0 and not self._needed:

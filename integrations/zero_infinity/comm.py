@@ -1,4 +1,4 @@
-"""One process: what loops ask of ``torch.distributed`` through DeepSpeed's names."""
+"""``deepspeed.comm`` for one process: ``torch.distributed`` under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def init_distributed(dist_backend: str | None = None, *ignored: Any, **also: Any
     Args:
         dist_backend: By default NCCL where there is CUDA, else Gloo.
         *ignored: The rest of DeepSpeed's settings: there are no other processes.
-        **also: Likewise.
+        **also: Also ignored.
 
     Raises:
         ConfigError: If the environment, or the process group, has several processes.

@@ -1,4 +1,4 @@
-"""How far a run has got, in the numbers that DeepSpeed counts."""
+"""The progress of a run, in the numbers that DeepSpeed counts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Counts:
     """Steps and samples so far.
 
     Attributes:
-        steps: Steps, those left out with them.
-        skipped: Steps that were left out.
-        samples: Samples of all of them.
+        steps: Steps, including the skipped ones.
+        skipped: Steps that were skipped.
+        samples: Samples of all steps.
         calls: Calls of ``step()``.
-        backwards: Since the last step.
+        backwards: Backwards since the last step.
         applied: Whether the last ``step()`` changed the weights.
     """
 
@@ -26,10 +26,10 @@ class Counts:
     applied: bool = False
 
     def count_step(self, samples: int) -> None:
-        """Counts a step that was made or left out.
+        """Counts a step that was performed or skipped.
 
         Args:
-            samples: Of the step.
+            samples: The samples of the step.
         """
         self.steps += 1
         self.backwards = 0

@@ -25,7 +25,7 @@ from .stepmaker import StepMaker
 
 
 def _of(part: str, name: str, doc: str) -> Any:
-    """Returns a property that is, under DeepSpeed's name, what a part of the engine has."""
+    """Returns a property with DeepSpeed's name for an attribute of a part of the engine."""
 
     def read(self: DeepSpeedEngine) -> Any:
         return getattr(getattr(self, part), name)
@@ -42,11 +42,11 @@ class DeepSpeedEngine(Queries):
     Attributes:
         module: The model, wrapped.
         tier: The manager; ``tier.stats()`` and ``tier.residency()`` say what goes on.
-        optimizer: In the tiers, or None.
-        lr_scheduler: Or None.
+        optimizer: The tiered optimizer, or None.
+        lr_scheduler: The scheduler, or None.
         device: Where inputs belong.
-        local_rank: Of this process.
-        optimizer_class: What steps the blocks.
+        local_rank: The local rank of this process.
+        optimizer_class: The class that steps the blocks.
         config: The configuration as it was read.
     """
 
@@ -102,10 +102,10 @@ class DeepSpeedEngine(Queries):
     # -- the loop --------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Makes all backwards of a step, and the step, for a model that returns its loss.
+        """Performs all backwards of a step, and the step, for a model that returns its loss.
 
         Args:
-            data_iter: Of micro-batches; by default of the loader of ``training_data``.
+            data_iter: Iterator over micro-batches; by default over the loader of ``training_data``.
 
         Returns:
             The mean of the losses.
@@ -122,7 +122,7 @@ class DeepSpeedEngine(Queries):
 
     @torch.no_grad()
     def eval_batch(self, data_iter: Iterator[Any], *_: Any, **__: Any) -> torch.Tensor:
-        """Returns the mean loss of as many micro-batches as a step has, without gradients."""
+        """Returns the mean loss over the micro-batches of one step, without gradients."""
         training = self.training
         self.eval()
         try:
@@ -157,7 +157,7 @@ class DeepSpeedEngine(Queries):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Makes one backward, of the loss divided by the accumulation and times the loss scale.
+        """Performs a backward of the loss, divided by the accumulation and times the loss scale.
 
         Args:
             loss: One number.
@@ -191,10 +191,10 @@ class DeepSpeedEngine(Queries):
         return self._maker.scaled(loss / self.gradient_accumulation_steps())
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Makes the step where accumulation is complete; else counts.
+        """Performs the step if accumulation is complete; otherwise only counts.
 
         Args:
-            lr_kwargs: For the scheduler.
+            lr_kwargs: Arguments for the scheduler.
 
         Raises:
             StepError: If there is no optimizer, inside ``no_sync``, where the scheduler does not
@@ -222,7 +222,7 @@ class DeepSpeedEngine(Queries):
         try:
             taken = inspect.signature(self.lr_scheduler.step)
         except (TypeError, ValueError):
-            return  # it does not say
+            return  # its arguments are not known
         try:
             taken.bind(**lr_kwargs)
         except TypeError as error:
@@ -239,17 +239,17 @@ class DeepSpeedEngine(Queries):
         self._counts.count_step(self.plan.micro * (made or self.plan.accumulation))
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next :meth:`step` steps."""
+        """Whether the next :meth:`step` performs a step."""
         return self._accumulation.is_boundary(
             self._counts.calls, self.gradient_accumulation_steps()
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether :meth:`step` steps, until it is set again."""
+        """Sets whether :meth:`step` performs a step, until it is set again."""
         self._accumulation.set_boundary(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For backwards without an exchange of gradients, of which there is none here."""
+        """Returns a context for backwards without gradient exchange, which never happens here."""
         return self._accumulation.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -318,7 +318,7 @@ class DeepSpeedEngine(Queries):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any]:
-        """Returns the model's state; libraries around DeepSpeed call it so."""
+        """Returns the model's state; libraries that use DeepSpeed call this method."""
         return self.module_state_dict(exclude_frozen_parameters)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class DeepSpeedEngine(Queries):
         """Does nothing: there is one process."""
 
     def offload_states(self, *_: Any, **__: Any) -> None:
-        """Does nothing: what is not in use leaves HBM by itself."""
+        """Does nothing: blocks that are not in use leave HBM anyway."""
 
     reload_states = offload_states
 
@@ -347,7 +347,7 @@ class DeepSpeedEngine(Queries):
         )
 
     def destroy(self) -> None:
-        """Gives every tier back; the model can no longer be used."""
+        """Closes the tiers; the model can no longer be used."""
         self.tier.close()
 
     # -- inside ----------------------------------------------------------
@@ -364,7 +364,7 @@ class DeepSpeedEngine(Queries):
         return self.optimizer
 
     def _watch(self, found: Any) -> None:
-        """Refuses a backward past the engine that would miss a factor."""
+        """Refuses a backward that does not go through the engine and would lack a factor."""
         if self.scaler is None and self.gradient_accumulation_steps() == 1:
             return
         self._accumulation.watch(found)

@@ -1,4 +1,4 @@
-"""What each setting of a configuration became here: for users, and for the page in ``docs``."""
+"""Explains what each setting of a configuration became: for users, and for the page in ``docs``."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Explanation:
     Attributes:
         name: The file.
         rows: One per setting of the file, and per batch number.
-        manager: Settings of ``tiermem.TierManager``; budgets that depend on the model are there
-            where a model was given.
+        manager: Settings of ``tiermem.TierManager``; with budgets that depend on the model only if
+            a model was given.
         optimizer: Settings of ``tier.optimizer``.
         unknown: Unknown keys, and the nearest known one or "".
-        refused: Why ``initialize`` would refuse it here: a folder that is missing, batch numbers
-            for several processes; or "".
+        refused: Why ``initialize`` would refuse it on this machine (a missing folder, batch numbers
+            for several processes), or "".
     """
 
     name: str
@@ -59,7 +59,7 @@ class Explanation:
 
     @property
     def without_effect(self) -> list[str]:
-        """Options that change nothing."""
+        """Options that have no effect."""
         return [row.option for row in self.rows if not row.setting]
 
     def __iter__(self) -> Iterator[Row]:
@@ -89,10 +89,10 @@ def explain(
     Args:
         config: A path, a dict, or text in base64.
         args: The caller's values for "auto": a namespace or a dict.
-        model: Budgets are those for training it, with AdamW where the file names no optimizer.
+        model: If given, budgets are those for training it (with AdamW by default).
 
     Raises:
-        ConfigError: If it is wrong on any machine; what it lacks on this one is in ``refused``.
+        ConfigError: If it is wrong on any machine; ``refused`` says what is missing on this one.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -133,7 +133,7 @@ def _row(plan: Plan, path: str) -> Row:
 
 
 def _told(plan: Plan, path: str) -> str | tuple[str, str] | None:
-    """Returns what an option became in this plan, in place of the table's words, or None."""
+    """Returns what an option became in this plan, if the table does not say it, or None."""
     policy = plan.manager["policy"]
     if path == f"{PARAM}.device":
         return f"Policy(params={policy['params']!r})"

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's into an engine: by names, and only if all of it fits."""
+"""Loading a checkpoint of DeepSpeed's into an engine: by names, and only if all of it fits."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def read(engine: DeepSpeedEngine, folder: Path, *, optimizer: bool) -> Saved:
     """Reads a folder, and checks that it is of this model.
 
     Args:
-        engine: Whose model.
-        folder: With DeepSpeed's files.
-        optimizer: Whether state and masters are to be taken over.
+        engine: The engine.
+        folder: The folder with DeepSpeed's files.
+        optimizer: Whether to load state and masters.
 
     Raises:
         CheckpointError: If names or shapes differ; nothing is loaded.

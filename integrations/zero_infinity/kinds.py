@@ -1,4 +1,4 @@
-"""What a value may be, and how it is read: each kind takes what people write for it."""
+"""Kinds of values: what a value may be, and how it is read from what people write."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _integer(value: Any) -> int:
         if not math.isfinite(found) or found != int(found):
             raise ValueError(value)
         whole = int(found)
-    if abs(whole) > _MOST:  # a loss divided by it would be no number
+    if abs(whole) > _MOST:  # a loss divided by it would not be a finite number
         raise ValueError(value)
     return whole
 
@@ -107,10 +107,10 @@ def _any(value: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message, shortened where it would fill screens."""
+    """Returns a value as text for a message, shortened if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number of thousands of digits
+    except ValueError:  # Python does not format numbers of thousands of digits
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "this"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}... ({len(text)} characters)"
 

@@ -32,10 +32,10 @@ class Plan:
 
     Attributes:
         config: What was read, "auto" filled.
-        micro: Samples of a backward.
-        accumulation: Backwards of a step.
-        batch: Samples of a step.
-        dtype: Of the weights, or None to leave them as they are.
+        micro: Samples per backward.
+        accumulation: Backwards per step.
+        batch: Samples per step.
+        dtype: The dtype of the weights, or None to leave them as they are.
         manager: Settings of ``TierManager``.
         optimizer: Settings of ``tier.optimizer``, without the class's own.
         refused: Why it cannot be used here: folders that are missing, batch numbers for several
@@ -67,7 +67,7 @@ def plan(config: Config, more: Mapping[str, Any] | None = None) -> Plan:
 
     Args:
         config: As read.
-        more: What counts over the ``tiermem`` section of the file.
+        more: Settings that override the ``tiermem`` section of the file.
 
     Raises:
         ConfigError: If options contradict one another, naming file, key and value.
@@ -113,7 +113,7 @@ class DeepSpeedConfig:
 
 
 def _batches(found: Plan) -> None:
-    """Infers what is left out of the three numbers, for one process."""
+    """Infers the batch numbers that are left out of the three, for one process."""
     config = found.config
     keys = (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",

@@ -72,7 +72,7 @@ def _is_moe_param(param: torch.Tensor) -> bool:
 
 
 def _mem_needs(model: Any, *_: Any, **__: Any) -> None:
-    """Logs what training a model with AdamW takes of each budget."""
+    """Logs how much of each budget training a model with AdamW takes."""
     found = budgets_for(
         model, torch.optim.AdamW, device=accelerator.get_accelerator().device_name(), policy="dram"
     )
@@ -185,11 +185,11 @@ PROVIDED: dict[str, Mapping[str, Any] | ModuleType] = {
     "version": {"version": "0.19.6"},
     "zero": zero,
 }  # fmt: skip
-"""By the module below ``deepspeed``: what there is."""
+"""The names that exist here, by the module below ``deepspeed``."""
 
 
 class _Namespace(ModuleType):
-    """A module of DeepSpeed's; what it has not is refused by name."""
+    """A module of DeepSpeed's; names that it does not have here are refused."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -221,7 +221,7 @@ def build() -> dict[str, ModuleType]:
 
 
 class _Finder:
-    """Refuses imports of what is not there below ``deepspeed``, by name."""
+    """Refuses imports of modules below ``deepspeed`` that do not exist here."""
 
     def __init__(self, package: ModuleType) -> None:
         self._package = package

@@ -1,7 +1,7 @@
-"""How a DeepSpeed configuration is written down: a dict, a file, text in base64.
+"""Reading a DeepSpeed configuration: a dict, a file, or text in base64.
 
-DeepSpeed reads Hjson: JSON with comments, trailing commas, keys and strings without quotes. What
-plain JSON cannot read is read here the same way.
+DeepSpeed reads Hjson: JSON with comments, trailing commas, keys and strings without quotes. Text
+that is not plain JSON is read as Hjson here, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, name))
     except RecursionError:
         raise ConfigError(f"{name}: it has too many objects or lists inside one another") from None
-    except ValueError:  # no JSON, or a number of thousands of digits
+    except ValueError:  # not JSON, or a number of thousands of digits
         found = _Reader(text, name).document()
     if not isinstance(found, dict):
         raise ConfigError(f"{name}: a configuration is an object, not a {type(found).__name__}")
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # text in base64 is longer than a name can be
+    except OSError:  # text in base64 may be longer than a file name can be
         return False
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizers: by torch's classes where their numbers are the same, else by formula."""
+"""DeepSpeed's optimizers: torch's classes where the results are the same, else its formulas."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _COMPRESSION = {
     "local_step_clipper",
 }  # fmt: skip
 COMPRESSED = {"onebitadam", "zerooneadam", "onebitlamb"}
-"""Optimizers that compress what several processes exchange; with one they are the plain ones."""
+"""Optimizers that compress the exchange between processes; one process uses the plain ones."""
 
 
 class _Stepped(torch.optim.Optimizer):
     """An optimizer that steps each parameter by itself."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one step.
+        """Performs one step.
 
         Args:
-            closure: Evaluated first, with gradients on.
+            closure: Evaluated first, with gradients enabled.
         """
         loss = None
         if closure is not None:
@@ -60,7 +60,7 @@ class _Stepped(torch.optim.Optimizer):
 def _moments(
     param: Tensor, gradient: Tensor, group: Values, state: Values
 ) -> tuple[Tensor, Tensor]:
-    """Counts a step and returns both moments with the gradient in them."""
+    """Counts a step, and updates and returns both moments."""
     if not state:
         state["step"] = 0
         state["exp_avg"] = torch.zeros_like(param)
@@ -162,7 +162,7 @@ class FusedLamb(_Stepped):
         eps: Added to the denominator.
         eps_inside_sqrt: Added before the root is taken.
         weight_decay: Weight decay.
-        max_grad_norm: Not used, as there.
+        max_grad_norm: Not used, as in DeepSpeed.
         max_coeff: The most that a layer's rate is scaled by.
         min_coeff: The least.
         amsgrad: Must be false.

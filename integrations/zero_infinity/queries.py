@@ -1,4 +1,4 @@
-"""What loops ask an engine."""
+"""The methods of an engine that only return something."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Queries(nn.Module):
 
     Attributes:
         plan: What the configuration became.
-        optimizer: In the tiers, or None.
-        scaler: Of the loss, or None.
+        optimizer: The tiered optimizer, or None.
+        scaler: The loss scale, or None.
     """
 
     plan: Plan
@@ -69,22 +69,22 @@ class Queries(nn.Module):
     _maker: StepMaker
 
     def gradient_accumulation_steps(self) -> int:
-        """Returns the backwards of a step."""
+        """Returns the number of backwards per step."""
         return self.plan.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Returns the samples of a backward."""
+        """Returns the samples per backward."""
         return self.plan.micro
 
     def train_batch_size(self) -> int:
-        """Returns the samples of a step."""
+        """Returns the samples per step."""
         return self.plan.batch
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the samples of a step, by the number of backwards.
+        """Changes the samples per step, by changing the number of backwards.
 
         Raises:
-            ConfigError: If it is no multiple of a backward's.
+            ConfigError: If it is not a multiple of the samples per backward.
         """
         if train_batch_size % self.plan.micro:
             raise ConfigError(
@@ -97,12 +97,12 @@ class Queries(nn.Module):
         self.plan.batch, self.plan.accumulation = train_batch_size, accumulation
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Changes the samples of a backward; the backwards of a step stay as many."""
+        """Changes the samples per backward; the number of backwards per step stays the same."""
         self.plan.micro = micro_batch_size
         self.plan.batch = micro_batch_size * self.plan.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Returns the samples of a step, those of a backward, and the backwards of a step."""
+        """Returns the samples per step and per backward, and the backwards per step."""
         return self.plan.batch, self.plan.micro, self.plan.accumulation
 
     def get_type(self) -> list[Any]:
@@ -137,7 +137,7 @@ class Queries(nn.Module):
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def gradient_clipping(self) -> float:
-        """Returns the most that the norm may be; 0 for any."""
+        """Returns the norm to which gradients are clipped; 0 for no clipping."""
         return self._maker.clipping.limit
 
     def zero_optimization_stage(self) -> int:

@@ -1,4 +1,4 @@
-"""From a configuration as it is written to one value for every known option."""
+"""Reads a configuration: one value for every known option."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def _take(found: Config, path: str, value: Any, written: str) -> None:
         path = schema.ALIASES.get(path, path)
         if path in OPTIONS:
             _put(found, path, value, written)
-        elif not written.rpartition(".")[2].startswith(("_", "/", "#")):  # that is a remark
-            if written.startswith("tiermem."):  # which DeepSpeed does not read
+        elif not written.rpartition(".")[2].startswith(("_", "/", "#")):  # such keys are comments
+            if written.startswith("tiermem."):  # a section that DeepSpeed does not read
                 raise ConfigError(
                     f"{found.name}: {written!r} is not a known key; it has "
                     + ", ".join(sorted(o[8:] for o in OPTIONS if o.startswith("tiermem.")))
@@ -273,7 +273,7 @@ def _check_paths(config: Config) -> None:
 
 
 def missing(config: Config) -> ConfigError | None:
-    """Returns why a configuration that is right cannot be used here, or None."""
+    """Returns why a correct configuration cannot be used on this machine, or None."""
     if config["amp.enabled"]:
         return config.error(
             "amp.enabled", "it needs NVIDIA Apex; write torch_autocast: {enabled: true} instead"

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that scripts import and that cannot work here: they say so when used."""
+"""Names of DeepSpeed's that scripts import but that cannot work here: they raise when used."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "sequence.layer": ("DistributedAttention", _SEQUENCE),
     "utils.timer": ("SynchronizedWallClockTimer ThroughputTimer", _MEASURE),
 }  # fmt: skip
-"""By the module below ``deepspeed``, with blanks where it is the package: names, and why."""
+"""Names and the reason, by the module below ``deepspeed`` (blank for the package itself)."""
 
 
 class _Refusing(type):

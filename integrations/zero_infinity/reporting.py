@@ -17,7 +17,7 @@ logger = utils.logger
 
 
 class Monitor:
-    """What ``engine.monitor`` is: it writes nothing, since sections for it have no effect."""
+    """``engine.monitor``: writes nothing, since the sections that configure it have no effect."""
 
     enabled = False
 
@@ -26,7 +26,7 @@ class Monitor:
 
 
 class Throughput:
-    """What ``engine.tput_timer`` is: ``tier.stats()`` and the loop's own clock measure."""
+    """``engine.tput_timer``: does nothing; use ``tier.stats()`` or a clock in the loop."""
 
     def update_epoch_count(self) -> None:
         """Does nothing."""
@@ -46,7 +46,7 @@ class Reporting:
         """Starts with nothing timed.
 
         Args:
-            plan: Says what is asked for.
+            plan: Says what to report.
             device: Waited for around what is timed.
         """
         self.monitor, self.throughput = Monitor(), Throughput()
@@ -56,7 +56,7 @@ class Reporting:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Adds the time of what is inside to that of its name, with ``wall_clock_breakdown``."""
+        """Adds the time of the context to its name's total, with ``wall_clock_breakdown``."""
         if not self._config["wall_clock_breakdown"]:
             yield
             return
@@ -74,7 +74,7 @@ class Reporting:
         """Writes the lines that are due after a step.
 
         Args:
-            counts: Of the steps so far.
+            counts: The steps so far.
             rates: Returns learning rates and momenta.
         """
         if self._times:

@@ -18,8 +18,8 @@ class LossScale:
         scale: What the loss is multiplied by.
         dynamic: Whether overflows lower it and their absence raises it.
         window: Steps without an overflow after which it is doubled.
-        least: It is never lower.
-        hysteresis: How many overflows there are before it is halved.
+        least: The lowest scale.
+        hysteresis: How many overflows there may be before it is halved.
         consecutive: Whether a step without an overflow restores the hysteresis.
         ends: Whether an overflow at the least scale ends the run.
     """
@@ -39,9 +39,9 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Config) -> LossScale | None:
-        """Returns the scale of a configuration, or None where nothing is float16.
+        """Returns the scale of a configuration, or None if nothing is float16.
 
-        Without ZeRO, DeepSpeed knows no hysteresis and no end.
+        Without ZeRO, DeepSpeed has no hysteresis, and overflows never end the run.
         """
         if not config["fp16.enabled"]:
             return None
@@ -59,7 +59,7 @@ class LossScale:
         )
 
     def update(self, overflow: bool) -> None:
-        """Takes notice of a step.
+        """Updates the scale after a step.
 
         Args:
             overflow: Whether a gradient was infinite or NaN.

@@ -1,7 +1,7 @@
-"""Every option of a DeepSpeed configuration that is known here: its kind, default and effect.
+"""Every known option of a DeepSpeed configuration: its kind, default and effect.
 
-The tables are what a file is read by, what ``explain`` reports from and what the page in ``docs``
-is made of. An option whose ``setting`` is empty has no effect; ``effect`` then says why.
+Files are read with these tables; ``explain`` and the page in ``docs`` are made from them. An option
+whose ``setting`` is empty has no effect; ``effect`` then says why.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .zerooptions import MAP_TEST, ONE, PARAM, STATE, ZERO, ZERO_OPTIONS, Option
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a file that is taken as a whole, without effect.
+    """A part of a file that has no effect, whatever is in it.
 
     Attributes:
-        key: At the top of the file, or with dots.
+        key: Its key at the top of the file, or its path with dots.
         why: Why it has no effect.
-        changes: Whether training differs without it, so that it is warned about where it is on.
+        changes: Whether training differs without it; if it is on, there is a warning.
     """
 
     key: str
@@ -39,7 +39,7 @@ _TOP = (
         k.POSITIVE,
         None,
         "accumulation",
-        "samples of a step: micro-batch × accumulation × one process",
+        "samples per step: micro-batch × accumulation × one process",
         _BATCH,
     ),
     Option(
@@ -47,7 +47,7 @@ _TOP = (
         k.POSITIVE,
         None,
         "batch size of the loader",
-        "samples of a backward; `initialize` makes a loader of `training_data` with it",
+        "samples per backward; the loader that `initialize` makes for `training_data` uses it",
         _BATCH,
     ),
     Option(
@@ -55,7 +55,7 @@ _TOP = (
         k.POSITIVE,
         None,
         "accumulation",
-        "`step()` steps after so many; `backward` divides the loss by it",
+        "the number of backwards per step; `backward` divides the loss by it",
         _BATCH,
     ),
     Option(
@@ -63,7 +63,7 @@ _TOP = (
         k.BOOL,
         True,
         "accumulation",
-        "false: every `step()` is a step",
+        "false: every call of `step()` performs a step",
         _BATCH,
     ),
     Option(
@@ -71,7 +71,7 @@ _TOP = (
         k.AMOUNT,
         1.0,
         "optimizer.clip_grad_norm_",
-        "the norm of all gradients is clipped before each step; 0: not",
+        "the norm of all gradients is clipped before each step; 0: no clipping",
         _ENGINE,
     ),
     Option(
@@ -79,7 +79,7 @@ _TOP = (
         k.INTERVAL,
         None,
         "logging",
-        "a line in the log every so many steps",
+        "the number of steps between lines in the log",
         _ENGINE,
     ),
     Option(
@@ -137,7 +137,7 @@ _TOP = (
         k.DTYPE,
         None,
         "grad_dtype of tier.optimizer",
-        "gradients are summed up and kept in it; by default in the weights' dtype",
+        "gradients are accumulated and kept in it; by default in the weights' dtype",
         _HALF,
     ),
     Option(
@@ -148,7 +148,7 @@ _TOP = (
         k.DTYPE,
         None,
         "cast of buffers",
-        "floating buffers are cast; else they stay as they are",
+        "floating-point buffers are cast to it; if unset, they are not cast",
         _HALF,
     ),
     Option(
@@ -159,13 +159,13 @@ _TOP = (
         "forward runs under autocast",
         _HALF,
     ),
-    Option("torch_autocast.dtype", k.TEXT, "bfloat16", "torch.autocast", "its dtype", _HALF),
+    Option("torch_autocast.dtype", k.TEXT, "bfloat16", "torch.autocast", "autocast's dtype", _HALF),
     Option(
         "torch_autocast.lower_precision_safe_modules",
         k.ANY,
         None,
         "",
-        "torch's own list of operations holds",
+        "torch's own list of operations is used",
     ),
     Option(
         "amp.enabled",
@@ -201,7 +201,7 @@ _HALVES = (
         k.AMOUNT,
         1000,
         "loss scale",
-        "steps without an overflow after which it is doubled",
+        "steps without an overflow after which the scale is doubled",
         _HALF,
     ),
     Option(
@@ -209,7 +209,7 @@ _HALVES = (
         k.COUNT,
         2,
         "loss scale",
-        "overflows before it is halved (ZeRO stages 1 to 3)",
+        "overflows before the scale is halved (ZeRO stages 1 to 3)",
         _HALF,
     ),
     Option(
@@ -225,7 +225,7 @@ _HALVES = (
         k.AMOUNT,
         1,
         "loss scale",
-        "never below; at it, an overflow more ends the run (ZeRO stages 1 to 3)",
+        "the lowest scale; a further overflow there ends the run (ZeRO stages 1 to 3)",
         _HALF,
     ),
     Option(
@@ -233,7 +233,7 @@ _HALVES = (
         k.BOOL,
         False,
         "refused if true",
-        "float16 masters lose updates; bf16_master_weights_and_grads is there",
+        "float16 masters lose updates; use bf16_master_weights_and_grads",
         _HALF,
     ),
     Option(
@@ -248,8 +248,8 @@ _HALVES = (
         "bf16.check_grad_overflow",
         k.BOOL,
         True,
-        "step left out",
-        "a step with an infinite or NaN gradient is left out and counted",
+        "skipped steps",
+        "a step with an infinite or NaN gradient is skipped and counted",
         _HALF,
     ),
     Option(
@@ -257,7 +257,7 @@ _HALVES = (
         k.BOOL,
         False,
         "no master_dtype",
-        "weights are stepped themselves; with bf16_optimizer_states only",
+        "weights have no masters, the optimizer steps them; needs bf16_optimizer_states",
         _HALF,
     ),
     Option(
@@ -265,7 +265,7 @@ _HALVES = (
         k.BOOL,
         False,
         "dtype of the state",
-        "state is bfloat16, with bf16_master_weights_and_grads only",
+        "state is bfloat16; needs bf16_master_weights_and_grads",
         _HALF,
     ),
     Option(
@@ -273,13 +273,13 @@ _HALVES = (
         k.BOOL,
         False,
         "",
-        "gradients are always summed up as they come",
+        "gradients are always accumulated during backward",
     ),
 )
 
 _AIO = tuple(
-    Option(f"aio.{key}", kind, default, "", "tiermem drives files by io_uring and sizes requests "
-           "itself; `tiermem doctor` shows how")
+    Option(f"aio.{key}", kind, default, "", "tiermem uses io_uring for files and chooses request "
+           "sizes itself; `tiermem doctor` shows how")
     for key, kind, default in (
         ("block_size", k.COUNT, 1 << 20),
         ("queue_depth", k.COUNT, 8),
@@ -300,8 +300,8 @@ _ACTIVATIONS = (
         Option(f"activation_checkpointing.{key}", kind, default, "", why)
         for key, kind, default, why in (
             ("partition_activations", k.BOOL, False, ONE),
-            ("contiguous_memory_optimization", k.BOOL, False, "places are kept and used again"),
-            ("number_checkpoints", k.COUNT, None, "places are made as they are needed"),
+            ("contiguous_memory_optimization", k.BOOL, False, "memory is kept and reused"),
+            ("number_checkpoints", k.COUNT, None, "memory is allocated as it is needed"),
             ("synchronize_checkpoint_boundary", k.BOOL, False, "events order the copies"),
             ("profile", k.BOOL, False, "`tier.stats().activations` has it"),
         )
@@ -323,8 +323,8 @@ _PLAIN = tuple(
         ("data_parallel_size", ONE),
         ("use_data_before_expert_parallelism", ONE),
         ("graph_harvesting", "no CUDA graphs are made"),
-        ("zero_allow_untested_optimizer", "any optimizer that steps each parameter by itself"),
-        ("zero_force_ds_cpu_optimizer", "any optimizer is taken with offloading"),
+        ("zero_allow_untested_optimizer", "any optimizer that steps parameters separately works"),
+        ("zero_force_ds_cpu_optimizer", "offloading works with any optimizer"),
         ("memory_breakdown", "`tier.stats()` and `tier.residency()` have it"),
         ("vocabulary_size", "DeepSpeed only warns by it"),
         ("log_level", "messages go to the logger of this package"),
@@ -336,14 +336,14 @@ _OWN = tuple(
     Option(f"tiermem.{key}", k.ANY, None, f"`{key}` of {taker}", effect, MAP_TEST)
     for taker, key, effect in (
         (_TIERS, "device", "where the model computes: 'cuda' where there is one, else 'cpu'"),
-        (_TIERS, "hbm", "budget of device memory; by default what the program leaves"),
+        (_TIERS, "hbm", "budget of device memory; by default what the program leaves free"),
         (_TIERS, "dram", "budget of host memory; by default what the run needs, see the guide"),
         (_TIERS, "nvme_bytes", "most bytes on disk"),
-        (_TIERS, "prefetch_depth", "blocks looked ahead"),
-        (_STEPS, "overlap", "when steps are made: 'auto' (default), 'forward', 'backward', false"),
-        (_STEPS, "where", "where steps are made: 'auto' (default), 'device', 'host', 'both'"),
-        (_TIERS, "activation_min", "least size of what leaves HBM with cpu_checkpointing"),
-        (_TIERS, "activation_layers", "layers whose tensors leave HBM with it"),
+        (_TIERS, "prefetch_depth", "how many blocks ahead of the compute fetches may begin"),
+        (_STEPS, "overlap", "when steps run: 'auto' (the default), 'forward', 'backward' or false"),
+        (_STEPS, "where", "where steps run: 'auto' (the default), 'device', 'host' or 'both'"),
+        (_TIERS, "activation_min", "size from which tensors leave HBM with cpu_checkpointing"),
+        (_TIERS, "activation_layers", "layers whose tensors leave HBM with cpu_checkpointing"),
     )
 )
 
@@ -353,7 +353,7 @@ OPTIONS: dict[str, Option] = {
         *_TOP, *_HALVES, *ZERO_OPTIONS, *_AIO, *_ACTIVATIONS, *_PLAIN, *_OWN
     )
 }  # fmt: skip
-"""By path."""
+"""All options by their paths."""
 
 ALIASES = {
     **{
@@ -365,7 +365,7 @@ ALIASES = {
         f"{ZERO}.stage3_gather_16bit_weights_on_model_save"
     ),
 }
-"""Other spellings: one of them may be given, or both alike."""
+"""Other spellings; if both are given, they have to agree."""
 
 SECTION_ALIASES = {"bfloat16": "bf16"}
 
@@ -392,11 +392,11 @@ SECTIONS = {
         Section("pipeline", "there is one process"),
         Section("hybrid_engine", "inference runs in the same wrapped model"),
         Section("weight_quantization", "weights are not quantized", True),
-        Section(f"{ZERO}.zenflow", "steps are never left for later ones", True),
-        Section("autotuning", "nothing is tuned: give the values"),
+        Section(f"{ZERO}.zenflow", "updates are never postponed to later steps", True),
+        Section("autotuning", "nothing is tuned automatically: give the values"),
         Section("checkpoint", "`load_universal` prefers `latest_universal`; both formats are read"),
-        Section("nebula", "`save_checkpoint` writes beside, then renames"),
-        Section("datastates", "`save_checkpoint` writes beside, then renames"),
+        Section("nebula", "`save_checkpoint` writes a new folder, then renames it"),
+        Section("datastates", "`save_checkpoint` writes a new folder, then renames it"),
         Section("compile", "compile the blocks themselves with torch.compile"),
         Section("tensorboard", "log from the loop"),
         Section("wandb", "log from the loop"),
@@ -410,7 +410,7 @@ SECTIONS = {
         Section("amp", "see amp.enabled"),
     )
 }
-"""Parts that are taken as a whole."""
+"""Parts without effect, whatever is in them."""
 
 FULL_SECTIONS = {path.rpartition(".")[0] for path in OPTIONS if "." in path}
 """Sections whose keys are known one by one."""

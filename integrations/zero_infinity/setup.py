@@ -1,4 +1,4 @@
-"""``initialize``: reads, checks, and only then moves."""
+"""``initialize``: reads and checks everything before it moves anything."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def initialize(
         config: A path, a dict, or text in base64.
         mesh_param: Must be None.
         config_params: An old name of ``config``.
-        tiermem: What counts over the file's ``tiermem`` section: ``device``, ``hbm``, ``dram``,
-            ``nvme_bytes``, ``overlap``, ``where`` and others.
+        tiermem: Settings that override the file's ``tiermem`` section: ``device``, ``hbm``,
+            ``dram``, ``nvme_bytes``, ``overlap``, ``where`` and others.
 
     Returns:
         Engine, optimizer, loader and scheduler; None for what there is not.
@@ -257,7 +257,7 @@ def _schedule_of(
             raise ConfigError(f"{config.name}: scheduler.params.{key} is missing; {kind} needs it")
     make: Any = cls
     tried = None
-    with contextlib.suppress(Exception):  # there are classes that cannot be tried like that
+    with contextlib.suppress(Exception):  # some classes cannot be made just to be tried
         tried = optimizers.trial(made, groups)
     try:
         if tried is not None:

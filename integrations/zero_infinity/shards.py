@@ -35,10 +35,10 @@ class Saved:
     Attributes:
         path: The model's file.
         model: What is in it.
-        weights: The module's state, as it was computed with; empty tensors have been replaced.
+        weights: The module's state in the compute dtype; empty tensors have been replaced.
         masters: float32 weights by the name of the parameter.
-        state: The optimizer's, likewise.
-        settings: Of each parameter group: learning rate and others.
+        state: The optimizer's state, by the name of the parameter.
+        settings: Settings of each parameter group: learning rate and others.
         group_of: Number of the parameter group by name.
         scale: For the loss scale, or None.
         plain: A plain optimizer's state dict instead, in the order of its parameters (stage 0).
@@ -164,14 +164,14 @@ def _read_ranks(
 
 
 class _Run:
-    """1-D tensors, looked at as one."""
+    """Several 1-D tensors, read as if concatenated."""
 
     def __init__(self, pieces: Sequence[Any], where: str) -> None:
         self._pieces = [piece.reshape(-1) for piece in pieces]
         self._where = where
 
     def elements(self, start: int, numel: int) -> torch.Tensor:
-        """Returns some of its elements: a view where they lie in one piece."""
+        """Returns some of its elements: a view if they are all in one tensor."""
         parts: list[torch.Tensor] = []
         at = 0
         for piece in self._pieces:
@@ -200,7 +200,7 @@ def _scalars(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, An
 
 
 def _read_stage_2(found: Saved, parts: list[Any], shapes: Shapes, where: str) -> None:
-    """Takes stages 1 and 2 apart: each group is one run over all ranks."""
+    """Reads stages 1 and 2: each group is one run over all ranks."""
     bases = [part[_BASE] for part in parts]
     listed = isinstance(bases[0], list)  # as elastic checkpoints have it
     groups = [{}] * len(shapes) if listed else bases[0]["param_groups"]
@@ -236,7 +236,7 @@ def _state_of(base: Any, number: int) -> dict[str, Any]:
 
 
 def _read_stage_3(found: Saved, parts: list[Any], shapes: Shapes, where: str) -> None:
-    """Takes stage 3 apart: each weight is a share of every rank's run over all sub-groups."""
+    """Reads stage 3: each weight is a share of every rank's run over all sub-groups."""
     bases = [part["optimizer_state_dict"] for part in parts]
     count = len(parts[0][_FLAT])
     states = [[base["state"].get(n, {}) for n in range(count)] for base in bases]
@@ -283,7 +283,7 @@ def _read_unsharded(found: Saved, whole: dict[str, Any], order: Shapes) -> None:
 
 
 def _add_frozen(found: Saved, models: list[Any]) -> None:
-    """Puts together frozen weights, which stage 3 has in the models' files of all ranks."""
+    """Joins frozen weights, which stage 3 stores in the model files of all ranks."""
     shapes = found.model.get("frozen_param_shapes") or {}
     for name, shape in shapes.items():
         pieces = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
@@ -321,7 +321,7 @@ def _named_shapes(found: Saved) -> Iterator[tuple[str, Sequence[int]]]:
 
 
 def _whole(path: Path, shape: Sequence[int] | None) -> Any:
-    """Returns a value of the universal format: a tensor, alone or beside how it was cut."""
+    """Returns a value of the universal format: a tensor, or one stored with how it was divided."""
     value = load(path)
     value = value["param"] if isinstance(value, dict) else value
     if path.stem == "step" or not isinstance(value, torch.Tensor) or shape is None:

@@ -1,4 +1,4 @@
-"""The budgets that a file leaves open: what this model, with this optimizer, takes of each tier."""
+"""Budgets that a file leaves open: how much of each tier this model and optimizer take."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .reading import SHORT
 from .zerooptions import PARAM, STATE, ZERO
 
 _MARGIN = 32
-"""One part in so many is added to the host memory that is needed."""
+"""One part in this many is added to the host memory that is needed."""
 _STAGING = 256 << 20
-"""And so many bytes with files: staging chunks, which grow with the budget."""
+"""Bytes that are added if there are files: staging chunks, which grow with the budget."""
 _STATE = 12
 """Bytes of masters and state of a parameter: float32 and two moments."""
 
@@ -26,7 +26,7 @@ _STATE = 12
 def size(
     plan: Plan, model: nn.Module, made: tuple[Any, dict[str, Any]] | None, groups: Sequence[Any]
 ) -> tiermem.Budgets:
-    """Sets ``hbm``, ``dram`` and the home of gradients of a plan, where the file does not.
+    """Sets ``hbm``, ``dram`` and the home of gradients of a plan, if the file does not.
 
     Gradients of offloaded state stay in HBM where its budget is not set and it has room for
     weights, gradients, masters and state together; else they are in DRAM. Host memory is what is
@@ -67,7 +67,7 @@ def size(
 
 
 def missing(plan: Plan, needed: tiermem.Budgets, tier: tiermem.TierManager) -> str:
-    """Returns which budget does not do, known before a model is cast and moved; "" where all do.
+    """Returns which budget is too small, before a model is cast and moved; "" if none is.
 
     Args:
         plan: What the configuration became.
@@ -118,16 +118,16 @@ def _may_step_ahead(plan: Plan) -> bool:
 
 
 def _wanted(plan: Plan, model: nn.Module, found: tiermem.Budgets) -> int:
-    """Returns bytes of DRAM: what is needed, and what makes it fast."""
+    """Returns bytes of DRAM: those that are needed, and those that make the run faster."""
     wanted = found.dram + _ahead(plan, model)
     wanted += wanted // _MARGIN + (_STAGING if "nvme" in plan.manager else 0)
     if plan.manager["policy"]["activations"] == "dram":
-        return found.available  # the batch is not known, and no more is taken than is used
+        return found.available  # the batch is not known; DRAM is only taken as it is used
     return wanted
 
 
 def _ahead(plan: Plan, model: nn.Module) -> int:
-    """Returns the bytes that a file asks for to read ahead from files, no more than there are."""
+    """Returns the bytes of DRAM for reading ahead that a file asks for, at most the model's."""
     config, policy, ahead = plan.config, plan.manager["policy"], 0
     params = list(model.parameters())
     if policy["params"] == "nvme":

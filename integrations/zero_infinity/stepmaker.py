@@ -1,4 +1,4 @@
-"""How a step is made of gradients of a loss that was multiplied, and when it is left out."""
+"""Steps with the gradients of a scaled loss, and when they are skipped."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .scaling import LossScale
 
 
 class StepMaker:
-    """Multiplies losses by the loss scale, and steps with gradients without it, clipped.
+    """Multiplies losses by the loss scale, and steps with unscaled and clipped gradients.
 
     Attributes:
-        scaler: Of the loss, or None.
-        clipping: Of the gradients.
-        client: The user's own optimizer in whose place the one in the tiers steps, or None.
+        scaler: The loss scale, or None.
+        clipping: The clipping of gradients.
+        client: The user's own optimizer, which a tiered one replaces, or None.
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Goes by the configuration of a plan."""
+        """Uses the configuration of a plan."""
         self.scaler = LossScale.of(plan.config)
         self.clipping = Clipping(plan)
         self.client: torch.optim.Optimizer | None = None
@@ -31,10 +31,10 @@ class StepMaker:
         return loss if self.scaler is None else loss.float() * self.scaler.scale
 
     def make(self, optimizer: TieredOptimizer) -> bool:
-        """Makes a step unless a gradient is infinite or NaN; returns whether it was made.
+        """Performs a step unless a gradient is infinite or NaN; returns whether it did.
 
         Args:
-            optimizer: Whose step, and whose gradients are forgotten then.
+            optimizer: The optimizer that steps; its gradients are cleared afterwards.
 
         Raises:
             StepError: If the loss scale can go no lower.

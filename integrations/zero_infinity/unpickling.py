@@ -49,7 +49,7 @@ ALLOWED: list[Any] = [
         for core in ("core", "_core")
     ),
 ]
-"""Classes and functions that files may name besides torch's own: they hold data, and do nothing."""
+"""Classes and functions that files may name besides torch's own; they only hold data."""
 
 
 def load(path: Path) -> Any:

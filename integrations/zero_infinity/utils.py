@@ -66,7 +66,7 @@ class RepeatingLoader:
     """Begins a loader anew where it ends.
 
     Args:
-        loader: Of batches.
+        loader: A loader of batches.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -88,8 +88,8 @@ class OnDevice:
     """Makes modules of a dtype, on a device; on ``"meta"`` without values.
 
     Args:
-        dtype: Of what is made.
-        device: Where.
+        dtype: The dtype of the modules.
+        device: Their device.
         enabled: False to do nothing.
     """
 

@@ -1,4 +1,4 @@
-"""``deepspeed.zero``: models made in host memory, and parameters looked at as ordinary tensors."""
+"""``deepspeed.zero``: makes models in host memory, and gives parameters as ordinary tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from . import notation, reading
 managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of every engine's model, and the manager that has them."""
 optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Likewise, and the engine's optimizer."""
+"""The same parameters, and the engine's optimizer."""
 
 
 class Init:
     """Makes modules in host memory, in the dtype that they will be trained in.
 
-    Without it a model may be made anywhere; with it, a model that is larger than the GPU never
-    passes through it, and takes no more host memory than it has to.
+    Without it a model may be made on any device. With it, a model that is larger than the GPU is
+    never on the GPU as a whole, and takes no more host memory than necessary.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class Init:
             config_dict_or_path: The configuration.
             config: An old name for it.
             enabled: False to do nothing.
-            dtype: Of what is made; by default the configuration's, else torch's default.
-            **also: Likewise ignored.
+            dtype: The dtype of the modules; by default the configuration's, else torch's default.
+            **also: Also ignored.
         """
         self._enabled = enabled
         self._dtype = dtype
@@ -75,7 +75,7 @@ class Init:
 
 
 class GatheredParameters:
-    """Gives parameters as ordinary tensors of host memory, and takes changes back."""
+    """Makes parameters ordinary tensors in host memory inside ``with``, and writes changes back."""
 
     def __init__(
         self,
@@ -121,4 +121,4 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing, likewise."""
+    """Does nothing, for the same reason."""

@@ -16,7 +16,7 @@ SAVE_TEST = "test_zero_infinity_checkpoints.py"
 
 ONE = "one process has nothing to exchange"
 """Why options of collectives have no effect."""
-_BUDGET = "what may be in HBM is tiermem's budget: `hbm` of the `tiermem` section"
+_BUDGET = "tiermem's budget limits what is in HBM: `hbm` of the `tiermem` section"
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Option:
 
     Attributes:
         path: Sections and key, with dots.
-        kind: What its value may be.
-        default: What holds where it is left out.
+        kind: The kind of its value.
+        default: Its value if it is left out.
         setting: The tiermem setting that it becomes, or "" for none.
         effect: What that does, or why there is none.
         test: The test that shows it, in ``tests/integrations``.
@@ -46,8 +46,8 @@ ZERO_OPTIONS = (
         k.STAGE,
         0,
         "rules",
-        "which of DeepSpeed's rules hold (hysteresis, `save_16bit_model`); one process has "
-        "nothing to shard, and what is offloaded is offloaded at any stage",
+        "which of DeepSpeed's rules apply (hysteresis, `save_16bit_model`); one process has "
+        "nothing to shard, and offloading works at any stage",
         MAP_TEST,
     ),
     Option(
@@ -63,7 +63,7 @@ ZERO_OPTIONS = (
         k.TEXT,
         None,
         "TierManager(nvme)",
-        "folder of the swap file; two different ones are striped over",
+        "folder of the swap file; if params and optimizer name two, files are striped over both",
         MAP_TEST,
     ),
     Option(
@@ -71,7 +71,7 @@ ZERO_OPTIONS = (
         k.COUNT,
         5,
         "TierManager(dram)",
-        "with nvme: count × size in bytes of DRAM to read ahead",
+        "with nvme: buffer_count × buffer_size of DRAM to read ahead",
         MAP_TEST,
     ),
     Option(
@@ -79,7 +79,7 @@ ZERO_OPTIONS = (
         k.ELEMENTS,
         10**8,
         "TierManager(dram)",
-        "elements of a buffer, in bytes of the weights' dtype",
+        "size of a buffer in elements of the weights' dtype",
         MAP_TEST,
     ),
     Option(
@@ -87,7 +87,7 @@ ZERO_OPTIONS = (
         k.ELEMENTS,
         10**9,
         "TierManager(dram)",
-        "with nvme: elements that DRAM may hold besides, no more than the model has",
+        "with nvme: weights, in elements, that DRAM may hold in addition to the buffers",
         MAP_TEST,
     ),
     Option(f"{PARAM}.pin_memory", k.BOOL, True, "", "host memory is always page-locked"),
@@ -96,8 +96,8 @@ ZERO_OPTIONS = (
         k.DEVICE,
         "none",
         "Policy(master, optimizer, grads)",
-        "home of masters and state: HBM, DRAM or NVMe; gradients are then in DRAM, or in HBM "
-        "where nobody has set its budget and all of it has room there",
+        "home of masters and state: HBM, DRAM or NVMe; the home of gradients is then DRAM, or HBM "
+        "if its budget is not set and everything fits there",
         MAP_TEST,
     ),
     Option(
@@ -108,7 +108,7 @@ ZERO_OPTIONS = (
         k.COUNT,
         4,
         "TierManager(dram)",
-        "with nvme: so many times sub_group_size float32 of DRAM to read ahead",
+        "with nvme: buffer_count × sub_group_size float32 numbers of DRAM to read ahead",
         MAP_TEST,
     ),
     Option(
@@ -116,8 +116,8 @@ ZERO_OPTIONS = (
         k.SHARE,
         None,
         "where and host_share of tier.optimizer",
-        "that share is stepped on the host, the rest on the device. Left out, all is stepped on "
-        "the device, bit for bit as a resident loop (DeepSpeed takes 1.0 then)",
+        "this share is stepped on the host, the rest on the device. If unset, all is stepped on "
+        "the device, bitwise identical to a resident loop (DeepSpeed's default is 1.0)",
         MAP_TEST,
     ),
     Option(f"{STATE}.pin_memory", k.BOOL, True, "", "host memory is always page-locked"),
@@ -131,14 +131,14 @@ ZERO_OPTIONS = (
         k.SHARE,
         0.8,
         "",
-        "a quarter of the cores is left alone where steps are made on the host",
+        "a quarter of the cores is left free if steps are performed on the host",
     ),
     Option(
         f"{ZERO}.sub_group_size",
         k.ELEMENTS,
         10**9,
         "TierManager(dram)",
-        "elements of a buffer of offload_optimizer with nvme",
+        "elements of a buffer of offload_optimizer, with nvme",
         MAP_TEST,
     ),
     Option(
@@ -146,7 +146,7 @@ ZERO_OPTIONS = (
         k.ELEMENTS,
         5 * 10**7,
         "TierManager(prefetch_depth)",
-        "0: nothing is fetched ahead; else tiermem decides",
+        "0: nothing is prefetched; otherwise tiermem decides",
         MAP_TEST,
     ),
     Option(
@@ -154,7 +154,7 @@ ZERO_OPTIONS = (
         k.BOOL,
         False,
         "save_16bit_model",
-        "at stage 3 `save_16bit_model` saves only with it",
+        "at stage 3 `save_16bit_model` saves only if it is true",
         SAVE_TEST,
     ),
     Option(f"{ZERO}.stage3_param_persistence_threshold", k.ELEMENTS, 10**5, "", _BUDGET),
@@ -165,7 +165,7 @@ ZERO_OPTIONS = (
         k.ELEMENTS,
         10**9,
         "",
-        "the order of use is known: what is needed last leaves first",
+        "the order of use is known: the block whose next use is furthest away leaves first",
     ),
     Option(
         f"{ZERO}.stage3_module_granularity_threshold",
@@ -181,7 +181,7 @@ ZERO_OPTIONS = (
         k.BOOL,
         True,
         "",
-        "gradients of a block always lie side by side",
+        "gradients of a block are always contiguous",
     ),
     Option(f"{ZERO}.overlap_comm", k.BOOL, None, "", "copies always overlap compute"),
     Option(f"{ZERO}.round_robin_gradients", k.BOOL, False, "", ONE),
@@ -211,9 +211,9 @@ ZERO_OPTIONS = (
     Option(f"{ZERO}.mics_hierarchical_params_gather", k.BOOL, False, "", ONE),
     Option(f"{ZERO}.memory_efficient_linear", k.BOOL, True, "", "no weight is kept for backward"),
     Option(f"{ZERO}.pipeline_loading_checkpoint", k.BOOL, False, "", ONE),
-    Option(f"{ZERO}.override_module_apply", k.BOOL, True, "", "`apply` works as ever"),
+    Option(f"{ZERO}.override_module_apply", k.BOOL, True, "", "`apply` works as usual"),
     Option(f"{ZERO}.log_trace_cache_warnings", k.BOOL, False, "", "`tier.stats()` has it"),
-    Option(f"{ZERO}.enable_sanity_checks", k.BOOL, False, "", "what is read is always checked"),
+    Option(f"{ZERO}.enable_sanity_checks", k.BOOL, False, "", "every read is always checked"),
     Option(f"{ZERO}.save_muon_momentum_buffer_in_memory", k.BOOL, False, "", "no Muon here"),
     Option(f"{ZERO}.leaf_module", k.ANY, None, "", "experts are blocks of their own"),
     Option(

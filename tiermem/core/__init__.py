@@ -1,1 +1,1 @@
-"""Decides which block is where and when. Pure: no file, no CUDA call, no clock, no thread."""
+"""Decides which block is in which tier when. Pure: no file, no CUDA call, no clock, no thread."""

@@ -1,8 +1,8 @@
-"""Questions about many things at once, and changes of them, in loops that run in C.
+"""Tests and changes of many objects at once, in loops that run in C.
 
-A training step asks a dozen things of each parameter, and mostly all of a block answer alike. In a
-loop of Python each of them takes the host 20 to 90 instructions a parameter. These take none, and
-no signal handler runs in between.
+A training step tests a dozen properties of each parameter, and mostly all parameters of a block
+have the same value. A Python loop takes 20 to 90 bytecode instructions per parameter and test.
+These functions take none, and no signal handler runs in between.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ def without_none(values: Sequence[Thing | None]) -> list[Thing]:
 
 
 def all_same(values: Iterable[Any], others: Iterable[Any]) -> bool:
-    """Whether each value is the very object that stands at its place among the others.
+    """Whether each value is the same object as the one at its position in ``others``.
 
     Args:
-        values: Some.
-        others: As many.
+        values: The values.
+        others: As many objects.
     """
     return all(map(is_, values, others))
 
 
 def all_are(values: Iterable[Any], other: Any) -> bool:
-    """Whether each value is one object."""
+    """Whether each value is the object ``other``."""
     return all(map(is_, values, repeat(other)))
 
 
 def set_each(things: Iterable[Any], name: str, values: Iterable[Any]) -> None:
-    """Sets an attribute of each thing to the value at its place.
+    """Sets an attribute of each object to the value at its position in ``values``.
 
     Args:
-        things: Whose attribute.
-        name: Of the attribute; setting it is to run no code of Python.
-        values: As many.
+        things: The objects.
+        name: The attribute; setting it must not run Python code.
+        values: As many values.
     """
     any(map(setattr, things, repeat(name), values))
 
 
 def set_all(things: Iterable[Any], name: str, value: Any) -> None:
-    """Sets an attribute of each thing to one value; see :func:`set_each`."""
+    """Sets an attribute of each object to one value; see :func:`set_each`."""
     any(map(setattr, things, repeat(name), repeat(value)))

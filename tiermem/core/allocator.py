@@ -1,4 +1,4 @@
-"""Which bytes of a store are taken: extents and gaps."""
+"""Allocates bytes of a store: which are taken (extents) and which are free (gaps)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NO_GAP = (-1, 0)
 
 
 class Backing(Protocol):
-    """The memory behind a store, of which there may be less than the store has addresses."""
+    """The memory behind a store's addresses, not all of which need to have memory."""
 
     def back(self, extent: Extent) -> bool:
-        """Maps memory behind an extent where there is none; returns whether it has memory now."""
+        """Maps memory behind an extent where there is none; returns whether all of it has some."""
         ...
 
     def missing(self) -> Sequence[Extent]:
@@ -34,12 +34,12 @@ class Allocator(WindowSearch):
     Everything is deterministic, so that a repeated sequence of requests gets
     the same addresses again.
 
-    Where memory comes behind the addresses only as they are handed out, it may be refused. From
-    then on the runs without memory are *walls*: they are neither handed out nor part of a window
-    to clear, until :meth:`open_walls`.
+    If memory is mapped only when addresses are handed out, mapping may fail. From then on the runs
+    without memory are *walls*: they are neither handed out nor part of a window to clear, until
+    :meth:`open_walls`.
 
     Attributes:
-        copied: Free bytes that nothing but copies out of them has used since compute did.
+        copied: Free bytes that, since compute last used them, only copies out of them have used.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Allocator(WindowSearch):
         """Starts empty.
 
         Args:
-            capacity: Bytes; what is beyond the last whole ``alignment`` is unused.
+            capacity: Bytes, rounded down to a multiple of ``alignment``.
             alignment: Every extent begins and ends on a multiple of it.
-            backing: The memory; None where it is there already.
+            backing: Maps the memory; None if all of it is there already.
         """
         self.capacity = capacity // alignment * alignment
         self.alignment = alignment
@@ -70,7 +70,7 @@ class Allocator(WindowSearch):
 
     @property
     def walled(self) -> int:
-        """Bytes that are not handed out, since there is no memory for them."""
+        """Bytes of walls: not handed out, since they have no memory."""
         return sum(self._walls.values())
 
     def has_gap(self, nbytes: int) -> bool:
@@ -99,7 +99,7 @@ class Allocator(WindowSearch):
         """Takes the smallest gap that fits.
 
         Args:
-            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            nbytes: Requested bytes, above zero; rounded up to the alignment.
 
         Returns:
             The extent, or None where no gap is large enough.
@@ -107,10 +107,10 @@ class Allocator(WindowSearch):
         return self.allocate_in(nbytes, [(0, self.capacity)])
 
     def allocate_in(self, nbytes: int, parts: Sequence[tuple[int, int]]) -> Extent | None:
-        """Takes bytes within one of several runs, where the least is left over.
+        """Takes bytes within one of several runs, in the smallest gap that fits.
 
         Args:
-            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            nbytes: Requested bytes, above zero; rounded up to the alignment.
             parts: First byte of each run and the first behind it, ascending.
 
         Returns:
@@ -124,7 +124,7 @@ class Allocator(WindowSearch):
         return None
 
     def _best(self, size: int, parts: Sequence[tuple[int, int]]) -> int | None:
-        """Returns where the smallest gap within some runs begins that is large enough."""
+        """Returns the offset of the smallest gap within some runs that is large enough."""
         best: tuple[int, int] | None = None
         for offset, gap in self._gaps:
             if gap < size:
@@ -139,11 +139,11 @@ class Allocator(WindowSearch):
         return None if best is None else best[0]
 
     def back(self, extent: Extent) -> bool:
-        """Maps memory behind bytes that are taken, or about to be; returns whether it could."""
+        """Maps memory behind bytes that are or will be taken; returns whether that succeeded."""
         return self._backing is None or self._backing.back(extent)
 
     def take(self, extent: Extent) -> Extent:
-        """Takes exactly ``extent``, all of which must be free and :meth:`back` with memory.
+        """Takes exactly ``extent``, which must be free and have memory (:meth:`back`).
 
         Raises:
             InvariantError: If any byte of it is taken, or it is empty or not aligned.
@@ -168,7 +168,7 @@ class Allocator(WindowSearch):
 
         Args:
             offset: First byte, on the alignment.
-            nbytes: Bytes asked for, above zero; rounded up to the alignment.
+            nbytes: Requested bytes, above zero; rounded up to the alignment.
 
         Returns:
             The extent, or None where any byte of it is taken, or has no memory.
@@ -192,18 +192,18 @@ class Allocator(WindowSearch):
         return self._take(extent)
 
     def retake(self, extent: Extent, made: Extent) -> bool:
-        """Takes bytes where an extent begins that is given back: both in one.
+        """Frees an extent and takes another one that begins at the same offset, in one operation.
 
         Args:
             extent: One that was handed out.
-            made: What is taken instead; it begins there, and ends sooner or later.
+            made: The extent to take instead; it has the same offset and may be shorter or longer.
 
         Returns:
-            Whether it could be; not, and ``extent`` is as it was, where any byte behind it that is
-            needed is taken, or has no memory.
+            Whether it succeeded. If any byte that is needed behind ``extent`` is taken or has no
+            memory, it does not, and nothing is changed.
 
         Raises:
-            InvariantError: If ``extent`` was not handed out, or the other cannot be.
+            InvariantError: If ``extent`` was not handed out, or the other is not possible.
         """
         start, before, size, gaps = extent.offset, extent.nbytes, made.nbytes, self._gaps
         if self._taken.get(start) != before or start in self._walls:
@@ -233,7 +233,7 @@ class Allocator(WindowSearch):
 
         Args:
             extent: One that was handed out.
-            copied: Whether nothing but a copy out of it has used it since compute did.
+            copied: Whether, since compute last used it, only a copy out of it has used it.
 
         Raises:
             InvariantError: If it is not one that was handed out.
@@ -265,7 +265,7 @@ class Allocator(WindowSearch):
         gaps[first:last] = [(start, end - start)]
 
     def resize(self, capacity: int) -> None:
-        """Ends the store elsewhere; what has been handed out stays where it is.
+        """Changes the capacity; extents that have been handed out stay where they are.
 
         Args:
             capacity: Bytes, as for a new one.
@@ -286,7 +286,7 @@ class Allocator(WindowSearch):
         self.capacity = end
 
     def open_walls(self) -> bool:
-        """Turns all walls into gaps, to ask for memory again; returns whether there were any."""
+        """Turns all walls into gaps, so that mapping is tried again; returns if there were any."""
         walls, self._walls = self._walls, {}
         for offset, nbytes in walls.items():
             self._open(offset, nbytes)
@@ -294,7 +294,7 @@ class Allocator(WindowSearch):
         return bool(walls)
 
     def _backed(self, extent: Extent) -> bool:
-        """Maps memory behind an extent about to be taken; makes walls where that is refused."""
+        """Maps memory behind an extent that will be taken; makes walls where that fails."""
         backing = self._backing
         if backing is None or backing.back(extent):
             return True
@@ -302,7 +302,7 @@ class Allocator(WindowSearch):
         return False
 
     def _wall_off(self, backing: Backing, extent: Extent) -> None:
-        """Makes walls where memory behind an extent was refused."""
+        """Makes walls of the parts of an extent for which mapping failed."""
         for run in backing.missing():
             for gap in self.gaps_in(run.offset, run.end):
                 self._walls[gap.offset] = gap.nbytes
@@ -317,7 +317,7 @@ class Allocator(WindowSearch):
         return one.offset < other.end and other.offset < one.end
 
     def rebuild(self, extents: Iterable[Extent]) -> None:
-        """Sets which extents are handed out, whatever was before; walls are opened.
+        """Replaces the set of extents that are handed out; walls are opened.
 
         Args:
             extents: No two of them overlap.

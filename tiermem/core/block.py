@@ -53,7 +53,7 @@ class Extent:
 
 
 ANNEX = 1 << 61
-"""First address of the annex of HBM: places in DRAM at which kernels use a block for good."""
+"""First address of the annex of HBM: places in DRAM at which kernels always use a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Tensors that move as one, packed into one contiguous run of bytes.
+    """Tensors that move together, packed into one contiguous run of bytes.
 
     Attributes:
         id: Position in the manager's list of blocks; never reused.

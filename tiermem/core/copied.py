@@ -1,4 +1,4 @@
-"""Free bytes that nothing but copies out of them has used since compute did."""
+"""Free bytes that, since compute last used them, only copies out of them have used."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from bisect import bisect_left
 
 
 class CopiedRuns:
-    """Runs of free bytes, each left by what was copied out and then used by nothing.
+    """Runs of free bytes whose last use was a copy out of them.
 
-    Whoever comes there next waits for those copies, and for nothing else: they have waited for
-    all compute that had used the bytes.
+    A block that is placed there next has to wait for those copies only: the copies themselves
+    have waited for all compute that used the bytes.
 
     Attributes:
         runs: First byte of each run and the first behind it, ascending; no two of them touch.
@@ -18,10 +18,10 @@ class CopiedRuns:
     def __init__(self) -> None:
         """Starts with none."""
         self.runs: list[tuple[int, int]] = []
-        self._taken: set[int] = set()  # where what was handed out begins, if all of it was such
+        self._taken: set[int] = set()  # offsets handed out whose bytes were all in such runs
 
     def add(self, start: int, end: int) -> None:
-        """Enters bytes that have just become free.
+        """Adds bytes that have just become free.
 
         Args:
             start: The first.
@@ -36,7 +36,7 @@ class CopiedRuns:
         runs[first:last] = [(start, end)]
 
     def take(self, start: int, end: int) -> None:
-        """Removes bytes that are handed out, and remembers whether all of them were such.
+        """Removes bytes that are handed out, and remembers whether all of them were in such runs.
 
         Args:
             start: The first.
@@ -57,11 +57,11 @@ class CopiedRuns:
         runs[first:last] = rest
 
     def give_back(self, start: int) -> None:
-        """Forgets what is remembered of what was handed out at ``start``."""
+        """Forgets what :meth:`take` remembered of ``start``."""
         self._taken.discard(start)
 
     def was(self, start: int) -> bool:
-        """Whether all that was handed out at ``start`` was such; asked once."""
+        """Whether all bytes handed out at ``start`` were in such runs; can be asked only once."""
         if start not in self._taken:
             return False
         self._taken.remove(start)

@@ -1,4 +1,4 @@
-"""What moving costs: how far ahead to fetch, and what evicting a block is worth. Pure."""
+"""What copies cost: how far ahead to fetch, and the price of evicting a block. Pure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def eviction_cost(nbytes: int, distance: int, *, dirty: bool) -> float:
 
 
 class Timetable:
-    """When the fetches of a schedule have to begin, on the clock of its compute.
+    """When the fetches of a schedule have to begin, in time of its compute.
 
-    That clock stands still while the compute waits: use ``p`` is at ``C(p)``, the compute of all
-    uses before it. Fetches over one link end in the order in which they begin, so counted from
-    the last, each has to begin by ``S(p) = min(C(p), S(next over this link)) - T(p)``; begun by
-    then, none is waited for, if that can be had at all. Fetches are begun at uses only, and one
-    whose time comes before the next use is due at this one: for equal blocks with one missing
-    that is ``k* = ceil(T / C)`` uses ahead.
+    This time stands still while the compute waits: use ``p`` is at ``C(p)``, the compute time of
+    all uses before it. Fetches over one link end in the order in which they begin. So, from the
+    last to the first, each has to begin by ``S(p) = min(C(p), S(next over this link)) - T(p)``. If
+    all begin by then, compute waits for none, if that is possible at all. Fetches begin only at
+    uses; one that has to begin before the next use is due at this one. For equal blocks of which
+    one is missing, that is ``k* = ceil(T / C)`` uses ahead.
     """
 
     __slots__ = ("_clock", "_start_by")
@@ -47,14 +47,14 @@ class Timetable:
         margin: float = 1.0,
         latency: float = 0.0,
     ) -> None:
-        """Looks at every position once, from the last to the first.
+        """Computes the times of all positions, from the last to the first.
 
         Args:
-            compute: Seconds of each use. From the first None on nothing is known, and nothing is
-                due by this rule.
-            fetches: Link and seconds of the fetch that each use needs; None where the block is
-                in HBM by then.
-            margin: Factor on the seconds of a fetch, for what differs from time to time.
+            compute: Seconds of each use. From the first None on the times are unknown, and this
+                rule makes no fetch due.
+            fetches: Link and seconds of the fetch that each use needs; None if its block is in HBM
+                by then.
+            margin: Factor on the seconds of a fetch, as they vary.
             latency: Seconds by which every fetch begins earlier.
         """
         clock = [0.0]
@@ -76,14 +76,14 @@ class Timetable:
             start_by[position] = earliest
 
     def knows(self, position: int) -> bool:
-        """Whether this rule has an answer for a position."""
+        """Whether the times of a position are known."""
         return position + 1 < len(self._clock)
 
     def due(self, position: int, cursor: int) -> bool:
-        """Whether this fetch, or one after it, would come too late from the next use on.
+        """Whether this fetch, or one after it, would be late if it began only at the next use.
 
         Args:
-            position: Of the use that needs it.
+            position: Position of the use that needs it.
             cursor: Position of the use after the one that begins now.
         """
         if cursor >= len(self._clock) or position >= len(self._start_by):
@@ -98,16 +98,17 @@ def refetched(
     room: int,
     inside: Collection[int],
 ) -> list[bool]:
-    """Tells which uses will have to fetch their block.
+    """Returns which uses will have to fetch their block.
 
-    A block stays from one use to the next where all that is used in between fits beside it;
-    what is used twice in between counts twice, so rather too many are expected than too few.
+    A block stays from one use to the next if everything that is used in between fits beside it.
+    Blocks that are used twice in between count twice, so the result is rather too many than too
+    few.
 
     Args:
-        order: Ids of blocks in order of use; those without a size are passed over.
+        order: Ids of blocks in order of use; those without a size are ignored.
         sizes: Bytes by id.
-        residents: Blocks that stay once they have come.
-        room: Bytes that the others have.
+        residents: Blocks that stay once they are in HBM.
+        room: Bytes for the others.
         inside: Blocks that are in HBM before the first use.
     """
     passed = 0
@@ -138,14 +139,14 @@ def streaming_time(
     reserve: int,
     latency: float = 0.0,
 ) -> float:
-    """Returns the seconds a sequence of uses takes over one link, each fetch as early as it can.
+    """Returns the seconds that a sequence of uses takes, with fetches as early as possible.
 
     Args:
         compute: Seconds of each use.
         transfer: Seconds of the fetch each use needs; 0 for none.
-        streamed: Bytes that fetch needs, from its begin to the end of the use.
-        reserve: Bytes there are for all of them at once.
-        latency: Seconds between bytes coming free and a copy into them.
+        streamed: Bytes that the fetch needs, from its begin to the end of the use.
+        reserve: Bytes for all of them at once.
+        latency: Seconds between bytes becoming free and a copy into them.
     """
     now = link = freed = 0.0
     taken = 0
@@ -156,7 +157,7 @@ def streaming_time(
                 ended, size = held.popleft()
                 freed = max(freed, ended)
                 taken -= size
-            # nothing was there before the first: no time passes between it and the begin
+            # the first fetch replaces nothing, so it need not wait for anything to become free
             link = max(link, freed + latency if freed else 0.0) + fetch
             now = max(now, link)
         now += seconds

@@ -1,11 +1,11 @@
 """Which experts have a seat in HBM: those that tokens choose often stay, the rest pass through.
 
-A *seat* has room for one *piece*: what one stacked tensor has of one expert. Pieces of one size
-share a bank of seats. Most of what is seated has *settled*: it leaves only for what is worth
-clearly more. The other seats are for what passes through, each used again as soon as there is no
-view of it. So a round that uses every piece once (many tokens) finds the settled ones there each
-time, where a cache of those used last would find none; and where few are chosen, those chosen
-often settle.
+A *seat* has room for one *piece*: the slice of a stacked tensor that belongs to one expert. Pieces
+of one size share a bank of seats. Most seated pieces have *settled*: they leave only for a piece
+that is worth clearly more. The other seats are for pieces that pass through; such a seat is reused
+as soon as there is no view of its piece. So a round that uses every piece once (many tokens) finds
+the settled ones in HBM each time, while an LRU cache would hit none. If few experts are chosen,
+those that are chosen often settle.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from typing import Any
 
 _MARGIN = 1.25
 _LEAST = 0.02
-"""A piece is worth clearly more than another from this many times its worth and this much more."""
+"""A piece is worth clearly more than another if it exceeds it by a factor and by this much."""
 _SLOWEST = 1 / 64
-"""What one call weighs at least in how often an expert is chosen."""
+"""The least weight of one call in the frequencies with which experts are chosen."""
 _HEAVIEST = 1e100
-"""Weight of a call from which on the earlier ones are weighed anew."""
+"""If the weight of a call exceeds this, all weights are scaled down."""
 FORESEEN = 0.5
-"""What is foreseen has to come true in this share of calls to be worth a copy."""
+"""Predictions are worth a copy if this share of them comes true."""
 _PASSING = 192 << 20
-"""Bytes of seats for what passes through: they keep a bus busy over a layer's other work."""
+"""Bytes of seats for passing pieces: enough to keep the bus busy during a layer's other work."""
 _LEAST_PASSING = 4
-_MOST_PASSING = 3  # of all seats: one in so many at most
+_MOST_PASSING = 3  # at most one in this many of all seats
 _AHEAD = 4
-"""Part of a tensor's rows that can be filled while another is read, of those that share a place."""
+"""One in this many rows of a tensor can be filled while another one sharing its place is read."""
 _TO_BEGIN = 2
-"""Passes of a trial that do not count: HBM is laid out in them, and they are measured."""
+"""The first passes of a trial, which do not count: HBM is laid out during them."""
 _COUNTED = 2
 _NEAR = 1.25
-"""Factor over the least a pass can take at which no other way is tried."""
+"""If a pass takes at most this many times the least possible, no other way is tried."""
 _MORE_MOVED = 1.4
-"""Factor over the bytes of single experts that whole tensors and layers may come to."""
+"""Whole tensors and layers may take at most this many times the bytes of single experts."""
 
 
 class Popularity:
-    """How often each expert of one layer is chosen, and how well the last choice foretells it.
+    """How often each expert of one layer is chosen, and how well choices can be predicted.
 
     Attributes:
         last: The experts chosen last, ascending.
-        repeats: Share of the chosen ones that had been chosen in the call before.
-        foreseen: Share of the experts that were foreseen to be chosen and were.
-        expected: Those that are foreseen to be chosen in the next call.
+        repeats: Share of the chosen experts that had also been chosen in the previous call.
+        foreseen: Share of the predicted experts that were then chosen.
+        expected: The experts that are predicted for the next call.
     """
 
     def __init__(self, experts: int) -> None:
         """Starts with no call seen."""
         self._often = [0.0] * experts
-        self._total = 0.0  # what a call weighs by now in which all were chosen
-        self._weight = 1.0  # of the next call
+        self._total = 0.0  # sum of the weights of all calls
+        self._weight = 1.0  # weight of the next call
         self.last: list[int] = []
         self.repeats = 0.0
         self.foreseen = 0.0
@@ -63,7 +63,7 @@ class Popularity:
 
     @property
     def worth_a_look(self) -> bool:
-        """Whether it pays to foresee the next choice: where it has failed, now and then."""
+        """Whether to predict the next choice: always, or now and then if predictions fail."""
         return self.foreseen >= FORESEEN or self._looks < 8 or not self._calls % 16
 
     def share(self, expert: int) -> float:
@@ -71,7 +71,7 @@ class Popularity:
         return self._often[expert] / self._total if self._total else 0.0
 
     def note(self, chosen: list[int]) -> None:
-        """Enters a call in which these experts were chosen."""
+        """Notes a call in which these experts were chosen."""
         self._calls += 1
         if self.expected:
             self._looks += 1
@@ -83,7 +83,7 @@ class Popularity:
             often[expert] += weight
         self._total += weight
         if self._calls >= 1 / _SLOWEST:
-            # those that are not chosen are left as they are: later calls weigh more instead
+            # instead of scaling down all counts, later calls get a larger weight
             self._weight = self._total * _SLOWEST / (1 - _SLOWEST)
         if self._weight > _HEAVIEST:
             self._often = [share / self._weight for share in often]
@@ -106,29 +106,29 @@ class Seats:
         """Starts with empty seats.
 
         Args:
-            count: How many there are.
-            nbytes: Of each.
-            worth: Returns what having a piece there is worth; compared, never added.
+            count: The number of seats.
+            nbytes: Bytes of each.
+            worth: Returns the worth of having a piece in HBM; only compared, never added.
         """
         self.seated: dict[Hashable, int] = {}
         self._worth = worth
         self._free = list(range(count))[::-1]
-        self._passing: dict[Hashable, None] = {}  # the one used longest ago first
+        self._passing: dict[Hashable, None] = {}  # the least recently used first
         self._count = count
         usual = max(_LEAST_PASSING, _PASSING // max(nbytes, 1))
         self._usual = max(1, min(usual, count // _MOST_PASSING))
         self._most = self._usual
-        self._order: list[Hashable] = []  # settled ones, some of them gone, the worthiest first
+        self._order: list[Hashable] = []  # settled ones by falling worth; some have left
 
     def expect(self, pieces: int) -> None:
-        """Lets as many pass through as a layer uses, up to three quarters, if more than usual.
+        """Makes the number of passing seats what a layer uses, up to three quarters, if more.
 
-        Else the bus has nothing to do in a layer's other work, where all experts are chosen.
+        Otherwise, if all experts are chosen, the bus would be idle during a layer's other work.
         """
         self._most = max(self._usual, min(pieces, self._count * 3 // 4))
 
     def used(self, *pieces: Hashable) -> None:
-        """Notes uses of seated pieces: of those that pass through, others leave sooner."""
+        """Notes uses of seated pieces: among passing pieces they leave later."""
         passing = self._passing
         if passing.keys().isdisjoint(pieces):
             return
@@ -157,12 +157,12 @@ class Seats:
 
         Args:
             piece: The piece; it has no seat.
-            stays: Whether a seated piece cannot leave now.
-            urgent: Whether it is needed now: a settled one leaves where no other can.
-            guessed: Whether no call has asked for it: it does not settle in the place of another.
+            stays: Returns whether a seated piece cannot leave now.
+            urgent: Whether it is needed now; then a settled one leaves if no other can.
+            guessed: Whether it is only predicted; then it does not replace a settled piece.
 
         Returns:
-            The seat; None where all that could leave has to stay.
+            The seat; None if no piece can leave.
         """
         if self._free:
             self.seated[piece] = seat = self._free.pop()
@@ -183,10 +183,10 @@ class Seats:
         return seat
 
     def _leaves(self, stays: Callable[[Hashable], bool]) -> Hashable | None:
-        """Returns the first of those that pass through that may leave.
+        """Returns the first passing piece that may leave.
 
-        Those before it will be used, or are in use: they go behind the others, not to be asked
-        about each time.
+        Those before it are in use or will be used; they are moved to the end, so that they are not
+        tested each time.
         """
         for other in [*self._passing]:
             if not stays(other):
@@ -195,9 +195,9 @@ class Seats:
         return None
 
     def _balance(self, stays: Callable[[Hashable], bool]) -> None:
-        """Keeps the number that pass through: adds settled pieces worth least, or settles some."""
+        """Keeps the number of passing pieces: adds settled pieces worth least, or settles some."""
         while len(self._passing) > self._most:
-            self._passing.popitem()  # the one used last settles
+            self._passing.popitem()  # the most recently used settles
         while len(self._passing) < self._most:
             least = self._least(stays)
             if least is None:
@@ -225,11 +225,11 @@ class Seats:
 
 
 class Way(Enum):
-    """How the experts of a pass come up.
+    """How the experts of a pass are copied to HBM.
 
     Attributes:
         EACH: One by one, those that tokens choose.
-        TENSORS: All of a tensor, in seats that follow each other.
+        TENSORS: Whole tensors, in consecutive seats.
         LAYERS: All tensors of a layer, as a block like any other.
     """
 
@@ -239,15 +239,15 @@ class Way(Enum):
 
 
 class Trial:
-    """Finds out which way passes of one kind take less time, all of whose experts are chosen.
+    """Finds out which way is faster for passes of one kind in which all experts are chosen.
 
-    Expert by expert less is moved, but each layer's copies wait for its router, and its product is
-    made in parts; whole tensors and layers are copied beside the compute of others. These are tried
-    first; expert by expert only where that could be much better.
+    Expert by expert, fewer bytes are copied, but each layer's copies wait for its router, and its
+    product is computed in parts. Whole tensors and layers are copied during the compute of others.
+    These are tried first; expert by expert only if that could be much faster.
 
     Attributes:
-        way: That of the next pass.
-        settled: Whether that is decided.
+        way: The way of the next pass.
+        settled: Whether the choice is final.
     """
 
     def __init__(self, way: Way) -> None:
@@ -258,17 +258,17 @@ class Trial:
         self._best: dict[Way, float] = {}
 
     def refuse(self, way: Way) -> None:
-        """Notes that a pass could not go this way."""
+        """Notes that this way was not possible for a pass."""
         if way is self._other:
             self.way, self.settled = Way.EACH, True
 
     def note(self, way: Way, seconds: float, least: float) -> None:
-        """Enters a pass; one that went another way than the trial is at does not count.
+        """Notes a pass; it does not count if it used another way than the trial asks for.
 
         Args:
-            way: Which way it went.
+            way: The way it used.
             seconds: How long it took.
-            least: What it takes at the least, whichever way.
+            least: The least that it can take in any way.
         """
         if self.settled or way is not self.way:
             return
@@ -286,22 +286,22 @@ class Trial:
 
 
 def whole_tensors(tensors: int, experts: int, rows: int, *, abreast: bool) -> list[int] | None:
-    """Returns where tensors begin that are used in turn, each as a whole.
+    """Returns the places of tensors that are used in turn, each as a whole.
 
-    Some have a place of their own and stay: the first, with which a pass can begin at once, and
-    others, evenly spread. The rest share what is left, so that every second one ends some rows
-    later: rows that a tensor does not use are filled for the one after it while it is read. What
-    is left of less than a tensor is used to keep rows of the first that shares.
+    Some have a place of their own and stay: the first, so that a pass can begin at once, and
+    others, evenly spread. The rest share the remaining rows, so that every second one ends some
+    rows later: while a tensor is read, rows that it does not use are filled for the next one. A
+    remainder of less than a tensor is used to keep rows of the first tensor that shares.
 
     Args:
-        tensors: How many there are.
+        tensors: The number of tensors.
         experts: Rows of each.
-        rows: Of the place.
-        abreast: Whether two tensors that share are to have places that do not overlap, where there
-            is room for that: those of one layer are used one directly after the other.
+        rows: Rows of HBM for all of them.
+        abreast: Whether two tensors that share should have places that do not overlap, if there is
+            room: those of one layer are used directly after each other.
 
     Returns:
-        The first row of each; None where not one has room.
+        The first row of each; None if there is no room for one.
     """
     if rows < experts:
         return None
@@ -324,7 +324,7 @@ def whole_tensors(tensors: int, experts: int, rows: int, *, abreast: bool) -> li
 
 
 def moved_whole(tensors: int, experts: int, rows: int, *, abreast: bool) -> int:
-    """Returns how many rows a pass copies of tensors that are used as wholes.
+    """Returns how many rows a pass copies if tensors are used as wholes.
 
     Args: as of :func:`whole_tensors`.
     """
@@ -336,7 +336,7 @@ def moved_whole(tensors: int, experts: int, rows: int, *, abreast: bool) -> int:
 
 
 def is_worth_whole(room: int, stacks: Collection[int]) -> bool:
-    """Whether whole layers may be the faster way where all experts are chosen.
+    """Whether whole layers may be the faster way if all experts are chosen.
 
     They need room for two, and must not move much more than experts by themselves.
 
@@ -356,7 +356,7 @@ def is_worth_whole(room: int, stacks: Collection[int]) -> bool:
 
 
 def moves_little_more(nbytes: int, least: int) -> bool:
-    """Whether a pass that moves ``nbytes`` is worth a trial where ``least`` have to move."""
+    """Whether a way that copies ``nbytes`` is worth a trial if ``least`` have to be copied."""
     return nbytes <= _MORE_MOVED * least
 
 
@@ -368,7 +368,7 @@ def share_out(room: int, sizes: dict[int, tuple[int, int]]) -> dict[int, int] | 
         sizes: By the bytes of a seat: how many pieces there are, and the least number of seats.
 
     Returns:
-        Seats by the bytes of a seat; None where not even the least numbers fit.
+        Seats by the bytes of a seat; None if not even the least numbers fit.
     """
     least = {size: min(count, few) for size, (count, few) in sizes.items()}
     spare = room - sum(size * few for size, few in least.items())

@@ -1,4 +1,4 @@
-"""How long blocks will compute in a pass that has not been measured yet. Pure."""
+"""Forecasts the compute time of blocks in a pass that has not been measured yet. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiermem.core.pace import Estimates
 from tiermem.core.schedule import is_backward
 
 _LEAST = 8e-6
-"""Seconds of the shortest use: a launch or two of a kernel that has nothing to do."""
+"""Seconds of the shortest use: one or two launches of a kernel with little work."""
 _PER_ELEMENT = 2.0
 """Operations for each element of a weight and each token: a multiplication and an addition."""
 _BACKWARD = 2.0
@@ -20,18 +20,18 @@ _BACKWARD = 2.0
 _PRECISE = 8.0
 """Factor of the time of an operation on 4-byte elements over that on 2-byte ones."""
 _LAUNCHES = 100e-6
-"""Seconds of the host for the launches of a use."""
+"""Seconds that the host takes for the launches of a use."""
 _TALL = 6
 _LOOKED_UP = 8192
 _STEPS = 2
 
 
 class Sized(NamedTuple):
-    """A pass of so much work.
+    """A pass and the amount of its work.
 
     Attributes:
-        key: Its name.
-        load: Tokens, rounded by :func:`rounded`; 0 where they are not known.
+        key: Name of the pass.
+        load: Tokens, rounded by :func:`rounded`; 0 if they are not known.
     """
 
     key: Hashable
@@ -39,9 +39,9 @@ class Sized(NamedTuple):
 
 
 def rounded(tokens: int) -> int:
-    """Returns the load that passes of about so many tokens have in common; 0 for none.
+    """Returns a number of tokens, rounded to a power of the square root of 2; 0 for none.
 
-    Powers of the root of two: times of one load differ by a fifth at the most.
+    Times of passes with the same rounded load differ by a fifth at most.
     """
     if tokens <= 0:
         return 0
@@ -49,39 +49,40 @@ def rounded(tokens: int) -> int:
 
 
 def timed(key: Hashable, load: int) -> Hashable:
-    """Returns the name under which passes are measured: with their load, where it is known."""
+    """Returns the name under which passes are measured: with their load, if it is known."""
     return Sized(key, load) if load else key
 
 
 class Forecast:
-    """Seconds of compute as measured, or as expected of the shapes and of what was measured.
+    """Seconds of compute: measured, or estimated from shapes and other measurements.
 
-    What was measured with the load that is nearest is scaled by what shapes say of both: weights
-    times tokens, at the device's speed. Where nothing was measured they say it alone.
+    If there are measurements of other loads, those of the nearest one are scaled by the ratio of
+    the estimates from shapes (weights times tokens, at the device's speed). If there are none, the
+    estimate from shapes is used.
     """
 
     def __init__(self, estimates: Estimates) -> None:
-        """Starts from what was measured so far and goes with it.
+        """Uses a set of measurements, which may grow.
 
         Args:
-            estimates: What was measured; their ``flops`` is the device's speed.
+            estimates: The measurements; their ``flops`` is the device's speed.
         """
         self._estimates = estimates
 
     def seconds(
         self, key: Hashable, load: int, order: Sequence[tuple[int, Block | None]]
     ) -> list[float | None]:
-        """Returns the seconds of each use of a pass; None where nothing can be said.
+        """Returns the seconds of each use of a pass; None if they cannot be estimated.
 
         Args:
             key: Name of the pass.
-            load: Its tokens, rounded; 0 where they are not known.
-            order: Id of each block that it uses, and the block, where it exists.
+            load: Its tokens, rounded; 0 if they are not known.
+            order: Id of each block that it uses, and the block, if it exists.
         """
         estimates = self._estimates
         name = timed(key, load)
         if load and estimates.sure(key) and not estimates.sure(name):
-            name, load = key, 0  # it is measured without tokens: an optimizer's
+            name, load = key, 0  # a pass without tokens: an optimizer's
         if not load or estimates.sure(name):
             return [estimates.compute(name, block) for block, _ in order]
         if not estimates.flops:
@@ -98,7 +99,7 @@ class Forecast:
         return found
 
     def _nearest(self, key: Hashable, load: int) -> int:
-        """Returns the measured load that is nearest; 0 where there is none."""
+        """Returns the nearest load that was measured; 0 if there is none."""
         known = (name for name in self._estimates.known() if isinstance(name, Sized))
         loads = [name.load for name in known if name.key == key]
         return min(loads, key=lambda other: abs(math.log(other / load)), default=0)
@@ -115,28 +116,28 @@ class Forecast:
             for _, block in order
         ]
         if order and (block := order[0][1]) is not None and _is_table(block):
-            found[0] = _LEAST  # the pass begins with looking up rows
+            found[0] = _LEAST  # the pass begins with an embedding, which only looks up rows
         return found
 
 
 def _scaled(measured: float, now: float, then: float) -> float:
     """Returns the seconds of a use that were measured with another load, scaled to this one.
 
-    What is short is mostly the host's launches, which do not take longer with more to compute.
+    A short use is mostly launches by the host, which do not take longer for more work.
 
     Args:
-        measured: With the other load.
-        now: By the shapes, with this one.
-        then: By the shapes, with the other one.
+        measured: Measured with the other load.
+        now: Estimated from shapes, with this load.
+        then: Estimated from shapes, with the other load.
     """
     if now > then and then < _LAUNCHES:
         return measured + now - then
     return measured * now / then
 
 
-@lru_cache(1 << 14)  # asked for each plan
+@lru_cache(1 << 14)  # needed for each plan
 def _elements(block: Block) -> float:
-    """Returns the elements of a block's matrices, those of four bytes as many as they cost."""
+    """Returns the elements of a block's matrices; 4-byte elements count as often as they cost."""
     found = 0.0
     for spec in block.tensors:
         count = math.prod(spec.shape)

@@ -1,8 +1,8 @@
-"""How long a loop takes in which some blocks are read from a disk, use by use. Pure.
+"""Simulates, use by use, how long a loop takes that reads some blocks from a disk. Pure.
 
-A model of what the room ``runtime`` does with a plan: the host runs ahead of the device, asks
-for what comes next, and waits for nothing but reads that are needed now. It is played for a few
-rounds, in which everything falls into its place; the last ones count.
+The model follows what ``runtime`` does with a plan: the host runs ahead of the device, requests
+the blocks that are used next, and waits only for reads that are needed now. A few rounds are
+simulated to reach the steady state; the last ones count.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ _ROUNDS = 4
 _HOST = 60e-6
 """Seconds of the host per use."""
 _IDLE = 3e-3
-"""Seconds by which the first read of a disk that had nothing to do comes later."""
+"""Seconds by which the first read after an idle time of the disk is slower."""
 _PARKED = 1 / 2
-"""Share of the staging chunks that a block may have which is read before HBM has room for it."""
+"""Share of the staging chunks for a block that is read before HBM has room for it."""
 _LAST = 1 / 8
-"""Of a block that is read straight into HBM: what still has to go up when all of it is read."""
+"""Part of a block read straight into HBM that is still to be copied there when the read ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Round:
     Attributes:
         order: Ids of blocks in order of use.
         compute: Seconds of each use.
-        taken: Bytes that each block which does not stay takes of the reserve, by id.
-        copies: Seconds that each of those takes to come up over the bus.
-        reads: Seconds that the disk takes for each of those that it is asked for.
-        reserve: Bytes of HBM for all that does not stay.
-        staging: Bytes of the chunks through which it reads straight into HBM.
-        latency: Seconds between room coming free in HBM and a copy into it.
-        parks: Whether the disk begins with the next block before that has room in HBM.
+        taken: Bytes of the reserve that each streaming block takes, by id.
+        copies: Seconds that each of these takes to be copied to HBM over the bus.
+        reads: Seconds that the disk takes for each of these that is read from it.
+        reserve: Bytes of HBM through which blocks stream.
+        staging: Bytes of the chunks through which the disk reads straight into HBM.
+        latency: Seconds between room becoming free in HBM and a copy into it.
+        parks: Whether the disk begins to read the next block before HBM has room for it.
     """
 
     order: Sequence[int]
@@ -65,7 +65,7 @@ def play(one: Round) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class _Here:
-    """A block in HBM: its next use, when it has come, and when the host need not wait any more."""
+    """A block in HBM: its next use, when it is there, and until when the host waits for it."""
 
     next: int
     came: float
@@ -73,17 +73,17 @@ class _Here:
 
 
 class _Uses:
-    """The uses of a round whose blocks do not stay.
+    """The uses of a round whose blocks stream.
 
-    The compute of the others is part of the way from one to the next.
+    The uses of resident blocks in between are summed up.
 
     Attributes:
-        blocks: Their ids, in order of use.
-        seconds: The compute of each.
-        before: Seconds and number of the uses of other blocks before each of them.
+        blocks: Ids of the blocks, in order of use.
+        seconds: The compute of each use.
+        before: Seconds and number of the uses of resident blocks before each of them.
         after: The same after the last one.
         gaps: How many of these uses later each block is used again.
-        from_disk: Where those are whose block is read from a disk.
+        from_disk: Positions of the uses whose block is read from a disk.
     """
 
     def __init__(self, one: Round) -> None:
@@ -105,11 +105,11 @@ class _Uses:
 
 
 class _Player:
-    """The host's clock, and what the device, the bus and the disk have been asked for so far.
+    """The simulated clock of the host, and the work submitted so far to device, bus and disk.
 
     Attributes:
-        uses: What is played.
-        compute: When all compute submitted so far is over.
+        uses: The uses that are simulated.
+        compute: When all compute submitted so far ends.
         read: Seconds in which the disk read so far.
     """
 
@@ -126,7 +126,7 @@ class _Player:
         self.compute = self.read = 0.0
 
     def round(self, number: int) -> None:
-        """Plays a round."""
+        """Simulates a round."""
         here, uses = self._here, self.uses
         length = len(uses.blocks)
         for at, block in enumerate(uses.blocks):
@@ -144,12 +144,12 @@ class _Player:
         self._pass(*uses.after)
 
     def _pass(self, seconds: float, uses: int) -> None:
-        """Goes by uses of blocks that stay."""
+        """Simulates uses of blocks that stay."""
         self.compute += seconds
         self._host += _HOST * uses
 
     def _look_ahead(self, now: int, block: int) -> None:
-        """Asks for what comes after a use, as far as there is room."""
+        """Begins the fetches of the blocks after a use, as far as there is room."""
         one, uses = self._one, self.uses.blocks
         length = len(uses)
         ahead = 0
@@ -181,19 +181,19 @@ class _Player:
         return min(1.0, _PARKED * self._one.staging / self._one.taken[block])
 
     def _fetch(self, block: int, position: int, using: int | None) -> bool:
-        """Brings a block up for the use at ``position``, which is the present one or a later one.
+        """Fetches a block for the use at ``position``, the present one or a later one.
 
         Args:
             block: Its id.
-            position: Of the use.
-            using: The block in use, where it is a later one; it stays then. None where it is the
+            position: Position of the use.
+            using: For a later use, the block that is in use now, which has to stay; None for the
                 present use.
         """
         one = self._one
         size = one.taken[block]
         while self._used + size > one.reserve and self._here:
-            # what is looked ahead at is less than the room beside the block in use: there is
-            # always something that is used later
+            # prefetched blocks take less than the room beside the block in use, so there is
+            # always a block whose use is later
             others = (other for other in self._here if other != using)
             leaves = max(others, key=lambda other: self._here[other].next, default=None)
             if leaves is None:
@@ -204,7 +204,7 @@ class _Player:
         if block in one.reads:
             known, came = self._straight(block, size)
         else:
-            # it goes behind all compute submitted so far: that used what was there before
+            # the copy waits for all compute submitted so far, which used the evicted blocks
             behind = self.compute + one.latency
             came = self._bus = max(self._bus, self._host, behind) + one.copies[block]
             known = self._host
@@ -212,9 +212,9 @@ class _Player:
         return True
 
     def _straight(self, block: int, size: int) -> tuple[float, float]:
-        """Reads into HBM by way of staging chunks; returns when it is read, and when it has come.
+        """Reads into HBM through staging chunks; returns when the read ends and when the copy does.
 
-        The chunks that the one before has filled are free when that has come.
+        The chunks that the previous block has filled are free when it is in HBM.
         """
         one, seconds = self._one, self._one.reads[block]
         before, nbytes = self._chunks
@@ -236,12 +236,12 @@ class _Player:
         return end, came
 
     def _begin(self) -> float:
-        """Returns when the disk begins with what is asked of it now."""
+        """Returns when the disk begins a read that is submitted now."""
         return self._disk if self._disk >= self._host else self._host + _IDLE
 
 
 def _gaps(uses: Sequence[int]) -> list[int]:
-    """Returns for each use how many uses later the same block is used again, round and round."""
+    """Returns for each use how many uses later the same block is used again, cyclically."""
     length = len(uses)
     gaps = [0] * length
     later: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""Places for what streams in a loop, laid out for whole rounds beforehand. Pure.
+"""Lays out the places in HBM of streaming blocks beforehand, for whole rounds of a loop. Pure.
 
-Blocks that stream come up in the order of their use, each to a place that is given by the layout:
-the room that they stream through is gone over from its begin to its end, in *laps*. So what a
-round fetches, where to, and what leaves for it follows from the order of use and the sizes alone.
-A round is one pass, or several: forward and then backward.
+Streaming blocks are fetched in the order of their use, each to a place that the layout gives it:
+the room that they stream through is filled from its begin to its end, in *laps*. So the order of
+use and the sizes alone determine what a round fetches, to which address, and which blocks leave
+for it. A round is one pass, or several: forward and then backward.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from tiermem.core.layouts import Run, layouts
 from tiermem.core.rounds import Fetch, Round, Rounds, busy_in, postponed, seconds_of
 
 _VISIT = 0.5
-"""Share of the room to stream through that may come up between two uses for one fetch."""
+"""Share of the streaming room that may be fetched between two uses that share one fetch."""
 _THROUGHOUT = 0.5
-"""Share of all uses, from a block's first to its last, from which on it stays."""
+"""A block stays if this share of all uses lies between its first and its last use."""
 _AS_GOOD = 1.01
-"""A layout that takes so many times the busier of link and compute is taken at once."""
+"""A layout is taken at once if it takes at most this many times the busier of link and compute."""
 _AS_GOOD_SEVERAL = 1.03
 """The same in rounds of several passes, each of which waits for its first place."""
 _AS_FEW = 1.01
-"""One that moves so many times the fewest bytes is taken at once, too."""
+"""A layout is also taken at once if it moves at most this many times the fewest bytes."""
 _FEWER = 1.001
-"""Factor from which on one moves fewer bytes than another."""
+"""A layout moves fewer bytes than another if the difference exceeds this factor."""
 _POSTPONED = 1
-"""Fetches left to the begin of the next pass, where the link is busier than the device; for more
+"""Fetches postponed to the begin of the next pass if the link is busier than the device; for more
 see :func:`postpone_more`."""
 _AS_LONG = 1.0005
-"""Factor by which a pass may be longer with one more of those; it has to be as much shorter where
-the device is busier."""
+"""Factor by which a pass may be longer with one more postponed fetch; if the device is busier, it
+has to be shorter by this factor."""
 _MOST_TRIED = 3
 _MOST_VISITS = 600
-"""Visits in the layouts that are tried of a round of several passes, each of which takes as long
-again. With more than that the first that can be was never 1% slower than the best of six."""
+"""Visits up to which further layouts are tried for a round of several passes, each of which takes
+as long again. With more visits, the first possible one was never 1% slower than the best of six."""
 _LEAD = 4
-"""Rounds in which a loop has to come to repeat itself."""
+"""Rounds after which a simulated loop has to repeat itself."""
 _MOST_PLAYED = 1 << 15
-"""Uses in the rounds that are played until they repeat, but for the first ones."""
+"""Uses in the rounds that are simulated until they repeat, without the first ones."""
 
 
 class Visit(NamedTuple):
@@ -51,7 +51,7 @@ class Visit(NamedTuple):
     Attributes:
         block: Its id.
         first: Position in the round of the first of those uses.
-        last: Of the last.
+        last: Position of the last.
         nbytes: Bytes of its place.
     """
 
@@ -85,7 +85,7 @@ class Missing(NamedTuple):
         block: Its id.
         first: Position of its first use.
         offset: First byte of its place.
-        nbytes: Bytes of it.
+        nbytes: Bytes of its place.
     """
 
     block: int
@@ -99,11 +99,11 @@ class LaidOut:
     """A loop that is laid out.
 
     Attributes:
-        visits: Of a round, by first use.
+        visits: The visits of a round, by first use.
         layout: See :func:`tiermem.core.layouts.layouts`.
-        postponed: How many of a pass's fetches for the next one are left to the begin of that.
-        moved: Seconds in which a round's copies are made.
-        seconds: How long a round takes by the model of the link.
+        postponed: How many fetches for the next pass are postponed to its begin.
+        moved: Seconds that a round's copies take.
+        seconds: Seconds that a round takes by the model of the link.
     """
 
     visits: list[Visit]
@@ -113,7 +113,7 @@ class LaidOut:
     seconds: float
 
     def is_better(self, other: LaidOut) -> bool:
-        """Whether it takes less time than another; of two that take as long, moves less."""
+        """Whether it takes less time than another, or as long and moves fewer bytes."""
         if _FEWER * self.moved <= other.moved:
             return self.seconds <= _AS_GOOD * other.seconds
         if _FEWER * other.moved <= self.moved:
@@ -122,27 +122,27 @@ class LaidOut:
 
 
 class Ways:
-    """The ways to lay a loop out, and what is fetched then, whatever the times are.
+    """The possible layouts of a loop and their fetches, which do not depend on times.
 
     Attributes:
         order: Ids of the blocks used, one round.
         one: The events of a round.
         streams: Bytes of the blocks that stream, by id.
         room: Bytes of the room they stream through.
-        visits: Of a round, by first use.
-        several: Whether blocks come several times in a round.
+        visits: The visits of a round, by first use.
+        several: Whether blocks are fetched several times in a round.
     """
 
     def __init__(
         self, order: Sequence[int], one: Round, streams: Mapping[int, int], runs: Sequence[Run]
     ) -> None:
-        """Looks at what streams.
+        """Finds the visits of a round.
 
         Args:
             order: Ids of the blocks used, one round.
             one: The events of a round.
             streams: Bytes of the blocks that stream, by id.
-            runs: The room they stream through, ascending.
+            runs: The runs of bytes that they stream through, ascending.
         """
         self.order, self.one, self.streams = order, one, streams
         self.room = sum(end - begin for begin, end in runs)
@@ -154,7 +154,7 @@ class Ways:
         self._rest = layouts(blocks, sizes, runs) if blocks else iter(())
 
     def __iter__(self) -> Iterator[tuple[list[list[int]], Rounds]]:
-        """Yields layouts and what is fetched with them; each is played once, when asked for."""
+        """Yields layouts with their fetches; each is simulated once, when it is needed."""
         yield from self._played
         for layout in self._rest:
             rounds = play(self.visits, layout, self.one, {})
@@ -166,13 +166,13 @@ class Ways:
 def lay_out(
     ways: Ways, compute: Sequence[float], transfer: Mapping[int, float], latency: float
 ) -> LaidOut | None:
-    """Lays a loop out in the way that takes it the least time; None where none is possible.
+    """Returns the fastest layout of a loop; None if none is possible.
 
     Args:
-        ways: Those that there are.
+        ways: The possible layouts.
         compute: Seconds of each use of a round.
-        transfer: Seconds that each block which streams takes to arrive, by id.
-        latency: Seconds between a place coming free and the copy to it.
+        transfer: Seconds that each streaming block takes to arrive, by id.
+        latency: Seconds between a place becoming free and the copy to it.
     """
     order, one, visits = ways.order, ways.one, ways.visits
     used, most = sum(compute), sum(transfer[visit.block] for visit in visits)
@@ -184,7 +184,7 @@ def lay_out(
     if ways.several:
         fewest = _fewest(order, one.lengths, ways.streams, transfer, ways.room)
     tries = _MOST_TRIED
-    if ways.several:  # there are more kinds
+    if ways.several:  # there are more kinds of layouts then
         tries = max(1, min(2 * _MOST_TRIED, _MOST_VISITS // len(visits)))
     for tried, (layout, rounds) in enumerate(ways, 1):
         passes = busy_in(rounds, one.lengths, compute, transfer)
@@ -201,13 +201,13 @@ def lay_out(
 
 
 def at_the_ends(visits: Sequence[Visit], compute: Sequence[float]) -> float:
-    """Returns seconds of compute that no layout has copies beside, in a round of one pass.
+    """Returns seconds of compute that cannot overlap with copies, in a round of one pass.
 
-    Until the first block that streams has been used no place comes free, and the last use is made
-    when the last copy is there, or later.
+    No place becomes free until the first streaming block has been used, and the last use cannot
+    begin before the last copy has ended.
 
     Args:
-        visits: Of a round, by first use.
+        visits: The visits of a round, by first use.
         compute: Seconds of each use of it.
     """
     return sum(compute[: visits[0].first + 1]) + compute[-1]
@@ -220,20 +220,20 @@ def postpone_more(
     transfer: Mapping[int, float],
     latency: float,
 ) -> LaidOut:
-    """Leaves more fetches to the begin of the next pass, as long as a pass takes no longer for it.
+    """Postpones more fetches to the begin of the next pass, as long as a pass takes no longer.
 
-    Until the host has entered the first uses of a pass no place comes free: all that the link has
-    to do meanwhile is what was left to it. As a pass ends the link lacks that only while the last
-    uses compute, which takes less than was measured where the host was what they waited for. So
-    where the link is busier than the device, those that come to the same are left as well. Plans
+    No place becomes free until the host has entered the first uses of a pass; until then the link
+    only has the postponed fetches to do. At the end of a pass the link lacks these only during the
+    compute of the last uses, which takes less than was measured if these waited for the host. So
+    if the link is busier than the device, fetches that make no difference are postponed, too. Plans
     are compared without this, which takes less time.
 
     Args:
-        out: As :func:`lay_out` returns it for the others; as it is in rounds of several passes.
-        ways: The ways to lay the loop out.
+        out: A layout by :func:`lay_out`; returned unchanged for rounds of several passes.
+        ways: The possible layouts of the loop.
         compute: Seconds of each use of a round.
-        transfer: Seconds that each block which streams takes to arrive, by id.
-        latency: Seconds between a place coming free and the copy to it.
+        transfer: Seconds that each streaming block takes to arrive, by id.
+        latency: Seconds between a place becoming free and the copy to it.
     """
     lengths, length = ways.one.lengths, ways.one.lengths[0]
     if len(lengths) > 1:
@@ -257,7 +257,7 @@ def _fewest(
     transfer: Mapping[int, float],
     room: int,
 ) -> float:
-    """Returns seconds of copies of a round each pass of which finds the room full of its blocks."""
+    """Returns the seconds of a round's copies if each pass finds the room full of its blocks."""
     found, first = 0.0, 0
     for length in lengths:
         used = set(order[first : first + length]) & streams.keys()
@@ -273,7 +273,7 @@ def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> lis
     Args:
         order: Ids of the blocks that are used, one round.
         sizes: Bytes of those that stream, by id.
-        reach: Bytes that may be fetched between two uses of a block that are one visit.
+        reach: Bytes that may be fetched between two uses that belong to one visit.
     """
     found: list[Visit] = []
     latest: dict[int, tuple[int, int]] = {}
@@ -294,10 +294,11 @@ def visits_of(order: Sequence[int], sizes: Mapping[int, int], reach: int) -> lis
 
 
 def there_throughout(order: Sequence[int], sizes: Mapping[int, int], room: int) -> set[int]:
-    """Returns the blocks that are in HBM for most of the time however they stream.
+    """Returns the blocks that would be in HBM for most of the time even if they streamed.
 
-    One of them is used again and again among all others (embeddings of relative positions, in each
-    layer). Its place is taken nearly as if it stayed, and what streams would have to go around it.
+    Such a block is used again and again between the others (for example embeddings of relative
+    positions, in each layer). It takes a place for nearly as long as a resident block, and other
+    blocks would have to stream around it.
 
     Args:
         order: Ids of the blocks that are used, one round or several.
@@ -316,24 +317,24 @@ def play(
     inside: Mapping[int, Place],
     missing: Sequence[Missing] = (),
 ) -> Rounds | None:
-    """Returns what is fetched in each pass, as soon as the places are free.
+    """Simulates rounds and returns the fetches of each pass, as soon as their places are free.
 
-    A place is free once the use after the last one of the block that has it is entered, or the
-    pass after it begins: the block is not in use any more then. Backward lets go of it later.
+    A place is free once the use after the last use of its block is entered, or the next pass
+    begins: the block is not in use any more then. Backward releases blocks later.
 
     Args:
-        visits: Of one round, by first use.
+        visits: The visits of one round, by first use.
         layout: See :func:`tiermem.core.layouts.layouts`.
         one: The events of a round.
-        inside: What is in HBM of what streams as the first round begins, by id.
-        missing: What stays and is fetched in the first round, by first use.
+        inside: Places of the streaming blocks that are in HBM when the first round begins, by id.
+        missing: Resident blocks that are fetched in the first round, by first use.
 
     Returns:
-        The rounds; None where a block would come too late for its use, or no two rounds are alike.
+        The rounds; None if a block would arrive too late for its use, or no two rounds are alike.
     """
     passes, count = len(one.lengths), _LEAD + min(2 * len(layout), 2 + _MOST_PLAYED // one.uses)
     found: list[list[Fetch]] = [[] for _ in range(count * passes)]
-    # of what is in HBM, by block: where it begins and ends, and the event from which it may leave
+    # by block in HBM: where it begins and ends, and the event from which on it may leave
     there = {block: place.offset for block, place in inside.items()}
     ends = {block: place.end for block, place in inside.items()}
     free = dict.fromkeys(inside, -1)
@@ -387,7 +388,7 @@ def play(
 
 
 def _repeated(found: list[list[Fetch]], *periods: int) -> Rounds | None:
-    """Returns the passes up to where they repeat after one of some numbers; None where none do."""
+    """Returns the passes up to their repetition with one of some periods; None if there is none."""
     for length in periods:
         number = len(found) - 2 * length
         if number >= 0 and all(map(_alike, found[number:-length], found[-length:])):
@@ -403,10 +404,10 @@ def _alike(one: Sequence[Fetch], other: Sequence[Fetch]) -> bool:
 
 
 def _enter_missing(found: list[list[Fetch]], block: Missing, when: tuple[int, int, int]) -> None:
-    """Enters the fetch of a block that stays from now on.
+    """Adds the fetch of a block that stays from now on.
 
     Args:
-        found: What is fetched in each pass.
+        found: The fetches of each pass.
         block: The block.
         when: See :meth:`Round.find`.
     """

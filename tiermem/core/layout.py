@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from tiermem.core.block import TensorSpec, align_up
 
 TENSOR_ALIGNMENT = 256
-"""Tensors inside a block begin on this many bytes, as the CUDA caching allocator's do at least."""
+"""Tensors inside a block are aligned to this many bytes, the least of torch's CUDA allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """The facts about a tensor that packing needs.
+    """The properties of a tensor that packing needs.
 
     Attributes:
         name: For messages.
         shape: Sizes.
         stride: Strides in elements.
-        dtype: Opaque.
+        dtype: Its dtype; opaque here.
         itemsize: Bytes of one element.
     """
 
@@ -77,7 +77,7 @@ def pack(tensors: Iterable[TensorShape]) -> tuple[tuple[TensorSpec, ...], int]:
 
 
 def packed_nbytes(tensors: Iterable[TensorShape]) -> int:
-    """Returns the bytes that :func:`pack` gives these tensors, and makes no specs."""
+    """Returns the bytes that :func:`pack` would return, without making specs."""
     offset = 0
     for tensor in tensors:
         offset = align_up(offset + tensor.nbytes, TENSOR_ALIGNMENT)

@@ -1,4 +1,4 @@
-"""Where what streams in a round may lie: slots that take turns, laps, own places. Pure."""
+"""Possible layouts of the streaming blocks of a round: slots, laps, own places. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 Run = tuple[int, int]
-"""First byte of some room, and the first behind it."""
+"""First byte of a run of room, and the first byte behind it."""
 
 _MOST_SIZES = 4
-"""Sizes of blocks, those with the most bytes, that smaller slots are made for."""
+"""How many sizes of blocks (those with the most bytes) get smaller slots."""
 _MOST_PLACES = 1 << 20
-"""Visits of all rounds of a layout: one that takes longer to come round is not tried."""
+"""Most visits in all rounds of a layout until it repeats; longer ones are not tried."""
 _MORE_LAPS = 2
 _BISECTIONS = 24
 
@@ -20,22 +20,22 @@ _BISECTIONS = 24
 def layouts(
     blocks: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]
 ) -> Iterator[list[list[int]]]:
-    """Yields ways to lay out what streams in a round, no two of them alike.
+    """Yields different layouts for the streaming blocks of a round.
 
-    Where blocks come several times in a round, each to a place of its own first: what closes one
-    pass and opens the next, as where backward follows forward, does not move then.
+    If blocks are fetched several times in a round, the first layouts give each a place of its own:
+    blocks that end one pass and begin the next (as when backward follows forward) are not copied.
 
     Args:
-        blocks: Ids of what comes up, in the order of use.
+        blocks: Ids of the fetched blocks, in the order of use.
         sizes: Bytes of each of them.
         runs: The room, ascending.
 
     Yields:
-        The offset of each of them, for each of some rounds after which the first is repeated.
+        The offset of each fetched block, for each of some rounds, which are then repeated.
     """
     known: list[list[list[int]]] = []
     for layout in _ways(blocks, sizes, runs):
-        if layout not in known:  # laps of several lengths may come to the same
+        if layout not in known:  # laps of several lengths may give the same layout
             known.append(layout)
             yield layout
 
@@ -43,7 +43,7 @@ def layouts(
 def _ways(
     blocks: Sequence[int], sizes: Sequence[int], runs: Sequence[Run]
 ) -> Iterator[list[list[int]]]:
-    """Yields what :func:`layouts` does, some of it several times."""
+    """Yields the layouts of :func:`layouts`, some of them several times."""
     size_of = dict(zip(blocks, sizes, strict=True))
     if len(size_of) < len(blocks):
         for offsets in _staying(list(size_of.values()), runs):
@@ -53,10 +53,10 @@ def _ways(
 
 
 def _staying(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[int]]:
-    """Yields the offsets of blocks that have a place each, for the first use in each round.
+    """Yields offsets with which each block has one place, for the first use in each round.
 
-    In laps that are as long as can be first: where an order is turned, the last lap and what is
-    left of the one before it are all that fits.
+    The first layouts have laps as long as possible: if the order is reversed in the next pass, what
+    is then in HBM is the last lap and the rest of the one before it.
     """
     longest = _in_laps(sizes, sum(end - begin for begin, end in runs), runs)
     if longest is not None:
@@ -66,16 +66,16 @@ def _staying(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[int]]:
 
 
 def _moving(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
-    """Yields ways to lay out what comes up, wherever it was before.
+    """Yields layouts in which a block may have a different place each time.
 
-    In slots of the size of the largest, each of which takes as many blocks that come one after the
-    other as fit; the slots take turns, however many slotfuls come in a round. Or, where there are
-    several sizes, in one slot of the largest and the rest of the room in slots of a smaller size,
-    which take turns among themselves; or in laps over the whole room that are about as long, where
-    each round begins at the begin of the room.
+    Either in slots of the size of the largest block, each of which takes as many consecutive blocks
+    as fit; the slots take turns, also across rounds. Or, if there are several sizes, in one slot
+    for the largest size, and slots of a smaller size in the rest of the room, which take turns
+    among themselves. Or in laps over the whole room that are about equally long, where each round
+    begins at the begin of the room.
 
     Args:
-        sizes: Bytes of what comes up, in the order of use.
+        sizes: Bytes of the fetched blocks, in the order of use.
         runs: The room, ascending.
 
     Yields:
@@ -98,13 +98,13 @@ def _moving(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int
 def _in_slots(sizes: Sequence[int], runs: Sequence[Run]) -> list[list[int]]:
     """Returns the offsets in slots that take turns, by round.
 
-    None with fewer than two slots, or where they come round too late.
+    Empty with fewer than two slots, or if the layout repeats too late.
     """
     slot = max(sizes)
     slots = [at for begin, end in runs for at in range(begin, end - slot + 1, slot)]
     if len(slots) < 2:
         return []
-    places: list[tuple[int, int]] = []  # which slotful of the round, and how far into it
+    places: list[tuple[int, int]] = []  # number of the slot's filling in the round, offset in it
     number = filled = 0
     for nbytes in sizes:
         if filled + nbytes > slot:
@@ -121,7 +121,7 @@ def _in_slots(sizes: Sequence[int], runs: Sequence[Run]) -> list[list[int]]:
 
 
 def _in_two_sizes(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[list[int]]]:
-    """Yields the offsets where the largest blocks have a slot to themselves, by round."""
+    """Yields the offsets in which the largest blocks have a slot of their own, by round."""
     large = max(sizes)
     begin, end = max(runs, key=lambda run: run[1] - run[0])
     smaller: Counter[int] = Counter()
@@ -150,7 +150,7 @@ def _in_two_sizes(sizes: Sequence[int], runs: Sequence[Run]) -> Iterator[list[li
 
 
 def _laps(sizes: Sequence[int], bound: int) -> int:
-    """Returns how many laps there are, none of them longer than ``bound`` but by one block."""
+    """Returns the number of laps of at most ``bound`` bytes (or of one block that is larger)."""
     laps, filled = 1, 0
     for nbytes in sizes:
         if filled and filled + nbytes > bound:
@@ -160,7 +160,7 @@ def _laps(sizes: Sequence[int], bound: int) -> int:
 
 
 def _shortest(sizes: Sequence[int], count: int, most: int) -> int:
-    """Returns the bytes of the longest lap where so many laps are about as long."""
+    """Returns the bytes of the longest lap if ``count`` laps are about equally long."""
     least = max(max(sizes), sum(sizes) // count)
     most = max(most, least)
     for _ in range(_BISECTIONS):
@@ -175,11 +175,11 @@ def _shortest(sizes: Sequence[int], count: int, most: int) -> int:
 
 
 def _in_laps(sizes: Sequence[int], bound: int, runs: Sequence[Run]) -> list[int] | None:
-    """Returns the offset of each block; None where one of them has no room in its lap.
+    """Returns the offset of each block; None if one of them does not fit in its lap.
 
     Args:
         sizes: Bytes of the blocks, in the order of use.
-        bound: Bytes of a lap; where it is all of the room, a lap ends where the runs do.
+        bound: Bytes of a lap; if it is all of the room, a lap ends at the end of the runs.
         runs: The room, ascending.
     """
     room = sum(end - begin for begin, end in runs)

@@ -1,4 +1,4 @@
-"""Loops that only read: what they have to do with, and how long they take with a plan. Pure."""
+"""Loops that only read: their blocks and times, and how long they take with a plan. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tiermem.core.rounds import Round, host_seconds
 from tiermem.core.slots import one_ahead_time
 
 _SEVERAL = 3
-"""With fewer slots than these, one block is in use and one ahead, however small they are."""
+"""With fewer slots than this, one block is in use and one is prefetched, however small they are."""
 _SLOWER = 1.1
-"""Factor on compute times: where compute takes about as long as the copies, the model knows too
-little of how room comes free to tell which of them delays each block."""
+"""Factor on compute times: if compute takes about as long as the copies, the model of free room is
+not precise enough to tell which of the two delays each block."""
 _MORE_MOVED = 1.05
-"""Factor over the least that moves: kernels are slower beside copies, if they wait for none."""
+"""Factor over the fewest bytes: kernels are slower beside copies, even if they wait for none."""
 _WORTH_IT_LAID_OUT = 1.01
-"""As ``_WORTH_IT``, over the least that any plan comes to, so that no other has to be tried."""
+"""As ``_WORTH_IT``, over the least time of any plan: then no other plan has to be tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Plan:
 
     Attributes:
         residents: Blocks that stay in HBM.
-        reserve: Bytes of HBM through which the others stream, in use or fetched ahead.
-        slot: Bytes of the pieces that reserve is used in; 0 where nothing streams through it.
-        in_dram: Blocks whose home is a file and of which a copy stays in DRAM; None where the
-            plan says nothing of DRAM.
-        parks: Whether a disk begins with the next block that it reads straight into HBM before
-            that has room there.
+        reserve: Bytes of HBM through which the others stream, in use or prefetched.
+        slot: Bytes of the pieces into which the reserve is divided; 0 if nothing streams.
+        in_dram: Blocks whose home is a file and of which a copy stays in DRAM; None if the plan
+            does not concern DRAM.
+        parks: Whether a disk begins to read the next block that goes straight into HBM before HBM
+            has room for it.
     """
 
     residents: frozenset[int]
@@ -51,8 +51,8 @@ class Files:
 
     Attributes:
         seconds: Seconds that a disk takes for a block, by id.
-        room: Bytes of DRAM to spare.
-        staging: Bytes of the chunks through which it reads straight into HBM.
+        room: Bytes of spare DRAM.
+        staging: Bytes of the chunks through which the disk reads straight into HBM.
     """
 
     seconds: Mapping[int, float]
@@ -61,38 +61,38 @@ class Files:
 
 
 def largest_beside(sizes: Mapping[int, int], kept: Collection[int]) -> int:
-    """Returns the bytes of the largest block that is not kept; 0 where there is none."""
+    """Returns the bytes of the largest block that is not kept; 0 if there is none."""
     return max((size for block, size in sizes.items() if block not in kept), default=0)
 
 
 def occupied(size: int, slot: int) -> int:
-    """Returns the bytes a block takes up of slots that hold whole blocks only.
+    """Returns the bytes of a slot divided by the number of blocks of a size that it holds.
 
     Args:
-        size: Of the block.
-        slot: Of a slot, at least as large.
+        size: Bytes of the block.
+        slot: Bytes of a slot, at least as many.
     """
     return slot // (slot // size)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop that only reads, and what it has to do with.
+    """A loop that only reads.
 
     Attributes:
         order: Ids of blocks in order of use, a few rounds.
         sizes: Bytes by id.
         room: Bytes of HBM for these blocks.
         compute: Seconds of each use.
-        transfer: Seconds a block takes to arrive, by id: from DRAM, where its home is a file.
-        latency: Seconds between a slot coming free and the next copy into it.
-        files: Of the blocks whose homes are files.
-        steady: Whether the same blocks are used in the same order, each once a round.
+        transfer: Seconds a block takes to arrive, by id; if its home is a file, from DRAM.
+        latency: Seconds between a slot becoming free and the next copy into it.
+        files: Times and spare DRAM for the blocks whose homes are files.
+        steady: Whether the same blocks are used in the same order, each once per round.
         laid_out: Whether its rounds are laid out beforehand (:mod:`tiermem.core.laps`).
-        begins: Where the passes of a round begin in the order.
-        lags: Of each, how many further blocks are used before one is let go.
-        further: Of each, the same of single blocks, where it is more; none where it is left out.
-        ways: The ways to lay such a loop out, whatever its times are, by what stays.
+        begins: Positions in the order at which the passes of a round begin.
+        lags: For each pass, how many further blocks are used before a block is released.
+        further: For each pass, the same for single blocks with a larger number; may be empty.
+        ways: The possible layouts of the loop, which do not depend on times, by what stays.
     """
 
     order: Sequence[int]
@@ -111,7 +111,7 @@ class Loop:
 
     @cached_property
     def _by_residents(self) -> dict[frozenset[int], LaidOut | None]:
-        """Layouts that were found for what stays; None where that cannot be laid out."""
+        """Layouts found so far, by the blocks that stay; None if none is possible."""
         return {}
 
     @cached_property
@@ -127,16 +127,16 @@ class Loop:
 
     @property
     def _host(self) -> float:
-        """Seconds of the host until it has entered the last use of a round."""
+        """Seconds until the host has entered the last use of a round."""
         return host_seconds(self.length + len(self._passes) - 2)
 
     @cached_property
     def slower(self) -> Loop:
-        """The loop by which plans are compared: its compute takes somewhat longer."""
+        """The same loop with somewhat longer compute, with which plans are compared."""
         return replace(self, compute=[_SLOWER * seconds for seconds in self.compute])
 
     def seconds(self, plan: Plan) -> float:
-        """Returns how long it takes with a plan, by a model of the links."""
+        """Returns the seconds that it takes with a plan, by a model of the links."""
         if self.files is not None:
             return self.from_disk(plan, self.files)[0]
         order, sizes, kept = self.order, self.sizes, plan.residents
@@ -148,20 +148,20 @@ class Loop:
         if self.steady and sum(s for b, s in taken.items() if b not in kept) > plan.reserve:
             found = self._all_anew(plan, taken)
             return max(found, self.one_by_one(plan)) if self.by_twos(plan) else found
-        # a block that stays is fetched once, whichever plan it is: left out of the comparison
+        # a resident block is fetched once with any plan, so this is left out of the comparison
         fetched = refetched(order, taken, kept, plan.reserve, kept)
         arrive = [self.transfer[b] if f else 0.0 for b, f in zip(order, fetched, strict=True)]
         streamed = [taken[b] if f else 0 for b, f in zip(order, fetched, strict=True)]
         found = streaming_time(self.compute, arrive, streamed, plan.reserve, self.latency)
         if plan.reserve >= _SEVERAL * plan.slot:
             return found
-        # its small blocks share a slot, which two slots of whole blocks have none to give for
+        # this model lets small blocks share a slot, which two slots cannot provide
         if self.steady:
             return max(found, self.one_by_one(plan))
         return max(found, one_ahead_time(fetched, self.compute, arrive, self.latency))
 
     def by_laps(self, plan: Plan) -> LaidOut | None:
-        """Returns how its rounds are laid out with a plan; None where they cannot be."""
+        """Returns the layout of its rounds with a plan; None if there is none."""
         kept = plan.residents
         if not self.laid_out or not self._has_copies(plan):
             return None
@@ -184,12 +184,12 @@ class Loop:
         return self._by_residents[kept]
 
     def keep_ways(self, plan: Plan) -> None:
-        """Keeps the ways to lay it out with a plan for the longest: those asked for first go."""
+        """Makes a plan's layouts the last ones to be dropped from ``ways``."""
         if (ways := self.ways.pop(plan.residents, None)) is not None:
             self.ways[plan.residents] = ways
 
     def _has_copies(self, plan: Plan) -> bool:
-        """Whether all that streams from files with a plan has copies in DRAM, so is not read."""
+        """Whether all blocks that stream from files with a plan have copies in DRAM."""
         if self.files is None:
             return True
         copies = plan.in_dram or frozenset()
@@ -198,21 +198,21 @@ class Loop:
         return self.files.seconds.keys() & self.sizes.keys() <= plan.residents | copies
 
     def lays_out_as(self, plan: Plan, other: Plan) -> bool:
-        """Whether rounds are laid out with a plan if they are with another one.
+        """Whether rounds can be laid out with a plan, if they can be with another one.
 
-        Where they are not, :meth:`seconds` goes by a model that leaves more out.
+        If they cannot, :meth:`seconds` uses a less precise model.
         """
         return self.by_laps(plan) is not None or self.by_laps(other) is None
 
     def is_good(self, plan: Plan, worth_it: float = _WORTH_IT_LAID_OUT) -> bool:
-        """Whether no plan for rounds that are laid out would be much better than one.
+        """Whether no other plan for rounds that are laid out would be much better.
 
-        They wait for nothing but the busiest of link, compute and host, once the first block that
-        streams has been used and until the last use, and move hardly more than with any other.
+        With a good plan, the busiest of link, compute and host is never idle between the use of the
+        first streaming block and the last use, and hardly more moves than with any other plan.
 
         Args:
             plan: The plan.
-            worth_it: So many times the least of any plan is not worth another one.
+            worth_it: A plan is good if it takes at most this many times the least of any plan.
         """
         out = self.by_laps(plan)
         if out is None:
@@ -229,8 +229,8 @@ class Loop:
         """Returns the seconds of copies, and of compute, in each pass of a round.
 
         Args:
-            blocks: What is copied up, but for what is there as the pass begins.
-            room: Bytes of that.
+            blocks: The blocks that are copied to HBM, unless they are there when the pass begins.
+            room: Bytes of those that are there.
         """
         found = []
         for begin, end in self._passes:
@@ -242,7 +242,7 @@ class Loop:
         return found
 
     def _all_anew(self, plan: Plan, taken: Mapping[int, int]) -> float:
-        """Returns how long rounds take in which each block is used once and stays or is fetched."""
+        """Returns the seconds of rounds in which every use of a streaming block needs a fetch."""
         kept = plan.residents
         arrive = {b: 0.0 if b in kept else s for b, s in self.transfer.items()}
         streamed = {b: 0 if b in kept else s for b, s in taken.items()}
@@ -255,16 +255,16 @@ class Loop:
         )
 
     def at_least(self, plan: Plan) -> float:
-        """Returns a lower bound of the seconds, where each block is used once in each pass."""
+        """Returns a lower bound of the seconds, if each block is used once in each pass."""
         streams = self.sizes.keys() - plan.residents
         passes = self._busy(streams, plan.reserve if len(self._passes) > 1 else 0)
         host = self._host if self.laid_out else 0.0
         return max(sum(map(max, passes)), host) * len(self.order) / self.length
 
     def from_disk(self, plan: Plan, files: Files) -> tuple[float, float]:
-        """Returns how long it takes with a plan for blocks from files, and the disk of it.
+        """Returns the seconds with a plan for blocks from files, and those in which the disk reads.
 
-        It is played with all that HBM and DRAM keep from one use of a block to the next.
+        The simulation includes all blocks that HBM and DRAM keep between two uses.
         """
         order = self.order[: self.length]
         compute = self.compute[: self.length]
@@ -288,10 +288,10 @@ class Loop:
         return rounds * seconds, rounds * busy
 
     def one_by_one(self, plan: Plan) -> float:
-        """Returns how long it takes with a plan of two slots, one block in use and one ahead.
+        """Returns the seconds with a plan of two slots: one block in use, one prefetched.
 
-        That is what two slots come to. The model of room has small blocks share one, and takes
-        place for free as soon as it is.
+        The model of :meth:`seconds` does not fit two slots: it lets small blocks share a slot, and
+        reuses room as soon as it is free.
         """
         order, compute, fetch = self._round()
         moves = [block not in plan.residents for block in order]
@@ -299,7 +299,7 @@ class Loop:
         return one * len(self.order) / len(order)
 
     def by_twos(self, plan: Plan) -> bool:
-        """Whether a plan has one block in use and one ahead, in rounds that are alike."""
+        """Whether a plan has one block in use and one prefetched, in rounds that are alike."""
         return self.steady and plan.reserve < _SEVERAL * plan.slot
 
     def _round(self) -> tuple[Sequence[int], Sequence[float], Sequence[float]]:
@@ -309,10 +309,9 @@ class Loop:
 
 
 def _period(order: Sequence[int]) -> int:
-    """Returns after how many uses an order begins anew; all of them where it does not.
+    """Returns the period of an order of uses; its length if it does not repeat.
 
-    By the failure function of Knuth, Morris and Pratt: what is left of the order when its longest
-    border is taken away.
+    By the failure function of Knuth, Morris and Pratt: the length without the longest border.
     """
     border = [0] * len(order)
     matched = 0

@@ -1,4 +1,4 @@
-"""Plans for loops from a disk that leave what is in HBM and DRAM there, as far as can be. Pure."""
+"""Plans for loops from a disk that keep what is in HBM and DRAM, as far as possible. Pure."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from tiermem.core.loops import Loop, Plan, largest_beside
 from tiermem.core.residents import adjust_residents
 
 _AS_GOOD = 1.005
-"""A plan that reads less to come into force may be so many times as slow."""
+"""A plan that needs fewer reads to come into force may be slower by this factor."""
 
 
 def nearer_from_disk(
     loop: Loop, plan: Plan, kept: Sequence[int], there: Sequence[int], staged: Sequence[int]
 ) -> Plan:
-    """Returns a plan that is as good and keeps what HBM and DRAM have, as far as it can.
+    """Returns a plan that is as good and keeps what is in HBM and DRAM, as far as possible.
 
-    Every block that another plan brings to HBM or DRAM is read from the disk once more.
+    Every block that a new plan puts into HBM or DRAM has to be read from the disk once more.
 
     Args:
-        loop: What it is for.
-        plan: The best one, whatever is where.
+        loop: The loop.
+        plan: The best plan, regardless of what is in HBM and DRAM now.
         kept: Blocks in HBM that stay there so far.
-        there: Other blocks in HBM, those that are to stay first.
+        there: Other blocks in HBM, those that should stay first.
         staged: Blocks of which DRAM has copies.
     """
     files = loop.files

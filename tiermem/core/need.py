@@ -1,7 +1,8 @@
-"""The least budgets of a program, found by playing it through over sizes: no torch, no memory.
+"""The least budgets of a program, found by simulating it with sizes only: no torch, no memory.
 
-What a program needs depends on the budget itself: a larger one has larger blocks, larger units of
-gradients and more staging. So the least budget is looked for from below, and what is found works.
+What a program needs depends on the budget itself: with a larger one, blocks and units of gradients
+are larger, and there is more staging. So the least budget is searched from below, and the result is
+known to work.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ Home = Literal["hbm", "dram", "nvme", "auto"]
 
 _LEAST_UNIT = 16 << 20
 LARGEST_WHOLE, _AT_ONCE = 128 << 20, 10
-"""Where steps bind the host, blocks need not be finer than that, nor than this part of HBM, which
-holds two of them with gradients and the states of Adam."""
+"""If optimizer steps are host-bound, blocks need not be smaller than this, nor than this part of
+HBM, which holds two of them with gradients and Adam's state."""
 _LITTLE_MORE = 8
-"""A unit may be larger by one part in so many: a step of a bias by itself is as much work for the
-host as one of the matrix beside it."""
+"""A unit may be larger by one part in this many: to step a bias by itself takes the host as long as
+the matrix beside it."""
 STEPPED = 10
 """Times the bytes of a bfloat16 parameter: gradient, master and three states in float32."""
 STEPPED_WHOLE = 5
-"""Likewise without a master: a gradient in float32, and three states in the parameter's dtype."""
+"""The same without a master: a gradient in float32, and three states in the parameter's dtype."""
 _ROUNDS = 256
-_FINE = 256  # so many parts of a budget are told apart, as long as they are pages
+_FINE = 256  # the search ends at this part of a budget, or at a page
 
 
 def whole_block(hbm: int) -> int:
-    """Returns the bytes up to which a block is stepped as one where steps bind the host.
+    """Returns the bytes up to which a block is stepped as one unit if steps are host-bound.
 
-    That of a small unit takes it as long as that of a large one.
+    The step of a small unit takes the host as long as that of a large one.
 
     Args:
         hbm: Budget in bytes.
@@ -43,16 +44,16 @@ def whole_block(hbm: int) -> int:
 def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:
     """Returns the bytes a unit of gradients may have, so that an optimizer step fits in HBM.
 
-    A step holds a block of weights, its unit of gradients, and state and masters of a few
-    times the unit's size; and the next unit is fetched meanwhile. Units small enough for
-    that are not made smaller than what a link carries at full speed. A parameter whose step may
-    have to be made in parts is a unit of its own.
+    A step holds a block of weights, its unit of gradients, and state and masters of a few times
+    the unit's size, while the next unit is fetched. Units are not made smaller than a size that a
+    link copies at full speed. A parameter whose step may have to be divided into parts is a unit
+    of its own.
 
     Args:
         hbm: Budget in bytes.
         block: Bytes of the block of weights.
         sizes: Bytes of its parameters.
-        few: Whether units are to be few, since their steps bind the host.
+        few: Whether there should be few units, since their steps are host-bound.
     """
     free, whole = max(0, hbm - block), sum(sizes)
     if few and whole <= whole_block(hbm):
@@ -67,12 +68,12 @@ def unit_limit(hbm: int, block: int, sizes: Sequence[int], *, few: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StepNeed:
-    """The bytes that one unit of an optimizer step has in HBM at once, less what is fixed there.
+    """The bytes that the step of one unit has in HBM at once, without those fixed there.
 
     Attributes:
-        nbytes: All of it.
-        weights: Its block of weights.
-        overlap: Whether it may be made while a forward holds blocks.
+        nbytes: All of them.
+        weights: Those of its block of weights.
+        overlap: Whether the step may be performed while a forward holds blocks.
     """
 
     nbytes: int
@@ -82,11 +83,11 @@ class StepNeed:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A program as it runs with one budget of HBM.
+    """A program, simulated with one budget of HBM.
 
     Attributes:
         homes: Home and bytes of every block, in the order in which homes are reserved.
-        chain: Most bytes of blocks that nested calls hold at once, less those fixed in HBM.
+        chain: Most bytes of blocks that nested calls hold at once, without those fixed in HBM.
         gradients: Bytes of the largest unit of gradients that is not fixed; 0 for none.
         steps: The units of its optimizers.
     """
@@ -110,12 +111,12 @@ class Played:
 
         Args:
             dram: Bytes for homes.
-            files: Whether there is an NVMe tier, for what ``"auto"`` does not find room for.
+            files: Whether there is an NVMe tier, for ``"auto"`` blocks for which DRAM has no room.
         """
         return self._place(dram, files=files)[0]
 
     def on_disk(self, dram: int) -> int:
-        """Returns the bytes in files, where there are so many bytes of DRAM for homes."""
+        """Returns the bytes in files if there are ``dram`` bytes of DRAM for homes."""
         return self._place(dram, files=True)[1]
 
     def _place(self, dram: int, *, files: bool) -> tuple[int, int]:
@@ -130,14 +131,14 @@ class Played:
 
 
 def least(need: Callable[[int], int], budget: int) -> int:
-    """Returns the least budget that holds what is needed with that budget.
+    """Returns the least budget that is enough for what is needed with that budget.
 
-    Less may be needed with a larger budget (there are fewer blocks, each of whole pages), so that
-    a way up alone would end too high.
+    A larger budget may need less (fewer blocks, each of whole pages), so searching upwards alone
+    could end at a budget that is too large.
 
     Args:
         need: Returns the bytes needed with a budget.
-        budget: Where to begin, in bytes; if it does, it is what is returned.
+        budget: Where to begin, in bytes; returned if it is enough.
     """
     low = high = budget
     for _ in range(_ROUNDS):

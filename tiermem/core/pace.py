@@ -1,4 +1,4 @@
-"""Estimates from measurements: compute, links, and which prefetches were of use. Pure."""
+"""Estimates from measurements: compute, links, and which prefetches were useful. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SAMPLES_AT_FIRST = 2
 _EVERY = 16
 _EXTRA = 4
 _CALM = 64
-"""Passes after a surprise in which another one is no reason to measure more than usual: where
-others use the machine, times differ from pass to pass, and measuring takes the host time."""
+"""After an unexpected time, another one within this many passes does not cause more measurements:
+on a shared machine times differ from pass to pass, and measuring costs host time."""
 _CHANGED = 0.25
 _NOISE = 20e-6
-"""Seconds per use in which a host's time differs from pass to pass, and no plan would."""
+"""Seconds per use by which host time varies between passes; differences below change no plan."""
 _NEW_PLAN = 0.2
 _MOST_PASSES = 256
 _MOST_FILLS = 1 << 16
@@ -26,8 +26,8 @@ _PASSES_TO_TRUST = 2
 GUESSED_RATES = {"dram->hbm": 20e9, "hbm->dram": 20e9, "nvme->hbm": 2e9, "hbm->nvme": 2e9}
 """Bytes per second assumed of a link before anything is known of it."""
 FASTEST_UP = 55e9
-"""Bytes a second of a link from DRAM at the best: PCI Express 5 with 16 lanes. For choices that are
-not to be made for a slow link before it is known to be one."""
+"""Bytes per second of the fastest link from DRAM: PCI Express 5 with 16 lanes. It is assumed where
+a slow link should not be assumed before it has been measured."""
 
 
 class Recent:
@@ -35,13 +35,13 @@ class Recent:
 
     Attributes:
         value: The median; 0 before any sample.
-        announced: The value that the plan in force was made with.
+        announced: The value with which the plan in force was made.
     """
 
     __slots__ = ("_samples", "announced", "value")
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts without samples."""
         self._samples: list[float] = []
         self.value = 0.0
         self.announced = 0.0
@@ -50,7 +50,7 @@ class Recent:
         return len(self._samples)
 
     def add(self, sample: float) -> None:
-        """Adds a sample; the oldest of six goes."""
+        """Adds a sample; of six, the oldest is dropped."""
         samples = self._samples
         if len(samples) == _WINDOW:
             del samples[0]
@@ -70,7 +70,7 @@ class _Pass:
     blocks: dict[int, Recent] = field(default_factory=dict)
     left_out: bool = False  # whether the first was not measured
     samples: int = 0
-    asked: int = 0  # of which some may not have been read yet
+    asked: int = 0  # measurements begun; the results of some may not have been read yet
     since: int = 0
     extra: int = 0
     calm: int = 0
@@ -81,27 +81,27 @@ class _Pass:
 
     @property
     def sure(self) -> bool:
-        """Whether it was measured often enough to be counted on."""
+        """Whether it was measured often enough to be reliable."""
         return bool(self.blocks) and self.samples + self.left_out >= _SURE
 
     @property
     def known(self) -> bool:
-        """Whether it is measured now and then only."""
+        """Whether it is measured only now and then."""
         return max(self.asked, self.samples) + self.left_out >= _SAMPLES_AT_FIRST
 
 
 class Estimates:
     """Seconds of compute by pass and block, and of transfers by link and block.
 
-    A pass is measured the first two times (or the second alone, where the first was left out), then
-    one time in sixteen; after one that took a quarter more or less than foreseen (where it was not
-    measured, two in a row) it is measured the next four times as well, so that the medians follow.
-    Memory is bounded: 256 passes, and of each the blocks that still occur in it.
+    A pass is measured the first two times (only the second time, if the first was left out), then
+    one time in sixteen. If it took a quarter more or less than expected (twice in a row, if it was
+    not measured), it is also measured the next four times, so that the medians follow. Memory is
+    bounded: 256 passes, and for each the blocks that still occur in it.
 
     Attributes:
-        version: Grows when plans made with the estimates have become stale.
-        flops: Operations a second that are expected of the device for matrices in two bytes an
-            element; 0 where nothing is.
+        version: Increases when plans made with the estimates have become stale.
+        flops: Operations per second that are expected of the device for matrices of 2-byte
+            elements; 0 if unknown.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Estimates:
         """Starts with nothing measured.
 
         Args:
-            first: Bytes per second of a link for a copy of so many bytes, as known before
-                anything is measured (from the machine profile); None where it is not.
-            flops: Operations a second to expect of the device; 0 for none.
+            first: Returns the bytes per second of a link for a copy of a size, known before
+                anything is measured (from the machine profile), or None.
+            flops: Operations per second to expect of the device; 0 if unknown.
         """
         self.version = 0
         self.flops = flops
@@ -140,13 +140,13 @@ class Estimates:
         return True
 
     def leave_out(self, key: Hashable) -> bool:
-        """Notes that the first pass of a name is not measured, since plans can be made without.
+        """Notes that the first pass of a name is not measured, if plans can be made without that.
 
-        In a first pass tiermem and torch have other things to do for the first time, so it says
-        the least of all, and measuring it makes it longer still.
+        In a first pass, tiermem and torch do other work for the first time, so its times are the
+        least meaningful, and measuring would make it even longer.
 
         Returns:
-            Whether it is left out; else it is not the first, or is needed.
+            Whether it is left out; not if it is not the first, or its times are needed.
         """
         known = self._passes.get(key)
         if known is None or known.left_out or known.samples or known.asked or not self.flops:
@@ -155,20 +155,20 @@ class Estimates:
         return True
 
     def asked(self, key: Hashable) -> None:
-        """Notes that a pass was measured; :meth:`observe` may be told of it some passes later."""
+        """Notes that a pass is being measured; :meth:`observe` may follow some passes later."""
         known = self._passes.get(key)
         if known is not None:
             known.asked += 1
 
     def took(self, key: Hashable, seconds: float) -> None:
-        """Enters how long a pass took that was not measured.
+        """Notes how long a pass took that was not measured.
 
-        One that took a quarter more or less than usual may be chance; with the next it is a change.
+        A single one that took a quarter more or less than usual may be chance; two are a change.
 
         Args:
             key: Name of the pass.
-            seconds: From its begin to its end on the device, or by the host's clock to the begin of
-                the next one.
+            seconds: From its begin to its end on the device, or to the begin of the next pass by
+                the host's clock.
         """
         known = self._passes.get(key)
         if known is None or seconds <= 0.0:
@@ -188,7 +188,7 @@ class Estimates:
     def ask_again(self) -> None:
         """Makes :meth:`wants` ask for a measurement of the next pass of every name.
 
-        What has been measured and not been read yet is not told any more.
+        Measurements that have not been read yet are lost.
         """
         for known in self._passes.values():
             known.since, known.asked = _EVERY, known.samples
@@ -201,14 +201,14 @@ class Estimates:
         fills: Collection[tuple[str, int, float]],
         whole: float | None = None,
     ) -> None:
-        """Enters one measured pass.
+        """Notes a measured pass.
 
         Args:
             key: Name of the pass.
             compute: Seconds of a use, by block.
             flows: Bytes, and seconds in which they moved, by link.
             fills: Link, block and seconds of single transfers.
-            whole: Seconds of all uses; None where every block was used once.
+            whole: Seconds of all uses; None if every block was used once.
         """
         known = self._passes.get(key)
         if known is None:
@@ -260,7 +260,7 @@ class Estimates:
     def compute(self, key: Hashable, block: int) -> float | None:
         """Returns the seconds a block computes in a pass; None if the pass is not known yet.
 
-        Of a block that has not been seen in it, those of a typical one are returned.
+        For a block that has not been seen in it, returns the seconds of a typical block.
         """
         known = self._passes.get(key)
         if known is None or not known.sure:
@@ -276,32 +276,29 @@ class Estimates:
         return known.compute.value
 
     def longest(self, key: Hashable) -> float | None:
-        """Returns the seconds of the longest of the last passes that were not measured.
-
-        None before any.
-        """
+        """Returns the seconds of the longest of the last passes that were not measured, or None."""
         known = self._passes.get(key)
         return None if known is None else known.whole.most or None
 
     def transfer(self, link: str, block: int, nbytes: int) -> float:
-        """Returns the seconds a block takes to arrive: as measured, else by the link's speed."""
+        """Returns the seconds a block takes to arrive: measured, or else from the link's speed."""
         recent = self._fills.get((link, block))
         return recent.value if recent is not None else nbytes / self.rate(link, nbytes)
 
     def rate(self, link: str, nbytes: int = 1 << 62) -> float:
-        """Returns the bytes per second to expect of a link, for copies of so many bytes."""
+        """Returns the bytes per second to expect of a link, for copies of ``nbytes``."""
         recent = self._rates.get(link)
         if recent is not None:
             return recent.value
         return self.known_before(link, nbytes) or GUESSED_RATES[link]
 
     def best_rate(self, link: str) -> float | None:
-        """Returns the best speed sustained lately, else that known before; None if neither."""
+        """Returns the best recent speed, or else the one known beforehand; None if neither."""
         recent = self._rates.get(link)
         return recent.most if recent is not None else self.known_before(link, 1 << 62)
 
     def fastest(self, link: str) -> float:
-        """Returns the bytes a second of a link, by the best that was measured."""
+        """Returns the bytes per second of a link, the best that were measured."""
         return max(self.rate(link), self.best_rate(link) or 0.0)
 
     def passed(self, key: Hashable) -> bool:
@@ -315,12 +312,12 @@ class Estimates:
         return 0 if known is None else known.samples
 
     def sure(self, key: Hashable) -> bool:
-        """Whether passes of that name were measured often enough to be counted on."""
+        """Whether passes of that name were measured often enough to be reliable."""
         known = self._passes.get(key)
         return known is not None and known.sure
 
     def can_foresee(self, key: Hashable) -> bool:
-        """Whether plans for passes of that name can be made before more of them is measured."""
+        """Whether plans for passes of that name can be made before they are measured again."""
         return self.sure(key) or (self.flops > 0.0 and self.samples(key) > 0)
 
     def known(self) -> Iterator[Hashable]:
@@ -349,7 +346,7 @@ def _surprise(known: _Pass, compute: Mapping[int, float]) -> bool:
 
 
 def _stale(estimates: Collection[Recent]) -> bool:
-    """Whether a plan made with what was announced is off by a fifth; if so, announces anew."""
+    """Whether values differ by a fifth from those announced; if so, announces the new ones."""
     total = sum(recent.announced for recent in estimates)
     off = sum(abs(recent.value - recent.announced) for recent in estimates)
     if off <= _NEW_PLAN * total:
@@ -360,31 +357,31 @@ def _stale(estimates: Collection[Recent]) -> bool:
 
 
 class Waste:
-    """Which fetches ahead of use were for nothing, and which are therefore not made.
+    """Which prefetches were wasted, and which are therefore no longer made.
 
-    A fetch is wasted if the block leaves HBM unused, or the pass it was made for ends without
-    using it (experts of a mixture that are not chosen). Once more than half of a block's last
-    eight fetches for a pass were, it is not fetched ahead for that pass until two such passes
-    in a row have used it.
+    A prefetch is wasted if the block leaves HBM unused, or if the pass for which it was made ends
+    without using it (an expert that is not chosen). Once more than half of a block's last eight
+    prefetches for a pass were wasted, it is not prefetched for that pass until two such passes in a
+    row have used it.
 
     Attributes:
-        pending: Pass of each fetch of which nothing is known yet, by block.
-        outcomes: Whether the last fetches of blocks were wasted, where any was, by pass and block;
-            while there are none, a use only takes its block out of ``pending``.
-        stopped: Blocks that are not fetched ahead, by pass, and for how many such passes in a row
-            they have been used since.
-        changes: Grows whenever what is fetched ahead changes.
+        pending: Pass of each prefetch whose outcome is not known yet, by block.
+        outcomes: Whether the last prefetches were wasted, by pass and block, only if any was; while
+            there are none, a use only removes its block from ``pending``.
+        stopped: Blocks that are not prefetched, by pass, and how many such passes in a row have
+            used them since.
+        changes: Increases whenever the set of blocks that are prefetched changes.
     """
 
     def __init__(self) -> None:
-        """Starts with nothing fetched."""
+        """Starts without prefetches."""
         self.pending: dict[int, tuple[int, Hashable]] = {}
         self.changes = 0
         self.outcomes: dict[tuple[Hashable, int], list[bool]] = {}
         self.stopped: dict[Hashable, dict[int, int]] = {}
 
     def fetched(self, block: int, number: int, key: Hashable) -> None:
-        """Notes that a block is fetched ahead, for a pass of that number and name."""
+        """Notes that a block is prefetched, for a pass with that number and name."""
         self.pending[block] = (number, key)
 
     def used(self, block: int) -> None:
@@ -401,14 +398,14 @@ class Waste:
         return entry is not None
 
     def withdraw(self, block: int) -> None:
-        """Forgets a fetch of a block, which will leave HBM unused by no fault of its own."""
+        """Forgets a prefetch of a block that will leave HBM unused for another reason."""
         self.pending.pop(block, None)
 
     def end(self, number: int, key: Hashable, used: Collection[int]) -> int:
-        """Notes that a pass has ended; returns how many fetches for it were wasted.
+        """Notes that a pass has ended; returns how many prefetches for it were wasted.
 
         Args:
-            number: Of the pass.
+            number: Number of the pass.
             key: Its name.
             used: The blocks it used.
         """
@@ -429,15 +426,15 @@ class Waste:
         return len(wasted)
 
     def stops(self, key: Hashable, block: int) -> bool:
-        """Whether a block is not worth fetching ahead for a pass."""
+        """Whether a block is not worth prefetching for a pass."""
         return bool(self.stopped) and block in self.stopped.get(key, ())
 
     def unsteady(self) -> set[int]:
-        """Returns the blocks that some pass foresees and does not use."""
+        """Returns the blocks that some pass is expected to use and does not use."""
         return {block for stopped in self.stopped.values() for block in stopped}
 
     def forget(self, blocks: Collection[int]) -> None:
-        """Takes blocks out that no longer exist."""
+        """Removes blocks that no longer exist."""
         gone = set(blocks)
         for block in gone:
             self.pending.pop(block, None)
@@ -449,7 +446,7 @@ class Waste:
         self.stopped = {key: stopped for key, stopped in self.stopped.items() if stopped}
 
     def judge(self, key: Hashable, block: int, *, wasted: bool) -> None:
-        """Notes what came of a fetch that is no longer pending."""
+        """Notes the outcome of a prefetch that is no longer pending."""
         name = (key, block)
         outcomes = self.outcomes.pop(name, None)
         if outcomes is None:

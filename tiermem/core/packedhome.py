@@ -1,25 +1,27 @@
-"""Homes that lie packed: five sixths of the bytes of trained weights, gradients and state move.
+"""Packed homes: five sixths of the bytes of trained weights, gradients and state are copied.
 
-What is trained is written home in every step, so that a packed copy beside the home
+Trained blocks are written home in every step, so a packed copy beside the home
 (:mod:`tiermem.core.packing`) would be out of date at once. Here the home itself has the packed
-form. Moments and gradients have more exponents than weights: of every word the packed form has the
-sign and the 7 bits of the mantissa, a byte, and where in a window of 31 its exponent is, five bits:
-0 stands for the exponent 0 (zeros, subnormals), 1 to 31 for what is so much behind the window's
-base. The window ends with the largest exponent of the tile. A word below it is an *escape*.
+form. Moments and gradients have more different exponents than weights. Of every word the packed
+form has the sign and the 7 bits of the mantissa in a byte, and the position of its exponent in a
+window of 31 in five bits: 0 stands for the exponent 0 (zeros, subnormals), n from 1 to 31 for the
+window's base plus n. The window ends with the largest exponent of the tile. A word with an exponent
+below the window is an *escape*.
 
 A tile of 8,192 words takes 13,440 bytes: a byte for each word; the low four bits of each code, the
 even word's in the low half of a byte; the highest bit of each code, the first word's in the lowest
 bit of a byte; base and number of escapes, a byte each, and six that are not used; number and word
 of each of up to 30 escapes, 16 bits each. Numbers are little-endian.
 
-A tile with more escapes is *raw*: it lies as it is, its last 2,944 bytes elsewhere. So whatever a
-block has can be written home, nothing has to be looked at, and nothing is ever too large. Which
-tiles are raw is told by a byte for each, outside of the home.
+A tile with more escapes is *raw*: it is stored unchanged, its last 2,944 bytes elsewhere. So every
+block can be written home without inspecting it first, and never takes too much space. A byte for
+each tile, outside of the home, says which tiles are raw.
 
-A home has first the packed tiles, then what is behind the last whole tile, as it is; at its end the
-last bytes of raw tiles, 2,944 for each of all tiles. So it never takes more than its block.
+A home consists of the packed tiles; then the bytes behind the last whole tile, unchanged; and at
+its end space for the last bytes of raw tiles, 2,944 for each tile. So it never takes more bytes
+than its block.
 
-A device unpacks in place, as :mod:`tiermem.core.packing` says.
+A device unpacks in place, see :mod:`tiermem.core.packing`.
 """
 
 from __future__ import annotations
@@ -35,25 +37,25 @@ WORDS = 8192
 TILE = 2 * WORDS
 """Bytes of a tile."""
 PACKED_TILE = WORDS + WORDS // 2 + WORDS // 8 + 8 + 4 * ESCAPES
-"""Bytes of the packed form of a tile, and of a raw one that lie there."""
+"""Bytes of the packed form of a tile, and the bytes of a raw tile that are stored there."""
 SPILL = TILE - PACKED_TILE
-"""Bytes of a raw tile that lie at the end of its home."""
+"""Bytes of a raw tile that are stored at the end of its home."""
 ALIGNED = 16
-"""Bytes of which blocks that are packed have a multiple."""
+"""The size of a packed block is a multiple of this many bytes."""
 _WINDOW = 31
 
 
 @dataclass(frozen=True, slots=True)
 class PackedHome:
-    """A home that lies packed.
+    """A packed home.
 
     Attributes:
-        address: Of its first byte, the same for the host and for kernels.
-        tiles: Whole tiles of the block.
+        address: Address of its first byte, the same for the host and for kernels.
+        tiles: Number of whole tiles of the block.
         rest: Bytes behind them.
-        raw: Address of a byte for each tile that is not 0 if the tile is raw, likewise.
-        seen: Where kernels look at that: as many bytes in device memory, which reads of a bus would
-            hold up, or ``raw``.
+        raw: Address of one byte for each tile, which is not 0 if the tile is raw.
+        seen: Where kernels read these bytes: a copy in device memory, as reads over the bus would
+            slow them down, or ``raw``.
     """
 
     address: int
@@ -69,7 +71,7 @@ class PackedHome:
 
     @property
     def spill(self) -> int:
-        """Address of the last bytes of raw tiles."""
+        """Address of the space for the last bytes of raw tiles."""
         return self.address + self.tiles * PACKED_TILE + self.rest
 
 
@@ -85,24 +87,24 @@ def flags_nbytes(capacity: int) -> int:
 def first_flag(offset: int) -> int:
     """Returns the number of the first tile of a home.
 
-    Homes do not overlap, and a tile of one takes as many bytes as numbers are apart: so no two
-    tiles of an arena have the same number.
+    It is the offset divided by the bytes of a tile. As homes do not overlap, no two tiles of an
+    arena have the same number.
 
     Args:
-        offset: Of the home in the arena.
+        offset: Offset of the home in the arena.
     """
     return offset // TILE
 
 
 def pack_tile(words: Words) -> tuple[Bytes, Bytes | None]:
-    """Packs a tile as kernels do: the reference, for devices that are simulated.
+    """Packs a tile like the kernels: the reference, for simulated devices.
 
     Args:
         words: ``[8192]``.
 
     Returns:
-        What lies among the packed tiles, ``[13440]``; and what lies at the end of the home,
-        ``[2944]``, if it is raw, else None.
+        The bytes among the packed tiles, ``[13440]``, and those at the end of the home, ``[2944]``,
+        if the tile is raw, else None.
     """
     exponents = ((words >> 7) & 0xFF).astype(np.int64)
     base = max(int(exponents.max()) - _WINDOW, 0)
@@ -125,12 +127,12 @@ def pack_tile(words: Words) -> tuple[Bytes, Bytes | None]:
 def unpack_tile(packed: Bytes, spill: Bytes | None) -> Words:
     """Returns the words of a packed tile; the reference.
 
-    Whatever there is has words: where a copy home was cut short, nobody needs them, but a home is
-    unpacked all the same.
+    Any bytes can be unpacked: after an interrupted copy home nobody needs the words, but the home
+    may still be unpacked.
 
     Args:
-        packed: What lies among the packed tiles, ``[13440]``.
-        spill: What lies at the end of the home, ``[2944]``, if the tile is raw, else None.
+        packed: The bytes among the packed tiles, ``[13440]``.
+        spill: The bytes at the end of the home, ``[2944]``, if the tile is raw, else None.
     """
     if spill is not None:
         return np.concatenate([packed, spill]).view("<u2")

@@ -1,22 +1,22 @@
-"""Packed copies of blocks: three quarters of the bytes cross the link, and not a bit is lost.
+"""Packed copies of blocks: lossless, with three quarters of the bytes to copy over the link.
 
-Weights in bfloat16 use few of the 256 exponents: nearly all of a matrix lie within a window of 15.
-Of every word the packed form has the sign and the 7 bits of the mantissa, a byte, and where in the
-window its exponent is, four bits: 0 stands for the exponent 0 (zeros, subnormals), 1 to 15 for what
-is so much behind the window's base. A word whose exponent is none of these is an *escape* and is
-kept as it is. That exponents can be compressed without loss is known (DFloat11, ZipNN); a fixed
-width takes a few per cent more than an entropy code, and is unpacked by a simple kernel.
+Weights in bfloat16 use few of the 256 exponents: nearly all of a matrix are in a window of 15. Of
+every word the packed form has the sign and the 7 bits of the mantissa in a byte, and the position
+of its exponent in the window in four bits: 0 stands for the exponent 0 (zeros, subnormals), n from
+1 to 15 for the window's base plus n. A word with another exponent is an *escape* and is stored
+unchanged. It is known that exponents can be compressed without loss (DFloat11, ZipNN); codes of
+a fixed width take a few per cent more than an entropy code, but a simple kernel unpacks them.
 
 A part of a block is packed in *tiles* of 8,192 words, each with a base of its own and room for 30
 escapes; where a tile has more, the block is not packed. A tile takes 12,416 bytes: a byte for each
 word; four bits for each word, the even one in the low half of a byte; base and number of escapes,
 a byte each, and six that are not used; number and word of each escape, 16 bits each. Numbers are
-little-endian. What is behind the last whole tile follows as it is.
+little-endian. The bytes behind the last whole tile follow unchanged.
 
-A device unpacks in place: packed bytes are copied so that they end where the part ends, and tiles
-are written from its beginning on. As 3,968 bytes more are written of each tile than are read, tile
-``n`` of ``count`` covers no tile behind it: it can be written once those that it covers have been
-read. What is behind the last tile is where it belongs already.
+A device unpacks in place: packed bytes are copied to the end of the part's place, and tiles are
+written from its beginning on. For each tile, 3,968 bytes more are written than read, so an unpacked
+tile never overlaps the packed form of a later tile: it can be written once the packed tiles that
+it overlaps have been read. The bytes behind the last tile are where they belong already.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACKED_TILE = WORDS + WORDS // 2 + 8 + 4 * ESCAPES
 """Bytes of the packed form of a tile."""
 GROWS = TILE - PACKED_TILE
 MOST = 1 << 30
-"""Bytes that a part has at the most."""
+"""The most bytes that a part may have."""
 _WINDOW = 15
 _EXPONENTS = 256
 
@@ -51,7 +51,7 @@ class Part:
     Attributes:
         begin: Its first byte in the block.
         nbytes: Its bytes in the block.
-        offset: Where its packed form begins, behind the first byte of the block's.
+        offset: Offset of its packed form in that of the block.
     """
 
     begin: int
@@ -74,9 +74,9 @@ class Packed:
     """The packed form of a block, or of a part of it.
 
     Attributes:
-        address: Of the first byte of the block's packed form, in memory that a device reaches.
-        parts: In order, each behind the other.
-        moved: Bytes of all of them.
+        address: Address of the first byte of the block's packed form, accessible to the device.
+        parts: The parts, in order and without gaps.
+        moved: Bytes of all packed parts.
     """
 
     address: int
@@ -87,11 +87,11 @@ class Packed:
         """Returns the packed form of some bytes of the block.
 
         Args:
-            begin: The first.
-            nbytes: How many.
+            begin: The first byte.
+            nbytes: How many bytes.
 
         Returns:
-            None where they do not begin and end with tiles of one part.
+            The packed form; None if they do not begin and end with tiles of one part.
         """
         for part in self.parts:
             first = begin - part.begin
@@ -110,8 +110,8 @@ def parts_of(nbytes: int, rows: Iterable[tuple[int, int]] = ()) -> tuple[Part, .
     """Returns the parts in which a block is packed.
 
     Args:
-        nbytes: Of the block.
-        rows: First byte and bytes of each tensor of which rows come up by themselves, in order.
+        nbytes: Bytes of the block.
+        rows: First byte and bytes of each tensor of which single rows are fetched, in order.
     """
     bounds, at = list[tuple[int, int]](), 0
     for begin, size in [*rows, (nbytes, 0)]:
@@ -132,13 +132,13 @@ def packed_nbytes(parts: Sequence[Part]) -> int:
 
 
 def pack_tile(words: Words) -> Bytes | None:
-    """Packs a tile as kernels do: the reference, for devices that are simulated.
+    """Packs a tile like the kernels: the reference, for simulated devices.
 
     Args:
         words: ``[8192]``.
 
     Returns:
-        The packed form, 1-D; None where it has too many escapes.
+        The packed form, 1-D; None if the tile has too many escapes.
     """
     exponents = ((words >> 7) & 0xFF).astype(np.int64)
     counts = np.concatenate([[0], np.cumsum(np.bincount(exponents, minlength=_EXPONENTS))])

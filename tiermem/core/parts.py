@@ -1,4 +1,4 @@
-"""Into how many parts the step of a large parameter is cut. Pure arithmetic."""
+"""Into how many parts the step of a large parameter is divided. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from tiermem.core.block import ALIGNMENT, align_up
 
 _MOST = 0.2
 """Share of the HBM beside weights and gradient above which a parameter's state and master are
-stepped in parts: what comes as a whole needs a place that nothing else is in."""
+stepped in parts: a larger piece would need one contiguous place with nothing else in it."""
 _EACH = 16
-"""A large one takes one in so many of that room: three parts fit beside what else streams."""
+"""A large part takes one in this many of that room: three parts fit beside other blocks."""
 _FEWER, _USUAL = 6, 64 << 20
-"""Where that is less than so many bytes, one in as many instead, up to these: a part takes a slow
-host 1.2 ms, and a link 0.5 ms for 29 MB of state."""
+"""If that would be less than ``_USUAL`` bytes, a part takes one in ``_FEWER`` instead, up to
+``_USUAL``: a part takes a slow host 1.2 ms, and the link takes 0.5 ms for 29 MB of state."""
 _PARTS = 256
-"""Into so many a parameter is cut at most, unless there is room for smaller ones only."""
+"""The most parts of a parameter, unless there is only room for smaller parts."""
 _FINEST = 4096
-"""Likewise at all: where there is next to no room, HBM is refused, with the least."""
+"""The most parts in any case: with even less room, the budget of HBM is refused."""
 _AT_ONCE, _BLOCKS = 3, 3
-"""Parts that are in HBM at once, and blocks of each: of gradient, state and master."""
+"""How many parts are in HBM at once, and the blocks of each: of gradient, state and master."""
 _MOST_GRADIENT = 0.8
-"""Share of the HBM beside what calls hold above which a gradient is kept in runs; in what is left
-else, three parts of state and master fit, mostly."""
+"""Share of the HBM beside the blocks that calls hold above which a gradient is kept in runs; below,
+three parts of state and master mostly fit in the rest."""
 _KEPT, _PRECISE = 4, 4
-"""A master and three states, in float32 or what is wider: no class of torch's keeps more."""
+"""A master and three state tensors, in float32 or wider: no torch class keeps more."""
 _LEAST = 64 << 20
-"""Bytes below which a parameter is stepped as a whole where that fits at all: its copies take
+"""Bytes below which a parameter is stepped as a whole if that fits at all: its copies only take
 milliseconds."""
 _ALIGNED = 1024
-"""Elements. Runs begin and end where vectors and cache lines do, so that every element goes through
-the same instructions as in the whole."""
+"""Elements. Runs begin and end at borders of vectors and cache lines, so that every element is
+processed by the same instructions as in the whole tensor."""
 
 
 def parts_of(elements: int, nbytes: int, room: int) -> list[tuple[int, int]]:
-    """Cuts a parameter into runs of elements for its steps.
+    """Divides a parameter into runs of elements for its steps.
 
     Args:
         elements: How many it has.
-        nbytes: Of its state and master.
-        room: Bytes of HBM beside its weights and gradient, and what else is held.
+        nbytes: Bytes of its state and master.
+        room: Bytes of HBM beside its weights, its gradient, and other blocks that are held.
 
     Returns:
-        Where each begins and ends; one where there is room enough.
+        Begin and end of each run; one run if there is enough room.
     """
     if nbytes <= (room if nbytes < _LEAST else _MOST * room):
         return [(0, elements)]
@@ -50,18 +50,18 @@ def parts_of(elements: int, nbytes: int, room: int) -> list[tuple[int, int]]:
 def gradient_parts(
     elements: int, itemsize: int, room: int, *, least: bool = False
 ) -> list[tuple[int, int]]:
-    """Cuts a gradient into runs of elements, each of which comes to HBM by itself.
+    """Divides a gradient into runs of elements, each of which is a block.
 
-    The parameter is stepped in the same runs, so they are as short as its state may ask for.
+    The parameter is stepped in the same runs, so they are as short as its state may require.
 
     Args:
         elements: How many it has.
         itemsize: Bytes of one.
-        room: Bytes of HBM beside what calls hold at once, its weights among that.
-        least: Whether to cut it also where it leaves some room.
+        room: Bytes of HBM beside the blocks that calls hold at once, its weights among them.
+        least: Whether to divide it even if it leaves some room.
 
     Returns:
-        Where each begins and ends; one where there is room enough for the whole, or three runs
+        Begin and end of each run; one run if there is enough room for the whole, or if three runs
         would take as much.
     """
     nbytes = elements * itemsize
@@ -76,7 +76,7 @@ def gradient_parts(
 
 
 def whole_gradient(nbytes: int) -> int:
-    """Returns the room beside what calls hold in which a gradient of so many bytes is whole."""
+    """Returns the room beside the blocks that calls hold in which a gradient stays whole."""
     return int(nbytes / _MOST_GRADIENT)
 
 

@@ -1,7 +1,7 @@
-"""How HBM, and DRAM to spare, are shared between what stays of a loop and what streams. Pure.
+"""Divides HBM and spare DRAM between the blocks of a loop that stay and those that stream. Pure.
 
-Plans of every kind are tried against a model of the links, or of the whole machine where some of
-the blocks come from a disk.
+Plans of every kind are compared with a model of the links, or of the whole machine if some of the
+blocks are read from a disk.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ from tiermem.core.residents import choose_residents, keep_largest
 
 _SLOTS = (2, 3, 4, 6, 8, 12, 16)
 _SLOTS_LAID_OUT = (2, 3, 4)
-"""The same where rounds are laid out, and the model of them leaves nothing out."""
+"""The same if rounds are laid out, for which the model is complete."""
 _SLOTS_SEVERAL = (2, 3, 4, 6, 8)
 """The same in rounds of several passes, one of which may hold some slots longer."""
 _AS_GOOD = 1.002
 _FORGIVING = 4
-"""Slots that are room enough for what the model of the links does not know."""
+"""Slots that leave enough room for what the model of the links leaves out."""
 _WORTH_IT = 1.02
 """A plan in force is replaced if it is slower than the best one by this factor."""
 _MOST_TRIED = 5
 _MOST_TRIED_SEVERAL = 2
-"""The same in rounds of several passes, in which as much moves however much stays."""
+"""The same in rounds of several passes, in which the bytes moved do not depend on what stays."""
 _MOST_TRIED_AGAIN = 2
-"""The same where a plan is in force already, and only times are new."""
+"""The same if a plan is in force already, and only the times have changed."""
 _WORTH_TRYING = 1.005
-"""Factor over the least that a plan may come to, where the others are not tried."""
+"""If a plan takes at most this many times the least possible, the others are not tried."""
 _WORTH_TRYING_SEVERAL = 1.03
 """The same in rounds of several passes."""
 _AT_ENDS = (0, 1, 2)
-"""Numbers of blocks tried, at either end of a loop that turns, to be read before any other."""
+"""Numbers of blocks, at either end of a loop that goes back and forth, that are tried as the first
+ones to be read from the disk instead of staying."""
 _WAITED = 1.02
 """A loop that takes this many times its compute counts as waiting for its disk."""
 _MOST_PLAYED = 512
-"""Uses in a round up to which all plans are played that there may be; else a few."""
+"""Uses in a round up to which all plans are simulated; with more, only a few."""
 _COMMON = (0.9, 0.75)
 _MOST_PAIRED = 4
-"""Of so many sizes two are taken, one of which streams one by one."""
+"""Of this many sizes, pairs are tried, one size of which streams one by one."""
 
 
 def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
-    """Chooses how much HBM to stream through, and keeps blocks in the rest.
+    """Chooses how much HBM blocks stream through, and keeps blocks in the rest.
 
-    What the stream needs depends on the times: where compute is long, two slots hide
-    everything; where the link decides, more slots keep it busy while a resident computes, but
-    each costs bytes that could have stayed. So reserves of a few blocks are tried against a
-    model of the link. Where the link decides they differ. Where it does not, some room forgives
-    what the model does not know, and more than that costs: kernels are slower beside copies (by
-    3% at 12 slots, by 1% at 4, where copies took 0.9 of the time of 8,192 tokens). So of those
-    within 0.2% of the fastest the smallest with four slots is taken, or else the largest.
+    How much is needed depends on the times. If compute is long, two slots hide all copies. If the
+    link is the bottleneck, more slots keep it busy while resident blocks compute, but each takes
+    bytes that could have stayed. So reserves of a few blocks are compared by a model of the link.
+    If the link is the bottleneck, they differ. If it is not, some more room makes up for what the
+    model leaves out, but too much costs time: kernels are slower beside copies (by 3% with 12
+    slots, by 1% with 4, when copies took 0.9 of the time of 8,192 tokens). So of the plans within
+    0.2% of the fastest, the smallest with four slots is chosen, or else the largest.
 
-    DRAM that is to spare holds copies of blocks from files, which are not read again; the rest is
-    read straight into HBM. Of plans that are as good the one that reads least is taken: a disk is
-    shared, and its speed is not the same from day to day.
+    Spare DRAM holds copies of blocks from files, which are then not read again; the others are read
+    straight into HBM. Of equally good plans, the one that reads least is chosen: a disk is shared,
+    and its speed varies from day to day.
 
     Args:
-        loop: What it is for.
+        loop: The loop.
         settled: The plan in force; it stays unless another one is much faster.
     """
     sizes, room = loop.sizes, loop.room
@@ -91,17 +92,17 @@ def share_hbm(loop: Loop, settled: Plan | None = None) -> Plan:
 
 
 def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
-    """Chooses a plan for rounds that are laid out; None where they cannot be with any.
+    """Chooses a plan for rounds that are laid out; None if there is no layout with any plan.
 
-    The one that may be the fastest is tried first: it moves the least, and of those that all take
-    the compute's time it has the most room. No other is tried once none can be much better.
+    The plan with the best lower bound is tried first: it moves the fewest bytes, and of plans that
+    are bound by compute it has the most room. Once no other plan can be much better, none is tried.
     """
-    several = len(loop.begins) > 1  # as much moves however much stays
+    several = len(loop.begins) > 1  # then the bytes moved do not depend on what stays
     if settled is not None and not several and loop.is_good(settled, _WORTH_IT):
         return settled
     plans = [*_plans(loop, _SLOTS_SEVERAL if several else _SLOTS_LAID_OUT)]
     if any(loop.further) and all(loop.by_laps(plan) is None for plan in plans):
-        plans = [*_plans(loop, _SLOTS)]  # what is held for long takes more
+        plans = [*_plans(loop, _SLOTS)]  # blocks that are held for long need more slots
     plans += _large_one_by_one(loop)
     plans += () if several else _large_alone(loop)
     roomy = _FORGIVING + max(loop.lags)
@@ -134,7 +135,7 @@ def _share_laid_out(loop: Loop, settled: Plan | None) -> Plan | None:
 
 
 def _large_one_by_one(loop: Loop) -> Iterator[Plan]:
-    """Yields plans by which large blocks stream one at a time, and small ones by twos."""
+    """Yields plans in which large blocks stream one at a time, and small ones two at a time."""
     for pinned in _oversize(loop.sizes, loop.room):
         rest = {block: size for block, size in loop.sizes.items() if block not in pinned}
         free = loop.room - sum(loop.sizes[block] for block in pinned)
@@ -142,9 +143,9 @@ def _large_one_by_one(loop: Loop) -> Iterator[Plan]:
 
 
 def _large_alone(loop: Loop) -> Iterator[Plan]:
-    """Yields plans by which none but the largest blocks stream, those that do not stay.
+    """Yields plans in which only the largest blocks stream, and all others stay.
 
-    Small ones that stream as well use up slots of the largest, and come too late for it.
+    Small blocks that stream, too, would take slots of the size of the largest.
     """
     sizes, largest = loop.sizes, max(loop.sizes.values())
     small = frozenset(block for block, size in sizes.items() if size < largest)
@@ -160,9 +161,9 @@ def _large_alone(loop: Loop) -> Iterator[Plan]:
 
 
 def _all_in_dram(loop: Loop, files: Files, settled: Plan | None) -> Plan | None:
-    """Returns the plan for weights at home in DRAM, where that has room for all that streams.
+    """Returns the plan for homes in DRAM, if spare DRAM has room for all streaming blocks.
 
-    None where it has not. Everything is read once then, and the disk is no part of the loop.
+    Then everything is read once, and the disk is not used in the loop. None if there is no room.
     """
     plan = share_hbm(replace(loop, files=None), settled)
     rest = frozenset(files.seconds) & loop.sizes.keys() - plan.residents
@@ -183,7 +184,7 @@ def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
             below = _with_copies(plan, loop, files, away)
             seconds, busy = loop.from_disk(below, files)
             found.append((seconds, busy, below))
-            # a loop that turns has not been seen to gain from it on a device
+            # on a device, loops that go back and forth have not been seen to gain from it
             if not turns and seconds > _WAITED * sum(loop.compute):
                 parks = replace(below, parks=True)
                 found.append((*loop.from_disk(parks, files), parks))
@@ -197,11 +198,11 @@ def _share_from_disk(loop: Loop, files: Files, settled: Plan | None) -> Plan:
 def _plans(
     loop: Loop, counts: Sequence[int], away: Collection[int] = frozenset()
 ) -> Iterator[Plan]:
-    """Yields what may stay in HBM, for reserves of so many blocks.
+    """Yields plans with reserves of some numbers of slots.
 
     Args:
-        loop: What it is for.
-        counts: Of how many blocks.
+        loop: The loop.
+        counts: The numbers of slots.
         away: Blocks that do not stay.
     """
     order, sizes, room = loop.order, loop.sizes, loop.room
@@ -222,11 +223,11 @@ def _plans(
 
 
 def _at_ends(loop: Loop, files: Files, count: int) -> frozenset[int]:
-    """Returns large blocks from files that are used first and last in a loop that turns.
+    """Returns large blocks from files that are used first and last in a loop back and forth.
 
-    Forward and then backward, those come again at once where the loop turns, and then not for
-    nearly a whole round. So they are read once a round, with most of it to read them in. Those in
-    the middle come twice a round.
+    In forward and then backward, these blocks are used twice in a row where the direction changes,
+    and then not for nearly a whole round. So they are read once per round, and there is much time
+    for it. Blocks in the middle are read twice per round.
     """
     sizes = {block: loop.sizes[block] for block in files.seconds if block in loop.sizes}
     largest = max(sizes.values(), default=0)
@@ -237,10 +238,10 @@ def _at_ends(loop: Loop, files: Files, count: int) -> frozenset[int]:
 def _by_classes(
     order: Sequence[int], sizes: Mapping[int, int], room: int, pinned: frozenset[int]
 ) -> Iterator[Plan]:
-    """Yields plans by which large blocks stay or stream one at a time, and small ones by twos.
+    """Yields plans in which large blocks stay or stream one at a time, and small ones in pairs.
 
-    Two slots as large as the largest block are room that could keep another one. Where small
-    blocks stream between the large ones, their copies give each of those the time to be used up.
+    The second of two slots as large as the largest block could keep another block instead. If small
+    blocks stream between the large ones, a large one is no longer in use when the next is fetched.
     """
     passing = [block for block in order if block in sizes]
     classes = _classes(sizes)
@@ -253,7 +254,7 @@ def _by_classes(
 
 
 def _classes(sizes: Mapping[int, int]) -> list[int]:
-    """Returns the sizes that most of the bytes are in, the largest first."""
+    """Returns the sizes of the blocks that most bytes are in, the largest first."""
     nbytes: Counter[int] = Counter()
     for size in sizes.values():
         nbytes[size] += size
@@ -261,7 +262,7 @@ def _classes(sizes: Mapping[int, int]) -> list[int]:
 
 
 def _with_copies(plan: Plan, loop: Loop, files: Files, away: Collection[int] = frozenset()) -> Plan:
-    """Returns a plan with copies in DRAM of as many of its blocks as fit, those away last."""
+    """Returns a plan with copies in DRAM of as many of its blocks as fit, ``away`` ones last."""
     sizes = loop.sizes
     rest = {b: sizes[b] for b in files.seconds if b in sizes and b not in plan.residents}
     near = [block for block in loop.order if block in rest and block not in away]
@@ -271,7 +272,7 @@ def _with_copies(plan: Plan, loop: Loop, files: Files, away: Collection[int] = f
 def _oversize(sizes: Mapping[int, int], room: int) -> list[frozenset[int]]:
     """Returns sets of blocks to keep in any case: none, and those far larger than the others.
 
-    A slot for an embedding is room that several layers could have.
+    A slot for an embedding takes the room of several layers.
     """
     total = sum(sizes.values())
     found = [frozenset[int]()]

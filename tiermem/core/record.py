@@ -1,4 +1,4 @@
-"""What is known of one block: its state in each tier, and where it is there."""
+"""What is known of one block: its state and address in each tier."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class State(enum.Enum):
 
 
 class Move(NamedTuple):
-    """A copy asked for: the whole of one block, from one tier to another.
+    """A requested copy of one whole block from one tier to another.
 
     Attributes:
-        block: What moves.
+        block: The block.
         source: Tier it is read from.
         target: Tier it is written to.
         source_extent: Address there.
@@ -44,7 +44,7 @@ class Record:
     Attributes:
         block: The block.
         home: Tier that always has space for it.
-        home_extent: Its address there (None where the home is HBM).
+        home_extent: Its address there (None if the home is HBM).
         at_home: State of the home copy.
         in_hbm: State of the HBM copy.
         extent: Address in HBM, or None.
@@ -52,15 +52,14 @@ class Record:
         defined: Whether the block holds data at all (a gradient may not yet).
         writes: How often the HBM copy was marked as written.
         home_writes: How often the home copy was written directly.
-        fixed: Whether it is in HBM for good, or in its annex.
-        still: Whether something else than parameters knows its address in HBM, so that it must not
-            be moved there.
-        later: Bytes of what may be needed while it is held, where HBM has room for that only if
-            it lies at an end; else 0.
-        copied: Whether nothing but a copy home has used the HBM copy since compute did, so that
-            whoever has the place next need not wait for compute.
-        packs: Whether it is written home packed, where that can be done
-            (:mod:`tiermem.core.packedhome`).
+        fixed: Whether it always stays in HBM, or in its annex.
+        still: Whether something other than parameters knows its address in HBM, so that it must
+            not be moved there.
+        later: Bytes of blocks that may be needed while it is held, if HBM has room for them only
+            when this block is at an end; else 0.
+        copied: Whether only a copy home has used the HBM copy since compute last did, so that the
+            next user of the place need not wait for compute.
+        packs: Whether it is written home packed, if possible (:mod:`tiermem.core.packedhome`).
     """
 
     block: Block
@@ -81,12 +80,12 @@ class Record:
 
     @property
     def stamp(self) -> tuple[Any, ...]:
-        """What tells which bytes its home has: it differs once they may be others."""
+        """Identifies the bytes of its home: it differs once these may have changed."""
         return self.writes, self.home_writes, self.home, self.home_extent
 
     @property
     def annexed(self) -> Extent | None:
-        """The address in DRAM of a block that kernels use there for good, as if it were HBM."""
+        """The address in DRAM of a block that kernels always use there, as if it were in HBM."""
         place = self.extent
         if place is None or place.offset < ANNEX:
             return None

@@ -1,9 +1,9 @@
-"""The residency table: the state of every block in every tier, and the place where it is changed.
+"""The residency table: the state of every block in every tier, and its transitions.
 
-What is done at every use is in line where it is used: leases, and the swaps of passes that repeat
-others (:mod:`tiermem.runtime.lookahead.replay`).
+Transitions that happen at every use (leases, and the swaps of replayed passes,
+:mod:`tiermem.runtime.lookahead.replay`) are written in line there for speed.
 
-Rules that every transition keeps (:meth:`ResidencyTable.check` states them):
+Rules that every transition keeps (:meth:`ResidencyTable.check` checks them):
 a block that holds data has a valid copy somewhere at all times; at most one
 copy is dirty; a leased copy is not drained, dropped or overwritten; a failed
 transfer restores the state before it.
@@ -28,11 +28,11 @@ class ResidencyTable:
 
     Attributes:
         hbm: The allocator.
-        nbytes: Of all blocks, wherever they are.
-        give_way: Blocks, by id, of which the home is HBM, and which are taken out where another
-            one has no room.
-        get: Returns a block's record by id, or None where there is no such block (any more).
-        of: Returns a block's record by id, which must be there.
+        nbytes: Bytes of all blocks, wherever they are.
+        give_way: Blocks, by id, that have HBM as their home and are removed if another block has no
+            room.
+        get: Returns a block's record by id, or None if there is no such block (any more).
+        of: Returns a block's record by id, which must exist.
         at: Returns the record of the block in HBM at an offset; None for an orphan.
         by_offset: The same records by offset.
     """
@@ -42,7 +42,7 @@ class ResidencyTable:
 
         Args:
             hbm_nbytes: Capacity of HBM.
-            backing: The memory behind it; None where it is there already.
+            backing: Maps the memory behind it; None if all of it is there already.
         """
         self.hbm = Allocator(hbm_nbytes, backing=backing)
         self.nbytes = 0
@@ -64,10 +64,10 @@ class ResidencyTable:
         return len(self._records)
 
     def fixed_nbytes(self, *, now: bool = False) -> int:
-        """Returns the bytes of HBM that are taken for good.
+        """Returns the bytes of HBM that blocks take permanently.
 
         Args:
-            now: Whether to count what gives way, too.
+            now: Whether to include blocks that give way.
         """
         return sum(
             record.block.nbytes
@@ -80,7 +80,7 @@ class ResidencyTable:
     def add(
         self, block: Block, home: Tier, home_extent: Extent | None, *, defined: bool = False
     ) -> Record:
-        """Enters a block.
+        """Adds a block.
 
         Args:
             block: The block.
@@ -99,19 +99,19 @@ class ResidencyTable:
         return record
 
     def remove(self, block_id: int, *, keep: bool = False) -> Record:
-        """Takes a block out; its HBM space is freed, its home extent is the caller's.
+        """Removes a block and frees its HBM space; the caller has to free its home extent.
 
         Args:
             block_id: The block.
             keep: Leave its HBM space taken, as an orphan; see :meth:`reclaim`.
 
         Raises:
-            InvariantError: If it is leased or under way.
+            InvariantError: If it is leased or being transferred.
         """
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "removed")
-        del self._records[block_id]  # first: cut short after it, the rest follows from it
+        del self._records[block_id]  # first: after an interrupt, the rest follows from it
         self.give_way.discard(block_id)
         if record.annexed is None:
             self.nbytes -= record.block.nbytes
@@ -119,14 +119,14 @@ class ResidencyTable:
         return record
 
     def annex(self, block_id: int) -> Extent:
-        """Has a block used at its home in DRAM for good, as if that were a place in HBM.
+        """Makes kernels use a block at its home in DRAM, as if that were a place in HBM.
 
         Args:
-            block_id: The block; it holds no data yet. Its place is the caller's to free, once it
-                is taken out.
+            block_id: The block; it holds no data yet. The caller has to free its place once the
+                block is removed.
 
         Returns:
-            The address at which it is from now on, of no byte of HBM.
+            Its address from now on, which is not one of a byte in HBM.
         """
         record = self._records[block_id]
         home = record.home_extent
@@ -136,7 +136,7 @@ class ResidencyTable:
             raise self._wrong(record, "annexed without a home")
         place = Extent(ANNEX + home.offset, home.nbytes)
         new = place, Tier.HBM, None, _VALID, True, self.nbytes - record.block.nbytes
-        r = record  # one line, in which Python calls nothing: it is done as a whole
+        r = record  # one line without Python calls: it cannot be interrupted half way
         r.extent, r.home, r.home_extent, r.in_hbm, r.fixed, self.nbytes = new
         return place
 
@@ -148,17 +148,17 @@ class ResidencyTable:
         return self.nbytes <= self.hbm.capacity
 
     def begin_fill(self, block_id: int, extent: Extent) -> Move:
-        """Begins to bring a block up into ``extent``, which the caller has allocated."""
+        """Begins to copy a block to HBM into ``extent``, which the caller has allocated."""
         record = self._records[block_id]
         if record.in_hbm is not State.ABSENT or record.at_home is not State.VALID:
             raise self._wrong(record, "filled")
         if record.home_extent is None:
             raise self._wrong(record, "filled from a home in HBM")
-        self._enter(record, extent, State.FILLING)  # raises where it is not the caller's
+        self._enter(record, extent, State.FILLING)  # raises if the extent was not allocated
         return Move(record.block, record.home, Tier.HBM, record.home_extent, extent)
 
     def end_fill(self, block_id: int, *, ok: bool, keep: bool = False) -> None:
-        """Ends a fill; one that failed frees the HBM space again, or leaves it an orphan."""
+        """Ends a fill; if it failed, the HBM space is freed or becomes an orphan."""
         record = self._records[block_id]
         if record.in_hbm is not State.FILLING:
             raise self._wrong(record, "said to be filled")
@@ -221,20 +221,19 @@ class ResidencyTable:
         return Move(record.block, Tier.HBM, record.home, record.extent, record.home_extent)
 
     def end_drain(self, block_id: int, *, ok: bool) -> None:
-        """Ends a drain; after one that failed the HBM copy is the only one still."""
+        """Ends a drain; if it failed, the HBM copy is still the only one."""
         record = self._records[block_id]
         if record.in_hbm is not State.DRAINING:
             raise self._wrong(record, "said to be drained")
         record.at_home = State.VALID if ok else State.ABSENT
-        record.in_hbm = State.VALID if ok else State.DIRTY  # last: until then it can be said again
+        record.in_hbm = State.VALID if ok else State.DIRTY  # last: until then this can be repeated
 
     def drop(self, block_id: int, *, free: bool = True) -> Extent:
         """Takes a clean copy out of HBM and returns the extent it had.
 
         Args:
             block_id: The block.
-            free: Whether to free the extent; otherwise it is the caller's, to put another block
-                there.
+            free: Whether to free the extent; otherwise the caller may put another block there.
         """
         record = self._records[block_id]
         clean = record.in_hbm is _VALID and (record.at_home is _VALID or not record.defined)
@@ -249,7 +248,7 @@ class ResidencyTable:
         return extent
 
     def relocate(self, block_id: int, offset: int) -> Extent:
-        """Gives the HBM copy another address; its bytes are the caller's to move.
+        """Gives the HBM copy another address; the caller has to move its bytes.
 
         The new extent may overlap the old one and nothing else.
 
@@ -257,7 +256,8 @@ class ResidencyTable:
             The new extent.
 
         Raises:
-            InvariantError: If there is no copy at rest, or the place is not free.
+            InvariantError: If there is no copy, it is in use or being transferred, or the place is
+                not free.
         """
         record = self._records[block_id]
         old = record.extent
@@ -286,7 +286,7 @@ class ResidencyTable:
         record = self._records[block_id]
         if record.leases or record.in_hbm in (State.FILLING, State.DRAINING):
             raise self._wrong(record, "discarded")
-        record.defined = False  # first: cut short after it, the rest follows from it
+        record.defined = False  # first: after an interrupt, the rest follows from it
         record.at_home = State.ABSENT
         if not record.fixed:
             self._leave(record, keep=keep)
@@ -294,16 +294,16 @@ class ResidencyTable:
             record.in_hbm = State.VALID
 
     def orphans(self) -> list[Extent]:
-        """Returns the HBM extents that belong to no block and are taken all the same."""
+        """Returns the HBM extents that are taken although they belong to no block."""
         return list(self._orphans.values())
 
     @property
     def present(self) -> int:
-        """How many blocks are in HBM, or on their way there or from there."""
+        """How many blocks are in HBM, or being copied to it or from it."""
         return len(self.by_offset)
 
     def strays(self) -> list[Extent]:
-        """Returns extents that were taken for a block that never got them (Ctrl-C in between)."""
+        """Returns extents that were allocated for a block but not given to it (after Ctrl-C)."""
         if self.hbm.count == len(self.by_offset) + len(self._orphans):
             return []
         return [
@@ -315,10 +315,10 @@ class ResidencyTable:
         ]
 
     def reclaim(self, extent: Extent) -> None:
-        """Frees an orphan: an extent that was kept for its aliases after its block had gone.
+        """Frees an orphan: an extent that was kept for its aliases after its block had left.
 
         Raises:
-            InvariantError: If it is none.
+            InvariantError: If it is not an orphan.
         """
         if self._orphans.get(extent.offset) != extent:
             raise InvariantError(f"{extent} is not an orphan")
@@ -330,27 +330,27 @@ class ResidencyTable:
         self._orphans[extent.offset] = self.hbm.take(extent)
 
     def home_written(self, block_id: int) -> None:
-        """Marks the home copy as written directly, there being none in HBM."""
+        """Marks the home copy as written directly; there is none in HBM."""
         record = self._records[block_id]
         if record.in_hbm is not State.ABSENT or record.home_extent is None:
             raise self._wrong(record, "written at home")
-        record.home_writes += 1  # first: what is known of its bytes before is out of date
+        record.home_writes += 1  # first: invalidates what is known about its former bytes
         record.at_home = State.VALID
         record.defined = True
 
     def rehome(self, block_id: int, home: Tier, extent: Extent) -> None:
-        """Gives a block that is in HBM another home, to which it has yet to be written.
+        """Gives a block that is in HBM another home, to which it still has to be written.
 
         Args:
-            block_id: The block; its HBM copy is at rest.
+            block_id: The block; its HBM copy is not leased or being transferred.
             home: Tier below HBM.
-            extent: Its address there, which the caller has reserved; that of its former home is
-                the caller's from now on.
+            extent: Its address there, which the caller has reserved; the address of its former home
+                belongs to the caller from now on.
         """
         record = self._records[block_id]
         if not record.usable or not record.defined or home is Tier.HBM:
             raise self._wrong(record, f"given a home in {home.value}")
-        record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
+        record.in_hbm = State.DIRTY  # first: after an interrupt, nothing is lost
         record.at_home = State.ABSENT
         record.home, record.home_extent = home, extent
 
@@ -359,12 +359,13 @@ class ResidencyTable:
     ) -> None:
         """Exchanges the home of a block that is in HBM for another, as :meth:`rehome` does.
 
-        Nothing can cut that short: one line does it, in which Python calls nothing.
+        It cannot be interrupted half way: it is one line without Python calls.
 
         Args:
-            block_id: The block; its HBM copy is at rest.
-            places: By block, an address in the same tier; it is given the former one.
-            changed: Is given the block.
+            block_id: The block; its HBM copy is not leased or being transferred.
+            places: Addresses in the same tier by block; the block's address is exchanged with its
+                entry.
+            changed: The block is added to it.
         """
         record = self._records[block_id]
         state = record.in_hbm
@@ -372,18 +373,18 @@ class ResidencyTable:
         if not usable or not record.defined or record.home_extent is None:
             raise self._wrong(record, "given another home")
         former, later, i = record.home_extent, places[block_id], block_id
-        record.in_hbm = State.DIRTY  # first: cut short after it, nothing is lost
+        record.in_hbm = State.DIRTY  # first: after an interrupt, nothing is lost
         changed[i], record.at_home, record.home_extent, places[i] = None, _ABSENT, later, former
 
     def exchange_lent(
         self, block_id: int, places: dict[int, Extent], changed: dict[int, None]
     ) -> None:
-        """Exchanges the home of a block that is lent for another, which its borrower writes.
+        """Exchanges the home of a block that is lent for another, which the borrower writes.
 
         Args:
-            block_id: The block; it holds no data as far as the table knows.
-            places: As for :meth:`exchange_home`, and so is the rest.
-            changed: Likewise.
+            block_id: The block; according to the table it holds no data.
+            places: As for :meth:`exchange_home`.
+            changed: As for :meth:`exchange_home`.
         """
         record = self._records[block_id]
         if record.in_hbm is not State.ABSENT or record.defined or record.home_extent is None:
@@ -396,8 +397,8 @@ class ResidencyTable:
 
         Args:
             block_id: The block; it is not in HBM, and :meth:`rehome` gave it its present home.
-            extent: Its former address, in the tier of its home; the present one is the caller's
-                from now on.
+            extent: Its former address, in the tier of its home; the present one belongs to the
+                caller from now on.
         """
         record = self._records[block_id]
         if record.in_hbm is not State.ABSENT or record.home_extent is None:
@@ -407,14 +408,14 @@ class ResidencyTable:
         record.defined = True
 
     def hand_home_over(self, giver_id: int, taker_id: int, taken: dict[int, None]) -> None:
-        """Makes what a block has at home another one's, which gives its own address for it.
+        """Gives the data of one block at home to another, by exchanging their addresses.
 
-        Nothing can cut that short: one line does it, in which Python calls nothing.
+        It cannot be interrupted half way: it is one line without Python calls.
 
         Args:
-            giver_id: The block; it is at rest, and holds no data from then on.
-            taker_id: One as large, which holds no data.
-            taken: Is given the latter.
+            giver_id: The block; it is not in use, and holds no data from then on.
+            taker_id: A block of the same size that holds no data.
+            taken: The latter is added to it.
         """
         giver, taker = self._records[giver_id], self._records[taker_id]
         if giver.leases or giver.in_hbm in (State.FILLING, State.DRAINING) or not giver.defined:
@@ -439,14 +440,14 @@ class ResidencyTable:
     # -- after an exception ----------------------------------------------
 
     def repair(self, orphans: Iterable[Extent] = ()) -> None:
-        """Makes everything agree again after an operation that an exception cut short anywhere.
+        """Makes everything consistent again after an exception anywhere.
 
-        The records are trusted: whether a block has an extent in HBM, and whether that copy is the
-        only one. The rest is rebuilt from them. A block that was being dropped or
-        discarded when it happened is either there still or gone.
+        The records say whether a block has an extent in HBM, and whether that copy is the only one.
+        The rest is rebuilt from this. A block that was being dropped or discarded is then either
+        still there or not.
 
         Args:
-            orphans: Extents that still have aliases, although their block has gone.
+            orphans: Extents that still have aliases, although their block has left.
         """
         self.by_offset.clear()
         for record in self._records.values():
@@ -470,7 +471,7 @@ class ResidencyTable:
             if record.in_hbm is State.DIRTY or record.in_hbm is State.DRAINING:
                 record.in_hbm = State.VALID
         elif record.in_hbm is State.VALID and record.at_home is not State.VALID:
-            record.in_hbm = State.DIRTY  # a write home that was about to be entered
+            record.in_hbm = State.DIRTY  # a drain that was about to be entered
         if record.in_hbm is State.DIRTY or (
             record.at_home is State.FILLING and record.in_hbm is not State.DRAINING
         ):
@@ -520,7 +521,7 @@ class ResidencyTable:
 
     def _leave(self, record: Record, *, keep: bool = False) -> None:
         if record.extent is not None and record.annexed is None:
-            # else its entering was cut short
+            # otherwise entering it was interrupted
             if self.by_offset.get(record.extent.offset) is record:
                 del self.by_offset[record.extent.offset]
             if keep:

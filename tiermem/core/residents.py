@@ -1,4 +1,4 @@
-"""What stays in HBM for good while a loop streams the rest past it. Pure."""
+"""Chooses the blocks that stay in HBM while the others of a loop stream. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MOST_BITS_IN_ALL = 1 << 27
 def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) -> frozenset[int]:
     """Chooses blocks to keep: as many bytes as fit, spread evenly over the order of use.
 
-    Every byte kept is a byte not moved each round, whichever block it is in. So the most bytes
-    that fit are kept, which is a subset-sum problem; blocks of one size are alike, so it is
-    solved exactly, size by size, in the bits of one integer. (Where there are more than 256
-    sizes, or more than a million steps of room, it is solved in coarser steps, and what they
-    leave over is filled in order.) Spread evenly, the compute of the kept blocks hides the
-    transfer of those between them; side by side, they would leave the link idle in one half of
-    the round and be waited for in the other.
+    Every byte kept saves a byte of copies each round, whichever block it is in. So as many bytes
+    as fit are kept, which is a subset-sum problem. Blocks of one size are interchangeable, so it is
+    solved exactly, size by size, in the bits of one integer. (With more than 256 sizes, or more
+    than a million steps of room, it is solved in coarser steps, and the remaining room is filled
+    in order.) If kept blocks are spread evenly, their compute hides the transfers of the blocks
+    between them. If they were adjacent, the link would be idle in one part of the round, and
+    compute would wait for it in the other.
 
     Args:
         order: Ids of blocks in order of use; repeats count once.
@@ -44,7 +44,7 @@ def choose_residents(order: Sequence[int], sizes: Mapping[int, int], room: int) 
     if len(members) > 1 and sum(map(sizes.__getitem__, simple)) >= sum(
         map(sizes.__getitem__, full)
     ):
-        return simple  # as full, and spread over all sizes together
+        return simple  # as many bytes, and spread over all sizes together
     return full
 
 
@@ -55,11 +55,11 @@ def adjust_residents(
     sizes: Mapping[int, int],
     room: int,
 ) -> frozenset[int]:
-    """Changes the residents as little as another size of room takes: those that stay do not move.
+    """Changes the residents as little as possible for another size of room.
 
     Args:
-        kept: Ids of blocks that stay; where some have to go, the first ones do.
-        there: Ids of blocks that are taken before others where there is more room.
+        kept: Ids of blocks that stay so far; if some have to leave, the first ones do.
+        there: Ids of blocks that are added before others if there is more room.
         order: Ids of blocks in order of use.
         sizes: Bytes by id.
         room: Bytes that may be kept.
@@ -83,10 +83,10 @@ def adjust_residents(
 
 
 def _who_goes(stay: Sequence[int], sizes: Mapping[int, int], over: int) -> int:
-    """Returns the first block that makes enough room, or the first that makes some of it.
+    """Returns the first block that frees enough room, or else the first that frees some of it.
 
-    One more than twice as large as what has to go is neither: it would take other blocks' coming
-    to fill what it leaves. Where all are, the smallest goes.
+    Blocks more than twice as large as the excess do not count, as other blocks would have to be
+    fetched to use the room that they free. If all are that large, the smallest leaves.
     """
     enough = [block for block in stay if over <= sizes[block] <= 2 * over]
     some = enough or [block for block in stay if sizes[block] < over]
@@ -98,12 +98,12 @@ def keep_largest(
 ) -> frozenset[int]:
     """Chooses blocks to keep, the largest ones first, so that the large ones stream one by one.
 
-    What streams is small then, and so is what it streams through. It may keep less than
+    Then few bytes stream, and the reserve for them is small. It may keep fewer bytes than
     :func:`choose_residents`.
 
-    Of all large blocks in a row at least the first one streams: its slot comes free, and is
-    fetched into, while those after it compute. Of the last row it is the last one, since what
-    computes after all that streams is time in which the link has little to do.
+    Of adjacent large blocks at least the first one streams: its slot becomes free, and is
+    fetched into, while the others compute. Of the last group it is the last one, since the link has
+    little to do during the compute after the last streaming block.
 
     Args:
         order: Ids of blocks in order of use; repeats count once.
@@ -129,7 +129,7 @@ def keep_largest(
 
 
 def _ranks(blocks: Sequence[int], sizes: Mapping[int, int], large: int) -> list[list[int]]:
-    """Returns the large blocks that are first in their row, then the second ones, and so on."""
+    """Returns the large blocks that are first in their group, then the second ones, and so on."""
     rows: list[list[int]] = [[]]
     for block in blocks:
         if sizes[block] == large:
@@ -143,7 +143,7 @@ def _ranks(blocks: Sequence[int], sizes: Mapping[int, int], large: int) -> list[
 
 
 def _ends(blocks: Sequence[int], count: int) -> set[int]:
-    """Returns ``count`` of some blocks, evenly from the first to the last."""
+    """Returns ``count`` of some blocks, spread evenly from the first to the last."""
     steps = max(1, count - 1)
     return {blocks[(2 * n * (len(blocks) - 1) + steps) // (2 * steps)] for n in range(count)}
 
@@ -151,7 +151,7 @@ def _ends(blocks: Sequence[int], count: int) -> set[int]:
 def _filled(
     blocks: Sequence[int], sizes: Mapping[int, int], room: int, kept: set[int]
 ) -> frozenset[int]:
-    """Adds what rounding left room for, in order."""
+    """Adds blocks, in order, for which rounding has left room."""
     used = sum(sizes[block] for block in kept)
     for block in blocks:
         if block not in kept and used + sizes[block] <= room:
@@ -163,8 +163,8 @@ def _filled(
 def _fullest(members: Mapping[int, int], room: int) -> dict[int, int]:
     """Returns how many blocks of each size to keep so that the most bytes are kept.
 
-    Bit ``n`` of ``reach`` says whether ``n`` steps of room can be filled exactly. Of all fillings
-    that are as full, one is taken in which every size has about its share.
+    Bit ``n`` of ``reach`` says whether ``n`` steps of room can be filled exactly. Of all equally
+    full fillings, one is chosen in which every size has about its share.
     """
     most = min(_MOST_BITS, _MOST_BITS_IN_ALL // len(members))
     step = math.gcd(*members)
@@ -210,7 +210,7 @@ def _spread(
     members: Mapping[int, int],
     chosen: Mapping[int, int],
 ) -> set[int]:
-    """Takes of each size as many as were chosen, evenly over the order."""
+    """Selects the chosen number of blocks of each size, spread evenly over the order."""
     kept: set[int] = set()
     seen: Counter[int] = Counter()
     for block in blocks:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 _HOST = 200e-6
-"""Seconds of the host for a use; it runs ahead of the device unless that has nothing to do."""
+"""Seconds of the host for a use; it runs ahead of the device unless the device is idle."""
 _PRELUDE = 1e-3
 """Seconds of the host between the begin of a round and its first use."""
 
@@ -20,17 +20,17 @@ def host_seconds(events: int) -> float:
 
 
 class Fetch(NamedTuple):
-    """A block that comes to a place, and what leaves for it.
+    """The fetch of a block to a place, and the blocks that leave for it.
 
     Attributes:
-        event: When it begins: 0 as its pass begins, else as use ``event - 1`` of that has been
-            entered.
-        block: Id of what comes.
+        event: When it begins: 0 at the begin of its pass, else when use ``event - 1`` of the pass
+            has been entered.
+        block: Id of the fetched block.
         nbytes: Bytes of its place.
-        offset: First byte of it.
+        offset: First byte of its place.
         leaves: Ids of the blocks that are evicted for it.
-        exchanged: Whether just one leaves, and its place began where this one does.
-        use: Position of the use it is for, from the begin of its pass.
+        exchanged: Whether just one block leaves, and its place has the same offset.
+        use: Position of the use for which it is, from the begin of that use's pass.
     """
 
     event: int
@@ -42,7 +42,7 @@ class Fetch(NamedTuple):
     use: int
 
     def same(self) -> tuple[object, ...]:
-        """Returns what two fetches have in common that do the same."""
+        """Returns a key that is equal for two fetches that do the same."""
         if self.exchanged:
             return self.event, self.block, self.leaves, self.use
         return self
@@ -50,18 +50,18 @@ class Fetch(NamedTuple):
 
 @dataclass(slots=True)
 class Rounds:
-    """What is fetched in the rounds of a loop, pass by pass.
+    """The fetches in the rounds of a loop, pass by pass.
 
     Attributes:
-        fetches: Of each pass, in order.
-        again: The pass that comes after the last of them, and so on for good.
+        fetches: The fetches of each pass, in order.
+        again: The pass that follows the last of them; from then on they repeat.
     """
 
     fetches: list[list[Fetch]]
     again: int
 
     def after(self, number: int) -> int:
-        """Returns the pass that comes after one."""
+        """Returns the pass that follows one."""
         return number + 1 if number + 1 < len(self.fetches) else self.again
 
 
@@ -73,7 +73,7 @@ class Round:
         uses: How many there are in all.
         count: How many events there are.
         entered: The event of each use.
-        freed: The event from which on the block of each use may leave, if that was its last one.
+        freed: The event from which on the block of each use may leave, if it was its last use.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class Round:
 
         Args:
             lengths: Uses of each pass.
-            lags: Of each pass, how many further uses have begun before a block is let go; none
-                where that is left out.
-            further: Of each use, as for ``lags``, where that is more; none where it is left out.
+            lags: For each pass, how many further uses begin before a block is released; by default
+                none.
+            further: The same for single uses, if it is more; by default none.
         """
         self.lengths = lengths
         self._firsts = [0, *accumulate(lengths)]
@@ -132,10 +132,10 @@ def busy_in(
 
 
 def first_in_place(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
-    """Yields the fetches to bytes that none before them comes to.
+    """Yields the fetches to bytes to which no earlier fetch goes.
 
     Args:
-        fetches: Those of a pass, in order.
+        fetches: The fetches of a pass, in order.
     """
     taken: list[tuple[int, int]] = []  # disjoint and ascending, first byte and end
     for fetch in fetches:
@@ -151,12 +151,12 @@ def first_in_place(fetches: Iterable[Fetch]) -> Iterator[Fetch]:
 
 
 def opening(rounds: Rounds) -> list[Fetch]:
-    """Returns what HBM can be filled with before the first pass, by its first use.
+    """Returns the fetches with which HBM can be filled before the first pass, by first use.
 
-    Of each block that is its first fetch, if it comes to bytes that nothing has before.
+    They are the first fetches of blocks to bytes that no other block has before.
 
     Args:
-        rounds: What is fetched, where nothing of what streams is in HBM at first.
+        rounds: The fetches if no streaming block is in HBM at first.
     """
     fetches = rounds.fetches[0]
     first = {fetch.block: fetch for fetch in reversed(fetches)}
@@ -165,13 +165,13 @@ def opening(rounds: Rounds) -> list[Fetch]:
 
 
 def opened(rounds: Rounds, fetches: Iterable[Fetch]) -> Rounds | None:
-    """Returns what is fetched once HBM has been filled.
+    """Returns the fetches of the rounds once HBM has been filled.
 
-    None where the first pass comes again, which it does not without that.
+    None if the first pass is repeated, as then it would have fetches that were made already.
 
     Args:
-        rounds: What is fetched otherwise.
-        fetches: What it has been filled with; see :func:`opening`.
+        rounds: The fetches if HBM is not filled.
+        fetches: Those with which it has been filled; see :func:`opening`.
     """
     if not rounds.again:
         return None
@@ -181,14 +181,14 @@ def opened(rounds: Rounds, fetches: Iterable[Fetch]) -> Rounds | None:
 
 
 def postponed(rounds: Rounds, count: int, lengths: Sequence[int]) -> Rounds:
-    """Leaves the last fetches of each pass that are for the next one to the begin of that.
+    """Postpones the last fetches of each pass that are for the next pass to the begin of that.
 
-    As a pass begins, all room is taken by what comes first in it, and the link has nothing to do
-    until some of that has been used; what is left of the pass before gives it something.
+    When a pass begins, all room is taken by the blocks that it uses first, and the link is idle
+    until some of them have been used; the postponed fetches keep it busy.
 
     Args:
-        rounds: See :func:`play`.
-        count: How many of them, at the most.
+        rounds: The fetches; see :func:`tiermem.core.laps.play`.
+        count: How many of them to postpone at most.
         lengths: Uses of each pass of a round.
     """
     fetches, again = rounds.fetches, rounds.again
@@ -207,7 +207,7 @@ def postponed(rounds: Rounds, count: int, lengths: Sequence[int]) -> Rounds:
 
 
 def _split(fetches: list[Fetch], count: int, length: int) -> tuple[list[Fetch], list[Fetch]]:
-    """Returns what a pass fetches, and apart up to so many of its last fetches for the next."""
+    """Returns the fetches of a pass, and separately up to ``count`` of the last for the next."""
     at = len(fetches)
     while at and len(fetches) - at < count and fetches[at - 1].use >= length:
         at -= 1
@@ -222,18 +222,18 @@ def seconds_of(
     transfer: Mapping[int, float],
     latency: float,
 ) -> float:
-    """Returns how long a round takes by a model of the link, once rounds are repeated.
+    """Returns the seconds of a round by a model of the link, once rounds repeat.
 
-    Each round begins with link and device at rest, as where its result is read: the link has then
-    nothing to do until the first of what streams has been used.
+    Each round begins with link and device idle, as if the program reads its result: then the link
+    has nothing to do until the first streaming block has been used.
 
     Args:
-        rounds: What is fetched.
+        rounds: The fetches.
         order: Ids of the blocks used, one round.
         lengths: Uses of each pass of it.
         compute: Seconds of each use.
         transfer: Seconds that a block takes to arrive, by id.
-        latency: Seconds between a place coming free and the copy to it.
+        latency: Seconds between a place becoming free and the copy to it.
     """
     arrived: dict[int, float] = {}
     free: dict[int, float] = {}  # when the compute of a block's last use so far ends
@@ -262,10 +262,10 @@ def seconds_of(
 
 
 def _by_event(rounds: Rounds, lengths: Sequence[int]) -> Iterator[tuple[list[Fetch], int]]:
-    """Yields what begins at each event from the first round that repeats on, for good.
+    """Yields the fetches of each event, endlessly, from the first round that repeats.
 
     Yields:
-        The fetches, and the use that is entered next; -1 as a pass ends.
+        The fetches, and the use that is entered next; -1 at the end of a pass.
     """
     number = rounds.again
     while True:

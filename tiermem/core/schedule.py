@@ -1,10 +1,10 @@
-"""The plan made from what was observed: order of use, next use, what comes up.
+"""The schedule, made from observed passes: order of use, next uses, upcoming uses.
 
 A *pass* is one forward, backward or optimizer sweep. The planner records the
-blocks each pass uses, learns which pass follows which, and so knows the
-future of a loop that repeats. Where the future turns out otherwise the blocks
-are fetched on demand and the new order is learned: a wrong plan costs time,
-never correctness.
+blocks that each pass uses, learns which pass follows which, and so knows the
+future of a loop. If the program does something else, blocks are fetched on
+demand and the new order is learned: a wrong schedule costs time, never
+correctness.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ NEVER = 1 << 60
 """Position of a use that is not foreseen."""
 
 SOFT = 2
-"""Blocks that backward does not let go yet when it comes to another one."""
+"""Blocks that backward still holds when it uses another one."""
 
 MOST_PASSES = 6
-"""Passes that are foreseen, the one under way among them; more where they have few uses."""
+"""Passes that are foreseen, including the current one; more if they have few uses."""
 
 _FEW_USES = 64
-"""Uses that are foreseen, at least, in as many passes: layers that are called one by one."""
+"""Uses that are foreseen at least, in as many passes as needed (layers called one by one)."""
 _MOST_APART = 32
-"""Passes of a round of which two are foreseen, at most, where no name comes twice in it."""
+"""Most passes of a round without repeated names of which two rounds are foreseen."""
 _MOST_FORESEEN = 4096
-"""Uses above which no more passes are foreseen for their sake: plans would go by less."""
-_MOST_CACHED = 192  # each of them by two names
+"""With more uses than this, no more passes are foreseen for the above reasons."""
+_MOST_CACHED = 192  # each schedule has two keys
 
 _CONTEXTS = (16, 8, 4, 2, 1)
 _LOOK_AHEAD = 64
@@ -47,7 +47,7 @@ class Step:
     """One entry of a schedule.
 
     Attributes:
-        position: Where in the order of use.
+        position: Position in the order of use.
         block: Id of the block used there.
     """
 
@@ -71,14 +71,14 @@ class Schedule:
 
         Args:
             order: Ids of blocks.
-            passes: Where in it each pass begins, and the name of the pass, where that is known.
+            passes: Where in it each pass begins, and the name of the pass, if known.
             seldom: Blocks that few passes use; see :func:`seldom_of`.
         """
         self.order = order
         self.passes = passes
         self.seldom = seldom
-        # All positions in one list, block by block: a list per block would be a hundred
-        # thousand objects for the garbage collector to look at, again and again.
+        # All positions in one list, block by block: a list per block would give the garbage
+        # collector a hundred thousand objects to traverse again and again.
         array = np.fromiter(order, np.int64, len(order))
         by_block = np.argsort(array, kind="stable")
         blocks, first = np.unique(array[by_block], return_index=True)
@@ -93,12 +93,12 @@ class Schedule:
 
     @property
     def first_length(self) -> int:
-        """Uses of the pass that begins it."""
+        """Uses of its first pass."""
         return self.passes[1][0] if len(self.passes) > 1 else len(self)
 
     @cached_property
     def comes_again(self) -> bool:
-        """Whether the pass that begins it is followed by another one that does the same."""
+        """Whether its first pass is followed by another one with the same uses."""
         length = self.first_length
         again = list(self.order[length : 2 * length])
         return bool(again) and list(self.order[:length]) == again
@@ -112,14 +112,13 @@ class Schedule:
     def round_over(self, blocks: Container[int]) -> list[tuple[int, int, Hashable]]:
         """Returns the passes of a round: begin, end and name of each, until they come again.
 
-        Passes that use none of some blocks are left out: to those it does not matter when, or how
-        often, such passes come in between.
+        Passes that use none of these blocks are left out, as they make no difference to them.
 
         Args:
-            blocks: Ids of the blocks that it is about.
+            blocks: Ids of blocks.
 
         Returns:
-            The passes, from the first one on; empty where what is foreseen does not come again.
+            The passes, from the first one on; empty if the foreseen passes do not repeat.
         """
         order = list(self.order)
         found = [span for span in self.spans if any(b in blocks for b in order[span[0] : span[1]])]
@@ -142,7 +141,7 @@ class Schedule:
 
 
 def _round_of(uses: Sequence[list[int]]) -> int | None:
-    """Returns after how many passes they come again, all through; None where they do not.
+    """Returns the period with which passes repeat; None if they do not.
 
     Args:
         uses: What each of them uses, in order.
@@ -152,13 +151,13 @@ def _round_of(uses: Sequence[list[int]]) -> int | None:
 
 
 def _is_cut_short(keys: Sequence[Hashable], history: Sequence[Hashable]) -> bool:
-    """Whether two rounds of passes go on behind those that are foreseen.
+    """Whether two rounds of passes are longer than the passes that are foreseen.
 
-    Only rounds in which no name comes twice are seen: parts of a model that are called one after
-    another (two encoders and what projects their outputs).
+    Only rounds without repeated names are recognized: parts of a model that are called one after
+    another (for example two encoders and the projections of their outputs).
 
     Args:
-        keys: Names of the passes that are foreseen, from the one under way on.
+        keys: Names of the passes that are foreseen, from the current one on.
         history: Names of the passes up to that one.
     """
     for count in range(1, min(_MOST_APART, len(history) - 1) + 1):
@@ -168,16 +167,16 @@ def _is_cut_short(keys: Sequence[Hashable], history: Sequence[Hashable]) -> bool
 
 
 def seldom_of(past: Sequence[Sequence[int]], ahead: Sequence[Sequence[int]]) -> frozenset[int]:
-    """Returns the blocks that are used in a third, at most, of the passes that others are.
+    """Returns the blocks that are used in at most a third of the passes in which others are.
 
-    What stays of them saves a copy now and then, where it would save one of those in nearly every
-    pass. It must be the same wherever in a loop the pass under way is, or what stays would move
-    each time: so a round is counted where one is seen, and else what is behind as well, since of a
-    model whose calls are about to end few are foreseen.
+    Keeping such a block in HBM saves a copy now and then; keeping another one saves a copy in
+    nearly every pass. The result must not depend on the position in the loop, or the residents
+    would change each time. So it is counted over a round if there is one, and otherwise also over
+    past passes, since few passes are foreseen for a model whose calls are about to end.
 
     Args:
-        past: What each of the passes before now used, in order; as many as are ahead.
-        ahead: What the pass under way, and those after it, are thought to use.
+        past: The blocks that each of the last passes used, in order; as many passes as are ahead.
+        ahead: The blocks that the current pass and those after it are expected to use.
     """
     uses = [*map(list, past), *map(list, ahead)]
     passes = Counter(block for use in uses[: _round_of(uses)] for block in set(use))
@@ -187,7 +186,7 @@ def seldom_of(past: Sequence[Sequence[int]], ahead: Sequence[Sequence[int]]) -> 
 
 
 def lag_of(key: Hashable) -> int:
-    """Returns how many further blocks are used in a pass before one is let go.
+    """Returns how many further blocks are used in a pass before a block is released.
 
     Args:
         key: Name of the pass.
@@ -205,7 +204,7 @@ class Trace:
 
     Attributes:
         key: Name of the pass.
-        blocks: Ids of the blocks; None while they are those foreseen, up to where the planner is.
+        blocks: Ids of the blocks; None as long as they are the foreseen ones up to the cursor.
     """
 
     def __init__(self, key: Hashable) -> None:
@@ -215,16 +214,16 @@ class Trace:
 
 
 class Planner:
-    """Follows the passes, and answers what will be used next.
+    """Follows the passes, and says what will be used next.
 
     Attributes:
-        schedule: What is foreseen, from the begin of the pass under way.
-        cursor: Where in it the pass has come to.
-        last: The block used last in it; -1 before the first.
-        learned: How many passes turned out otherwise than foreseen.
-        doubt: By how many the uses that were not foreseen outnumber those that were, lately.
-        exact: Whether there is no doubt, and nothing else was used in the pass than what was
-            foreseen: then :meth:`follow` moves ``cursor`` and ``last`` on, and does nothing else.
+        schedule: The foreseen uses, from the begin of the current pass.
+        cursor: The position of the current pass in it.
+        last: The block used last; -1 before the first.
+        learned: How many passes were different from what was foreseen.
+        doubt: By how many unforeseen uses outnumber foreseen ones, lately.
+        exact: Whether there is no doubt, and the pass has used exactly what was foreseen; then
+            :meth:`follow` only advances ``cursor`` and ``last``.
     """
 
     def __init__(self) -> None:
@@ -233,7 +232,7 @@ class Planner:
         self._guessed: set[Hashable] = set()
         self._after: dict[tuple[Hashable, ...], Hashable] = {}
         self._history: list[Hashable] = []
-        self._foreseen: list[Hashable] = []  # from the pass under way on
+        self._foreseen: list[Hashable] = []  # from the current pass on
         self._trace: Trace | None = None
         self._cache: dict[tuple[Hashable, Hashable], Schedule] = {}
         self.schedule = Schedule(())
@@ -247,12 +246,12 @@ class Planner:
 
     @property
     def key(self) -> Hashable | None:
-        """Name of the pass under way."""
+        """Name of the current pass."""
         return self._trace.key if self._trace is not None else None
 
     @property
     def used(self) -> Sequence[int]:
-        """The blocks that the pass under way has used so far."""
+        """The blocks that the current pass has used so far."""
         return self._observed(self._trace) if self._trace is not None else ()
 
     def knows(self, key: Hashable) -> bool:
@@ -260,11 +259,11 @@ class Planner:
         return key in self._known
 
     def observed(self, key: Hashable) -> bool:
-        """Whether a pass of that name has ended, so that what it does is no guess."""
+        """Whether a pass of that name has ended, so that its uses are not a guess."""
         return key in self._known and key not in self._guessed
 
     def order_of(self, key: Hashable) -> Sequence[int]:
-        """Returns the blocks that a pass of that name has used or is thought to use, in order."""
+        """Returns the blocks that a pass of that name has used or is expected to use, in order."""
         return self._known.get(key, ())
 
     def begin(
@@ -275,13 +274,13 @@ class Planner:
         like: Hashable = None,
         again: bool = False,
     ) -> None:
-        """Ends the pass under way and begins the next.
+        """Ends the current pass and begins the next.
 
         Args:
-            key: Which pass this is.
-            guess: Order to assume where this pass has not been seen before.
-            like: Another pass, whose order is assumed rather than ``guess`` if it has been seen.
-            again: Whether to assume that it comes again, where nothing is known to follow it.
+            key: Name of the new pass.
+            guess: Order to assume if this pass has not been seen before.
+            like: Another pass, whose order is assumed instead of ``guess`` if it has been seen.
+            again: Whether to assume that it repeats, if no pass is known to follow it.
         """
         self._end()
         self._again = key if again else None
@@ -306,13 +305,13 @@ class Planner:
         """Records that ``block`` is used now, and moves on in the schedule.
 
         Returns:
-            False where it was the block used last, and nothing changed.
+            False if it was the block used last, so that nothing changed.
         """
         if block == self.last:
             return False
         schedule, cursor, trace = self.schedule, self.cursor, self._trace
         if cursor < len(schedule.order) and schedule.order[cursor] == block:
-            if trace is not None and trace.blocks is not None:  # follow, in line
+            if trace is not None and trace.blocks is not None:  # as `follow`, in line
                 self._remember(trace.blocks, block)
             self.last = block
             self.cursor = cursor + 1
@@ -335,7 +334,7 @@ class Planner:
         return True
 
     def follow(self, block: int) -> None:
-        """Records that ``block`` is used now, which is the very next one foreseen."""
+        """Records that ``block`` is used now, which is the next one that was foreseen."""
         trace = self._trace
         if trace is not None and trace.blocks is not None:
             self._remember(trace.blocks, block)
@@ -345,12 +344,12 @@ class Planner:
             self.doubt -= 1
 
     def distance(self, block: int) -> int:
-        """Returns how many uses lie before the next of ``block``; NEVER if none is foreseen."""
+        """Returns how many uses precede the next use of ``block``; NEVER if none is foreseen."""
         position = self.schedule.next_use(block, self.cursor)
         return position - self.cursor if position != NEVER else NEVER
 
     def reset(self) -> None:
-        """Ends the pass under way without learning from it, after an exception anywhere."""
+        """Ends the current pass without learning from it, after an exception anywhere."""
         self._trace = None
         self._cache.clear()
         self.schedule = Schedule(())
@@ -358,7 +357,7 @@ class Planner:
         self.last = -1
 
     def forget(self, blocks: set[int]) -> None:
-        """Takes blocks that no longer exist out of every trace."""
+        """Removes blocks that no longer exist from every trace."""
         for key, order in self._known.items():
             self._known[key] = [block for block in order if block not in blocks]
         self._cache.clear()
@@ -383,23 +382,23 @@ class Planner:
         self._trace = None
 
     def _remember(self, blocks: list[int], block: int) -> None:
-        if len(blocks) < _MOST_USES:  # the rest is not
+        if len(blocks) < _MOST_USES:  # further uses are not recorded
             blocks.append(block)
 
     def _observed(self, trace: Trace) -> list[int]:
-        """Returns the blocks used so far in the pass under way."""
+        """Returns the blocks used so far in the current pass."""
         return list(self.schedule.order[: self.cursor]) if trace.blocks is None else trace.blocks
 
     def _learn(self, context: tuple[Hashable, ...], key: Hashable) -> None:
-        """Remembers what followed; contexts that have not been met for long are dropped."""
+        """Remembers which pass followed; contexts that have not occurred for long are dropped."""
         if self._after.pop(context, None) != key:
-            self._foreseen.clear()  # something else may be known of the future now
+            self._foreseen.clear()  # another future may be foreseen now
         self._after[context] = key
         if len(self._after) > _MOST_CONTEXTS:
             del self._after[next(iter(self._after))]
 
     def _foresee(self) -> Schedule:
-        """Strings together this pass and those expected after it, about two rounds."""
+        """Concatenates this pass and those expected after it, about two rounds."""
         keys = self._foreseen or [self._history[-1]]
         history, known = [*self._history, *keys[1:]], self._known
         uses = sum(len(known.get(key, ())) for key in keys)

@@ -1,4 +1,4 @@
-"""Slots that are alike: where they lie, what fits between others, how long two take. Pure."""
+"""Slots of equal size: their places, what fits beside others, how long two take. Pure."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 
 
 def slots_in(base: int, border: int, slot: int) -> list[tuple[int, int]]:
-    """Returns first byte and end of slots that are alike, side by side, the last with the rest.
+    """Returns first byte and end of adjacent slots of equal size; the last one includes the rest.
 
     Args:
         base: First byte that they may have.
-        border: First byte behind them that they may not have.
+        border: First byte behind them.
         slot: Bytes of each; 0 for none.
 
     Returns:
-        Bounds; none where there is no room for one.
+        Bounds; empty if there is no room for one.
     """
     if slot == 0 or border - base < slot:
         return []
@@ -23,10 +23,10 @@ def slots_in(base: int, border: int, slot: int) -> list[tuple[int, int]]:
 
 
 def all_fit(sizes: Iterable[int], runs: Iterable[int]) -> bool:
-    """Whether blocks fit into runs of bytes, the largest first, each where the least is left.
+    """Whether blocks fit into runs of bytes by best fit, the largest first.
 
     Args:
-        sizes: Of the blocks.
+        sizes: Bytes of the blocks.
         runs: Bytes of each run.
     """
     left = list(runs)
@@ -42,16 +42,16 @@ def all_fit(sizes: Iterable[int], runs: Iterable[int]) -> bool:
 def one_ahead_time(
     moving: Sequence[bool], compute: Sequence[float], transfer: Sequence[float], latency: float
 ) -> float:
-    """Returns the seconds one pass takes with two slots: one block in use, one fetched ahead.
+    """Returns the seconds one pass takes with two slots: one block in use, one prefetched.
 
     Args:
         moving: Which uses need a fetch.
         compute: Seconds of each use.
         transfer: Seconds of the fetch each use needs, if any.
-        latency: Seconds between the end of the compute before a use and the copy asked for at it.
+        latency: Seconds between the end of the compute before a use and the copy begun at it.
     """
     positions = [position for position, moves in enumerate(moving) if moves]
-    now = link = there = 0.0  # the first one came before
+    now = link = there = 0.0  # the first block is there already
     used = 0
     for position, seconds in enumerate(compute):
         if used < len(positions) and positions[used] == position:

@@ -1,4 +1,4 @@
-"""What stays in HBM while a loop that writes goes round the rest in circles. Pure."""
+"""Chooses what stays in HBM in a loop that writes; the others stream through a ring. Pure."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from tiermem.core.residents import choose_residents
 
 _WINDOW = 6
-"""The largest block has room so many times in what is left: a step's weights, gradients, master and
-state are in use while those of the next arrive and those of the one before leave."""
+"""The ring has room for this many of the largest block: weights, gradients, master and state of a
+step are in use while those of the next step arrive and those of the previous one leave."""
 _SECONDS = 0.1
-"""And so long may the link take for it: a place is free again once what left it is down, behind all
-that left before. With a window of 1.2 GB at 47 GB/s steps took 0.998 s (simulated), with 4.7 GB
-0.94 s, though less stayed."""
+"""The ring also has the bytes that the link copies in this time: a place is free again once its
+block has been written home, after all blocks before it. With a ring of 1.2 GB at 47 GB/s, steps
+took 0.998 s (simulated), with 4.7 GB 0.94 s, although less stayed."""
 _USUAL = 16
-"""Where copies take longer than compute: so many times the usual block has room instead. What a
-larger window hides are waits of compute, which the link then has none of."""
+"""If copies take longer than compute, the ring has room for this many blocks of the usual size
+instead: a larger ring would only hide waits of compute, and the link does not wait then."""
 
 
 def window_of(sizes: Iterable[int], rate: float, *, copies_bind: bool) -> int:
-    """Returns the bytes of HBM through which a loop that writes goes in circles.
+    """Returns the bytes of the ring of a loop that writes.
 
     Args:
         sizes: Bytes of its blocks.
-        rate: Bytes a second that come up.
+        rate: Bytes per second that are copied to HBM.
         copies_bind: Whether a round's copies take longer than its compute.
     """
     ascending = sorted(sizes)
@@ -47,20 +47,20 @@ def choose_to_stay(
 ) -> frozenset[int]:
     """Chooses blocks that are neither fetched nor written in a loop that steps them.
 
-    A byte of weights that stays saves three copies a round (up for forward and for backward, down
-    after the step; more with several micro-batches), one of state saves two. As room for fetches
-    ahead, which goes in circles, it only has one copy made sooner. So weights come first, then
-    state, each spread evenly over the order of use, and the circle keeps what it needs.
+    A byte of weights that stays saves three copies per round (to HBM for forward and for backward,
+    home after the step; more with several micro-batches), a byte of state saves two. A byte of the
+    ring only lets one copy begin sooner. So weights are kept first, then state, each spread evenly
+    over the order of use, and the ring gets what it needs.
 
     Args:
         order: Ids of blocks in order of use; repeats count once.
-        weights: Bytes of those that are trained, or used at all, by id.
+        weights: Bytes of weights that are used, by id.
         state: Bytes of masters and optimizer state by id.
-        window: Bytes that the circle needs; see :func:`window_of`.
+        window: Bytes that the ring needs; see :func:`window_of`.
         room: Bytes of HBM for all of it.
 
     Returns:
-        The ids of the blocks to keep; none where the circle needs all of the room.
+        The ids of the blocks to keep; none if the ring needs all of the room.
     """
     left = room - window
     kept: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""Which block is needed last: blocks in HBM by next use, without a look at all of them."""
+"""Finds the block in HBM whose next use is furthest away, without testing all of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MOST_REFUSED = 64
 
 
 class NextUseQueue:
-    """Blocks by position of next use, the last first.
+    """Blocks by position of next use, the furthest first.
 
-    Entries are kept lazily: one that no longer holds is thrown away when it comes up. A block
-    whose use was foreseen and did not come about is found again by the next :meth:`rebuild`.
+    Entries are updated lazily: an outdated one is dropped when it is found. A block whose foreseen
+    use did not happen is entered again by the next :meth:`rebuild`.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class NextUseQueue:
         Args:
             schedule: Where next uses are looked up from now on.
             cursor: Position in it.
-            blocks: What is in HBM and may leave.
+            blocks: The blocks that are in HBM and may leave.
         """
         self.schedule = schedule
         self._use = {block: schedule.next_use(block, cursor) for block in blocks}
@@ -40,23 +40,23 @@ class NextUseQueue:
         heapify(self._heap)
 
     def put(self, block: int, cursor: int) -> None:
-        """Enters a block, or its new next use after it was used."""
+        """Adds a block, or its new next use after it was used."""
         use = NEVER if self.schedule is None else self.schedule.next_use(block, cursor)
         if self._use.get(block) != use:
             self._use[block] = use
             heappush(self._heap, (-use, block))
 
     def remove(self, block: int) -> None:
-        """Takes a block out."""
+        """Removes a block."""
         self._use.pop(block, None)
 
     def last(self, most: int, beyond: int, accept: Callable[[int], bool]) -> list[int]:
-        """Returns up to ``most`` acceptable blocks, the one needed last first.
+        """Returns up to ``most`` acceptable blocks, the one with the furthest next use first.
 
         Args:
             most: How many to look for.
             beyond: Only blocks used after this position count.
-            accept: Whether a block may be taken now.
+            accept: Returns whether a block may be evicted now.
         """
         found: list[int] = []
         again: list[tuple[int, int]] = []

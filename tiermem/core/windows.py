@@ -1,4 +1,4 @@
-"""Which run of bytes of a store is best cleared: gaps, and extents that would have to leave."""
+"""Finds the best run of bytes of a store to clear: gaps, and extents that would have to leave."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WindowSearch:
     capacity: int
     alignment: int
     _taken: dict[int, int]
-    """Bytes of each extent that is handed out, by its offset; the walls with them."""
+    """Bytes of each extent that is handed out, and of each wall, by offset."""
     _order: list[int]
     """Their offsets, ascending."""
     _gaps: list[tuple[int, int]]
@@ -67,14 +67,14 @@ class WindowSearch:
         """Finds the run of gaps and extents that is cheapest to clear.
 
         Two pointers over the segments in address order: linear in their number. Prices are
-        added as whole numbers, so that a dear extent leaves no rounding error behind when it
+        added as integers, so that an expensive extent leaves no rounding error behind when it
         drops out of the window.
 
         Args:
             nbytes: Bytes wanted; rounded up to the alignment.
             cost: Price of evicting the extent at an offset, 0 or more; None where it must stay.
             low: First byte that the window may have.
-            high: First byte behind it that it may not; None for the end.
+            high: End of the bytes that it may have; None for the end of the store.
 
         Returns:
             The cheapest window (the lowest address among equals), or None.
@@ -109,19 +109,19 @@ class WindowSearch:
         low: int = 0,
         high: int | None = None,
     ) -> Window | None:
-        """Grows a window from one extent to whichever neighbour is cheaper, until it is enough.
+        """Grows a window from one extent, by the cheaper neighbour each time, until it is enough.
 
-        It looks at what it takes and its neighbours only, not at the whole store.
+        It visits only the window and its neighbours, not the whole store.
 
         Args:
-            offset: Of an extent that is to be cleared.
+            offset: Offset of the extent from which it grows.
             nbytes: Bytes wanted; rounded up to the alignment.
             cost: Price of evicting the extent at an offset, 0 or more; None where it must stay.
             low: First byte that the window may have.
-            high: First byte behind it that it may not; None for the end.
+            high: End of the bytes that it may have; None for the end of the store.
 
         Returns:
-            A window that touches the extent, or None if its neighbourhood has no such one.
+            A window around the extent, or None if there is none.
         """
         size = self._size(nbytes)
         limit = self.capacity if high is None else high
@@ -157,20 +157,19 @@ class WindowSearch:
     def next_run(
         self, start: int, nbytes: int, leaves: Callable[[int], bool], end: int | None = None
     ) -> tuple[int, list[int]] | None:
-        """Finds the first run at or behind an address of gaps and extents that may leave.
+        """Finds the first run of gaps and extents that may leave at or behind an address.
 
-        Handing out one such run behind the other goes through the store in circles: what
-        leaves next has been there longest.
+        If runs are handed out one behind the other, the store is used as a ring buffer: the next
+        extents to leave are those that have been there longest.
 
         Args:
-            start: First byte that the run may have; if there is none, the search begins anew
-                at 0.
+            start: First byte that the run may have; if none is found, the search continues at 0.
             nbytes: Bytes wanted; rounded up to the alignment.
-            leaves: Whether the extent at an offset may leave.
-            end: Where the run ends at the latest; by default where the store does.
+            leaves: Returns whether the extent at an offset may leave.
+            end: Latest end of the run; by default the end of the store.
 
         Returns:
-            Its first byte, and the offsets of the extents inside, ascending; None where there is
+            Its first byte, and the offsets of the extents inside, ascending; None if there is
             no such run.
         """
         whole = nbytes > 0 and not nbytes % self.alignment

@@ -1,1 +1,1 @@
-"""Optimizer steps over tiered state, block by block, with any torch optimizer."""
+"""Optimizer steps with state in the tiers, block by block, with any torch optimizer class."""

@@ -1,10 +1,10 @@
-"""Provisional steps inside backward, equal to those that ``step()`` makes (``overlap="auto"``).
+"""Steps ahead: provisional steps inside backward that ``step()`` confirms (``overlap="auto"``).
 
-As soon as the gradients of a block are final, its step is made for the time being
+As soon as the gradients of a block are final, its step is performed provisionally
 (:mod:`tiermem.optim.provisional`): the weights are in HBM then, and the copies of state and masters
-hide behind backward. ``step()`` confirms it. It is dropped, and made as if nothing had been, where
-the program looks at or writes a gradient, a weight or the state before, scales or clips by a factor
-other than one, changes settings, runs another forward or backward, or makes no step at all.
+are hidden behind backward. ``step()`` confirms it. It is dropped, and performed later instead, if
+the program reads or writes a gradient, a weight or the state before ``step()``, scales or clips by
+a factor other than one, changes settings, runs another forward or backward, or calls no ``step()``.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.services.home_packing import SHARE as PACKED_SHARE
 
-_FIRST_PAUSE, _MOST_PAUSE = 8, 64  # rounds: one more in vain moves half as much again
+_FIRST_PAUSE, _MOST_PAUSE = 8, 64  # rounds: a wasted one copies half as much again
 _DROPPED, _IN_VAIN = 4, 8
-"""What a round in vain counts, one that is confirmed taking one off, and from which sum on none is
-tried: two rounds in a row, or more than a fifth of them, as where a loop clips now and then."""
+"""A round with dropped steps adds the first number, a confirmed one subtracts one; from the second
+number on, no steps ahead are tried: after two such rounds in a row, or if more than a fifth of the
+rounds are such, as in a loop that clips now and then."""
 _PACKING_PAYS = 0.6
-"""Of the compute: what copies take at least where packing what is copied may make a loop faster.
-They do not hide behind compute wholly."""
-_FIRST_PACKED = 8  # rounds until all homes lie packed, and plans are made for it
-_FIRST_LOOK = 4  # rounds with steps ahead, until passes are measured; then after 8, 16, ...
+"""Packing may make a loop faster if its copies take at least this share of the compute time, as
+copies are never hidden completely."""
+_FIRST_PACKED = 8  # rounds until all homes are packed, and plans are made for that
+_FIRST_LOOK = 4  # rounds with steps ahead until passes are measured; then after 8, 16, ...
 
 
 class Habit:
     """Tracks what the loop does between two calls of ``step()``, to predict the next round.
 
     Attributes:
-        backwards: How many there were since the last step.
+        backwards: How many backwards there were since the last step.
     """
 
     def __init__(self) -> None:
-        """Starts without a habit: no step is made ahead."""
+        """Starts without a habit: no step is performed ahead."""
         self.backwards = 0
         self._usual = 0
         self._scales = False
@@ -68,7 +69,7 @@ class Habit:
 
     @property
     def in_vain(self) -> bool:
-        """Whether steps ahead are mostly dropped by now, so that steps wait for the forward."""
+        """Whether steps ahead are mostly dropped, so that steps are deferred to the forward."""
         return self._in_vain == _IN_VAIN
 
     @property
@@ -81,10 +82,10 @@ class Habit:
         return number == self._usual and not self._scales and not self._pause
 
     def ends_round(self, *, scales: bool = False, dropped: bool, confirms: bool) -> None:
-        """Notes that a step is asked for, or that gradients are thrown away.
+        """Notes that ``step()`` is called, or that gradients are discarded.
 
         Args:
-            scales: Whether something is to be done to the gradients in the step.
+            scales: Whether the step has to scale the gradients.
             dropped: Whether steps were dropped since the last time.
             confirms: Whether some are confirmed now.
         """
@@ -106,20 +107,20 @@ class Others(Protocol):
 
     @property
     def rates(self) -> Rates | None:
-        """As measured; None before."""
+        """The measured rates; None before."""
         ...
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is not being tried just now where units are stepped faster."""
+        """Whether no trial is in progress of where units are stepped faster."""
         ...
 
     def has(self, unit: StepUnit) -> bool:
-        """Whether a unit is stepped there, as a rule."""
+        """Whether a unit is normally stepped there."""
         ...
 
     def may_have(self, unit: StepUnit) -> bool:
-        """Whether it is, or would be if the host had its share."""
+        """Whether a unit is stepped there, or would be if the host had its share."""
         ...
 
     def expect(self, *, helps: bool, waits: bool) -> None:
@@ -127,7 +128,7 @@ class Others(Protocol):
 
         Args:
             helps: Whether it is.
-            waits: Whether steps wait for the next forward, as a rule.
+            waits: Whether steps are normally deferred to the next forward.
         """
         ...
 
@@ -137,7 +138,7 @@ class Others(Protocol):
 
 
 class LeftToForward:
-    """Chooses the steps that are left to the next forward, and how much state is left by turns."""
+    """Chooses the steps that are deferred to the next forward, and how much state is late."""
 
     def __init__(
         self,
@@ -146,19 +147,19 @@ class LeftToForward:
         others: Others,
         late: LateStates,
     ) -> None:
-        """Leaves no steps.
+        """Starts without deferred steps.
 
         Args:
             runtime: The modules' runtime.
-            units: Of the optimizer, by the id of their group; kept up to date.
-            others: What the host steps.
-            late: Told how much state is left.
+            units: The optimizer's units, by the id of their group; kept up to date.
+            others: The units that the host steps.
+            late: Notified how much state is late.
         """
         self._runtime = runtime
         self._units = units
         self._others = others
         self._late = late
-        self._ids: set[int] = set()  # of the groups
+        self._ids: set[int] = set()  # ids of the groups
         self._rounds, self._next_look = 0, _FIRST_LOOK
         self._hosted: frozenset[int] = frozenset()  # ids of the groups that were the host's then
         self._waits = False
@@ -168,15 +169,15 @@ class LeftToForward:
         self._trial = LoopTrial(load=lambda: runtime.names.load, first=_FIRST_PACKED)
 
     def has(self, group: Group) -> bool:
-        """Whether the step of a group is left to the next forward."""
+        """Whether the step of a group is deferred to the next forward."""
         return id(group) in self._ids
 
     def choose_anew(self, made_any: bool, settings: Sequence[dict[str, Any]]) -> None:
-        """Chooses anew, once it is known how long passes compute.
+        """Chooses again, once it is known how long passes compute.
 
         Args:
-            made_any: Whether steps were made in the backward before.
-            settings: Of the steps.
+            made_any: Whether steps were performed in the previous backward.
+            settings: The settings of the steps.
         """
         self._rounds += made_any
         if self._rounds < self._next_look and self._on_host() == self._hosted:
@@ -189,13 +190,13 @@ class LeftToForward:
         self._choose(speed, settings)
 
     def note_waits(self, waits: bool, groups: Sequence[dict[str, Any]]) -> None:
-        """Notes whether steps wait for the next forward, as a rule.
+        """Notes whether steps are normally deferred to the next forward.
 
-        What the host's share spares is other copies then.
+        Then the host's share saves other copies.
 
         Args:
-            waits: Whether they do.
-            groups: The parameter groups; while steps wait, no backward notes their settings.
+            waits: Whether they are.
+            groups: The parameter groups; if steps are deferred, no backward notes their settings.
         """
         speed = None if waits is self._waits else self._speed()
         if speed is not None:
@@ -205,7 +206,7 @@ class LeftToForward:
     def _speed(self) -> Speed | None:
         """Returns how fast the loop computes and copies; None until that is known.
 
-        What is copied is packed, once it is: then as many bytes of blocks take less time.
+        If homes are packed, the same bytes of blocks take less time to copy.
         """
         speed = self._measured()
         if speed is None or not self._packing.is_on:
@@ -215,7 +216,7 @@ class LeftToForward:
     def _measured(self) -> Speed | None:
         """Returns how fast the loop computes and copies bytes; None until that is known.
 
-        On the CPU, where copies from DRAM hide behind nothing, it never is.
+        On the CPU, on which copies from DRAM never overlap with compute, it never is.
         """
         manager = self._runtime.manager
         if not manager.prefetcher.fetcher.beside:
@@ -233,7 +234,7 @@ class LeftToForward:
         return Speed(forward, backward, *both, alone=alone)
 
     def _loads(self, settings: Sequence[dict[str, Any]]) -> list[tuple[Group, Load, Load]]:
-        """Returns each block with its load, and that where the host has its share."""
+        """Returns each block with its load, without and with the host's share."""
         groups = [group for group in self._runtime.groups if id(group) in self._units]
         alone = [self._load_of(group, settings) for group in groups]
         shared = [self._hosted_load(*pair) for pair in zip(groups, alone, strict=True)]
@@ -247,7 +248,7 @@ class LeftToForward:
             self._others.expect(helps=helps, waits=self._waits)
 
     def _choose(self, speed: Speed, settings: Sequence[dict[str, Any]]) -> None:
-        """Leaves to the next forward what that has time for."""
+        """Defers as many steps to the next forward as it has time for."""
         each = self._loads(settings)
         self._expect(each, speed)
         hosted = self._on_host()
@@ -262,7 +263,7 @@ class LeftToForward:
         self._runtime.manager.prefetcher.note_copies_bind(found.copies_bind)
 
     def _choose_packing(self, groups: Sequence[Group], loads: Sequence[Load], speed: Speed) -> None:
-        """Has blocks that the device steps written home packed, where copies are waited for."""
+        """Chooses packed homes for blocks that the device steps, if compute waits for copies."""
         if not self._packing.has_room:
             copies = least_seconds(loads, replace(speed, forward=0.0, backward=0.0))
             self._to_pack = copies > _PACKING_PAYS * (speed.forward + speed.backward)
@@ -275,7 +276,7 @@ class LeftToForward:
             self._packing.mark(blocks, packed=whole and load.host is None)
 
     def between_steps(self) -> None:
-        """Packs homes from now on, or does not, where a loop may be faster with it."""
+        """Packs homes from now on or stops packing, if the loop may be faster then."""
         packing = self._packing
         if packing.has_room:
             if self._has_begun and self._others.is_settled:
@@ -291,7 +292,7 @@ class LeftToForward:
                 self._next_look = 0
 
     def _load_of(self, group: Group, settings: Sequence[dict[str, Any]]) -> Load:
-        """Returns what moves with a block and its step on the device."""
+        """Returns the bytes that move for a block and its step on the device."""
         units, stay = self._units[id(group)], group.manager.parts.evictor.residents
         kept = [block for unit in units for block in unit.kept_blocks() if block.id not in stay]
         states = [unit.block for unit in units if self._late.may_leave(unit, settings)]
@@ -305,7 +306,7 @@ class LeftToForward:
         )
 
     def _hosted_load(self, group: Group, load: Load) -> Load:
-        """Returns the load of a block where the host has its share: its time, if it is in that."""
+        """Returns the load of a block with the host's share: with the host's time, if in it."""
         units = self._units[id(group)]
         rates = self._others.rates
         if not any(map(self._others.may_have, units)):
@@ -314,20 +315,20 @@ class LeftToForward:
         return replace(load, host=0.0 if rates is None else rates.host * elements)
 
     def _on_host(self) -> frozenset[int]:
-        """Returns the ids of the groups that are stepped on the host, as a rule."""
+        """Returns the ids of the groups that are normally stepped on the host."""
         return frozenset(
             number for number, units in self._units.items() if any(map(self._others.has, units))
         )
 
 
 class StepsAhead:
-    """Makes the steps of one optimizer inside backward, provisionally.
+    """Performs the steps of one optimizer inside backward, provisionally.
 
     Attributes:
-        revocable: Whether its steps can be taken back.
-        listens: Whether the first gradient of the backward under way is still to come.
-        provisional: Those that are made and not confirmed.
-        late: Chooses whose state is left as it was.
+        revocable: Whether its steps can be undone.
+        listens: Whether the first gradient of the current backward has not arrived yet.
+        provisional: Steps that are performed and not confirmed.
+        late: Chooses the units whose state becomes late.
     """
 
     revocable = True
@@ -346,12 +347,12 @@ class StepsAhead:
 
         Args:
             runtime: The modules' runtime.
-            auto: Knows which steps are made at once.
-            owed: Ids of the units that wait for a step that was asked for.
+            auto: Knows which steps must not be deferred.
+            owed: Ids of the units with a deferred step.
             is_begun: Returns whether a ``step()`` with some ticket has begun.
-            may_begin: Returns whether any steps of the optimizer may be made ahead just now.
-            others: What the host steps.
-            ignores: Tells of which parameters the state is made without their weights.
+            may_begin: Returns whether any steps of the optimizer may be performed ahead now.
+            others: The units that the host steps.
+            ignores: Returns whether the state of a parameter is updated without its weights.
         """
         self.provisional = Provisional(runtime, is_begun)
         self.late = LateStates(runtime, ignores, lambda: bool(self.provisional))
@@ -367,7 +368,7 @@ class StepsAhead:
         self._host: HostSteps | None = None
         self._drops = 0
         self.listens = True
-        self._made_any = False  # in the last that was likely to have steps
+        self._made_any = False  # in the last backward that was likely to have steps
         self._prepared = False
         self._ready = False  # for the first backward with steps
         runtime.backward.watchers.append(self)
@@ -380,13 +381,13 @@ class StepsAhead:
         state: State,
         host: HostSteps | None = None,
     ) -> None:
-        """Takes units on.
+        """Adds units.
 
         Args:
-            units: New ones.
+            units: The new units.
             groups: All parameter groups, with the settings that a step uses.
-            state: The tiered optimizer's, to be kept up to date.
-            host: Makes the steps of units that are the host's, if any are.
+            state: The tiered optimizer's state, to be kept up to date.
+            host: Performs the steps on the host, if there are any.
         """
         self._state, self._host = state, host
         units = list(units)
@@ -394,12 +395,12 @@ class StepsAhead:
         self.late.extend(units)
 
     def prepare(self, *, may_begin: bool) -> None:
-        """Called after the first step: reserves what steps in the next backward take.
+        """Called after the first step: reserves the memory that steps in the next backward need.
 
-        Otherwise the second round would wait for its memory to be page-locked: seconds.
+        Otherwise the second round would wait for page-locking, which takes seconds.
 
         Args:
-            may_begin: Whether any steps may be made ahead just now.
+            may_begin: Whether any steps may be performed ahead now.
         """
         with self._runtime.manager.lock:
             self._left.between_steps()
@@ -415,7 +416,7 @@ class StepsAhead:
                     self.late.reserve(units)
 
     def close(self) -> None:
-        """Stops watching backwards; steps made ahead are dropped."""
+        """Stops watching backwards; steps ahead are dropped."""
         self.provisional.close()
         self.late.close()
         with self._runtime.manager.lock:
@@ -454,17 +455,17 @@ class StepsAhead:
             self._ends_round()
 
     def leave_to_others(self, units: Iterable[StepUnit]) -> None:
-        """Drops steps of blocks that another optimizer is about to step as well."""
+        """Drops steps of blocks that another optimizer will step, too."""
         blocks = [unit.group.block for unit in units if unit.group is not None]
         if self.provisional and any(map(self.provisional.touches, blocks)):
             self.provisional.drop()
 
     def settle(self) -> None:
-        """Drops the steps made ahead, so that blocks and gradients are as before them."""
+        """Drops the steps ahead, so that blocks and gradients are as before."""
         self.provisional.drop()
 
     def repair(self) -> None:
-        """Drops all steps, after an exception at a line of tiermem's; nothing is under way."""
+        """Drops all steps, after an exception in tiermem's code; none is in progress."""
         self._backward.steps = False
         self.provisional.repair()
         self.late.repair()
@@ -480,7 +481,7 @@ class StepsAhead:
     # -- what backward calls ---------------------------------------------
 
     def begins(self) -> int:
-        """Called as a backward begins; returns which steps are likely to be made in it, if any."""
+        """Called when a backward begins; returns which steps are likely in it, if any."""
         self.listens = True
         self._backward.begins()
         if (self._made_any or self._ready) and self._is_last(self._habit.backwards + 1):
@@ -492,7 +493,7 @@ class StepsAhead:
         return self._backward.with_steps(order, self._others.has, self.late.uses_of)
 
     def ends(self) -> None:
-        """Called as a backward ends."""
+        """Called when a backward ends."""
         self._backward.ends()
 
     def arriving(self, entry: Entry) -> bool:
@@ -504,7 +505,7 @@ class StepsAhead:
         return False
 
     def arrived(self, entries: Sequence[Entry]) -> None:
-        """Called when gradients are in the tiers; steps their block if none of it is awaited."""
+        """Called when gradients are in the tiers; steps their block if all have arrived."""
         now = self._backward
         if not now.steps or not now.is_here():
             return
@@ -512,7 +513,7 @@ class StepsAhead:
             self._step(entries[0].group)
 
     def edited(self, entry: Entry) -> None:
-        """Called when other code has written a gradient; that has dropped the steps already."""
+        """Called when other code has written a gradient, which has dropped the steps already."""
 
     def has_used(self, entry: Entry) -> bool:
         """Whether a step has used this gradient, so that a change of it drops the step."""
@@ -521,22 +522,22 @@ class StepsAhead:
     # -- inside ----------------------------------------------------------
 
     def _blocks(self) -> Iterator[tuple[Group, Sequence[StepUnit]]]:
-        """Yields the blocks whose steps can be made ahead as far as is known, with their units."""
+        """Yields the blocks whose steps can probably be performed ahead, with their units."""
         for units in self._backward.units.values():
             group = units[0].group
             if group is not None and _may_be_ahead(group) and not any(map(_is_in_runs, units)):
                 yield group, units
 
     def _is_last(self, number: int) -> bool:
-        """Whether steps are made in the backward of this number since the last step."""
+        """Whether steps are performed in the backward with this number since the last step."""
         return self._habit.is_last(number) and self._may_begin() and self._is_worth_it()
 
     def _is_worth_it(self) -> bool:
-        """Whether steps would move blocks, and no scale is undone in the gradients before them."""
+        """Whether steps would move blocks, and gradients are not unscaled before them."""
         return self._auto.has_room_behind() and not self._runtime.grads.norms.scale.changes
 
     def _first(self) -> None:
-        """Decides, at the first gradient of a backward, whether steps are made in it."""
+        """Decides, at the first gradient of a backward, whether steps are performed in it."""
         habit, now = self._habit, self._backward
         now.counted = True
         self.listens = False
@@ -557,7 +558,7 @@ class StepsAhead:
         units = self._backward.final_units(group)
         if not units or self._left.has(group):
             return
-        if not (_may_be_ahead(group) and self._may_begin()):  # state may be looked into by now
+        if not (_may_be_ahead(group) and self._may_begin()):  # users may have the state by now
             return
         for unit in units:
             if not self._can_be_made(unit):
@@ -567,7 +568,7 @@ class StepsAhead:
             uncompiled(StepsAhead._make)(self, group, units)
 
     def _can_be_made(self, unit: StepUnit) -> bool:
-        """Whether the step of a unit can be made ahead, and be taken back."""
+        """Whether the step of a unit can be performed ahead, and undone."""
         return (
             unit.made is not None
             and id(unit) not in self._owed
@@ -580,7 +581,7 @@ class StepsAhead:
         )
 
     def _make(self, group: Group, units: Sequence[StepUnit]) -> None:
-        """Makes the steps of a block; what cannot be made here is left to ``step()``."""
+        """Performs the steps of a block; those that fail here are left to ``step()``."""
         if not self.provisional.has_room(group, units):
             return
         settings = self._backward.settings
@@ -593,7 +594,7 @@ class StepsAhead:
             self._make_here(group, units)
 
     def _begin_there(self, host: HostSteps, group: Group, units: Sequence[StepUnit]) -> None:
-        """Begins the host's steps of a block, made while backward goes on."""
+        """Begins the host's steps of a block, which run while backward continues."""
         begin = partial(host.begin_ahead, units, self._backward.settings, self.provisional.ticket)
         try:
             self.provisional.begin(group, units, self._state, begin)
@@ -605,7 +606,7 @@ class StepsAhead:
         began, packing = time.perf_counter_ns(), self._runtime.home_packing
         packing.stays = True
         try:
-            # they go home in any case: before what the steps write, while state comes up
+            # they are written home in any case: before what the steps write, while state is fetched
             gradients = [found.block for unit in units for found in unit.grad_units()]
             self._backward.pipeline.write(gradients, gradients=True)
             leave = partial(self.late.leave, self._backward.settings)
@@ -617,8 +618,8 @@ class StepsAhead:
             return
         except Exception as error:
             if OUTSIDE not in error.__dict__:
-                raise  # a signal handler's, or no memory, at a line of tiermem's
-            self._backward.steps = False  # step() meets with it, too
+                raise  # from a signal handler, or out of memory, in tiermem's code
+            self._backward.steps = False  # step() will raise it, too
             return
         finally:
             packing.stays = False
@@ -647,12 +648,12 @@ class StepsAhead:
 
 
 def _may_be_ahead(group: Group) -> bool:
-    """Whether steps of a block can be made ahead, whatever its units are."""
+    """Whether steps of a block can be performed ahead, regardless of its units."""
     return not (group.writes.uncounted or group.writes.merging or group.resident)
 
 
 def _is_in_runs(unit: StepUnit) -> bool:
-    """Whether a unit has gradients in runs: they go home as they arrive."""
+    """Whether a unit has gradients in runs, which are written home when they arrive."""
     return any(found.runs for found in unit.grad_units())
 
 
@@ -662,5 +663,5 @@ def _is_untouched(unit: StepUnit) -> bool:
 
 
 def _awaits(unit: StepUnit) -> bool:
-    """Whether gradients of a unit await a change: what its state has missed uses them before it."""
+    """Whether changes of a unit's gradients are pending, which its late update must not see."""
     return any(found.awaits for found in unit.grad_units())

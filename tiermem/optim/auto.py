@@ -1,9 +1,9 @@
-"""Which steps may wait for the next forward where no program can see it (``overlap="auto"``).
+"""Which steps may be deferred to the next forward unnoticed by the program (``overlap="auto"``).
 
-Deferred work of a block is done before any look at it, so a step that waits is seen in few
-ways: where its update raises, where it needs room that the forward has taken, in the numbers of
-the state that have no home in the tiers, and in a CUDA graph. Each of these has a rule here; what
-meets one is stepped at once.
+Deferred work of a block is done before any access to it, so a program can notice a deferred step
+only in few ways: if its update raises, if it needs room that the forward has taken, by numbers in
+the state that have no home in the tiers, and in a CUDA graph. There is a rule for each of these;
+a step to which one applies is performed in ``step()``.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ from tiermem.optim.units.unit import State, StepUnit
 from tiermem.runtime.memory.slots import use_count
 
 _SCHEDULED = {"lr", "weight_decay", "momentum", "betas"}
-"""Settings that schedulers write, and that torch's classes raise for no value of in range."""
+"""Settings that schedulers write, and for which torch's classes accept every value in range."""
 _SWITCHES = {"weight_decay", "momentum"}
-"""Those of them with which classes take another way where they are zero."""
+"""Settings among these for which classes use other code if they are zero."""
 _MOST_PAUSE = 64
-_REFERENCES = 2  # to a storage: the tensor's, and the object that asks
-_LOOKS = 8  # blocks looked at last: of those looked at before, programs hold no views mostly
+_REFERENCES = 2  # to a storage: the tensor's, and that of the counting code
+_LOOKS = 8  # blocks accessed last: programs mostly hold no views of earlier ones
 
 
 class AutoOverlap:
-    """Chooses the steps of one optimizer that wait.
+    """Chooses which steps of one optimizer are deferred.
 
     Attributes:
-        waiting: Ids of the units whose step waits, of the ``step()`` under way.
+        waiting: Ids of the units whose step is deferred, in the current ``step()``.
     """
 
     def __init__(self, runtime: ModuleRuntime, cls: type[torch.optim.Optimizer]) -> None:
-        """Starts with no unit waiting: every group is stepped at once first.
+        """Starts without deferred steps: at first every group is stepped in ``step()``.
 
         Args:
             runtime: The modules' runtime.
-            cls: The optimizer's class. One that is not torch's own may raise in any step, as it
-                does in ``step()`` of the resident optimizer: none of its steps waits.
+            cls: The optimizer's class. One that is not torch's own may raise in any step, which
+                has to happen in ``step()``: none of its steps is deferred.
         """
         self.waiting: set[int] = set()
         self._runtime = runtime
         self._table = runtime.manager.parts.table
         self._known = is_own_class(cls)
-        self._tried: dict[int, Any] = {}  # settings that the class was seen to step with, by group
-        self._asked: object = None  # settings that were looked at last, and those tried among them
+        self._tried: dict[int, Any] = {}  # settings with which the class has stepped, by group
+        self._asked: object = None  # settings that were checked last, and those tried among them
         self._steady: set[int] = set()
         self._failed = False
         self._holders = 0
-        self._seen_nbytes = 0  # of HBM that a backward or a look before found in use by others
-        self._needed = 0  # bytes of HBM for the largest step that waits
+        self._seen_nbytes = 0  # of HBM that others used in an earlier backward or access
+        self._needed = 0  # bytes of HBM for the largest deferred step
         self._finish: Callable[[], None] | None = None
-        self._looked_at: dict[int, None] = {}  # ids of blocks, the last one looked at is the last
-        # steps that were asked for by a look instead of a forward
+        self._looked_at: dict[int, None] = {}  # ids of blocks, the last one accessed last
+        # steps that were performed for an access instead of a forward
         self._owed = self._early = 0
         self._pause = self._last_pause = 0
 
     def begin(self, state: State, finish: Callable[[], None]) -> None:
-        """Begins to watch backwards and looks; no user has seen the optimizer's state yet.
+        """Begins to watch backwards and accesses; no user has seen the optimizer's state yet.
 
         Args:
-            state: The tiered optimizer's.
-            finish: Makes all steps that wait.
+            state: The tiered optimizer's state.
+            finish: Performs all deferred steps.
         """
         self._holders, self._finish = sys.getrefcount(state), finish
         self._runtime.backward.on_begin.append(self.backward_begins)
         self._runtime.away.on_look.append(self.look_begins)
 
     def close(self) -> None:
-        """Stops watching backwards and looks."""
+        """Stops watching backwards and accesses."""
         self._runtime.backward.on_begin.remove(self.backward_begins)
         self._runtime.away.on_look.remove(self.look_begins)
 
@@ -93,23 +93,23 @@ class AutoOverlap:
         """Sets ``waiting`` for a step.
 
         Args:
-            units: What is to be stepped; none of them has deferred work.
+            units: The units to be stepped; none of them has deferred work.
             groups: Settings of the parameter groups.
-            state: The tiered optimizer's.
-            looked_into: Whether users were given the state.
+            state: The tiered optimizer's state.
+            looked_into: Whether users got the state.
             draws: Whether the class draws random numbers.
         """
         self.waiting, self._needed = set(), 0
         if not self._known or self._failed or draws or self._is_early():
             return
         if any(unit.group is not None and unit.group.freed for unit in units):
-            return  # which will say so
+            return  # it will raise in `step()`
         if self._table.all_fit or self._runtime.manager.parts.copy.capturing():
-            return  # no copies to hide, but those of a first step
+            return  # no copies to hide, except those of a first step
         if self._all_there(units):
             return
         count = sys.getrefcount(state)
-        if not looked_into:  # what is left of an error may hold it for a while
+        if not looked_into:  # an error's traceback may hold it for a while
             self._holders = min(self._holders, count)
         elif count > self._holders:
             return
@@ -127,10 +127,10 @@ class AutoOverlap:
                 self._needed = max(self._needed, needed)
 
     def may_begin(self, *, looked_into: bool, draws: bool) -> bool:
-        """Whether steps may be made before they are asked for, as far as the class goes.
+        """Whether the class permits steps before ``step()`` is called.
 
         Args:
-            looked_into: Whether users were given the state, of which they may have kept numbers.
+            looked_into: Whether users got the state, of which they may have kept numbers.
             draws: Whether the class draws random numbers.
         """
         capturing = self._runtime.manager.parts.copy.capturing()
@@ -138,15 +138,15 @@ class AutoOverlap:
 
     def has_room_behind(self) -> bool:
         """Whether blocks move in backward, and no alias holds any of HBM."""
-        # what once was there may be gone: a look is no habit
+        # an alias that existed once may be gone, so only present ones count
         return not (self._table.all_fit or self._seen_now())
 
     def is_steady(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a unit was stepped before with settings such as these.
+        """Whether a unit was stepped before with settings of the same kind.
 
         Args:
             unit: The unit.
-            groups: Settings that stay as they are as long as they are the same object.
+            groups: The settings; the same object always has the same values.
         """
         if self._asked is not groups:  # once for all units
             self._asked = groups
@@ -155,11 +155,11 @@ class AutoOverlap:
         return {number for _, number in unit.members} <= self._steady
 
     def made(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
-        """Notes that a step was made, or deferred as it was chosen.
+        """Notes that a step was performed, or deferred as chosen.
 
         Args:
-            units: All of it.
-            groups: Settings of the parameter groups that it was made with.
+            units: All of its units.
+            groups: Settings of the parameter groups with which it was performed.
         """
         now = [unit for unit in units if id(unit) not in self.waiting]
         self._asked = None
@@ -168,31 +168,31 @@ class AutoOverlap:
         self._owed, self._early = len(self.waiting), 0
 
     def paid(self) -> None:
-        """Notes that a step that waited is made."""
+        """Notes that a deferred step was performed."""
         self._early += not self._runtime.here.inside
 
     def note_failure(self, error: BaseException) -> None:
-        """Notes that a deferred step failed, unless by an outside exception: no other waits."""
+        """Notes that a deferred step failed, unless from outside; no other is deferred then."""
         self._failed = self._failed or isinstance(error, Exception)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a step that waited could not be made."""
+        """Whether a deferred step has failed."""
         return self._failed
 
     def backward_begins(self) -> None:
-        """Measures how much of HBM users and autograd hold; the next forward will be alike."""
+        """Measures how much HBM users and autograd hold; the next forward will be similar."""
         if self._known and not self._table.all_fit:  # else a graph may have all blocks
             self._seen_nbytes = max(self._seen_nbytes, self._seen_now())
 
     def look_begins(self, group: Group) -> None:
-        """Has steps made before a look at a weight between passes that would leave them no room.
+        """Performs deferred steps before an access to a weight that would leave them no room.
 
-        A program may hold two weights at once (``target.data.add_(param.data)``), one of which a
-        step may wait for: that would find HBM in pieces. The next round will be alike.
+        A program may hold two weights at once (``target.data.add_(param.data)``), one of which has
+        a deferred step, which would then find HBM fragmented. The next round will be similar.
 
         Args:
-            group: What is looked at.
+            group: The group of the weight.
         """
         if not self._known or self._table.all_fit:
             return
@@ -205,13 +205,13 @@ class AutoOverlap:
         self._seen_nbytes = max(self._seen_nbytes, held)
         owed = self._runtime.manager.parts.deferred
         if self._finish is None or held or not owed or group.block.id in owed:
-            return  # a step that the look itself asks for comes before its weights are held
+            return  # the step of the weight itself is performed before it is held
         free = self._table.hbm.capacity - self._table.fixed_nbytes(now=True) - group.block.nbytes
-        if self._needed > free // 2:  # the larger of two pieces, at the least
+        if self._needed > free // 2:  # the larger of two pieces has at least that
             self._finish()
 
     def _is_early(self) -> bool:
-        """Whether the program looks at the weights after each step, so that waiting is in vain."""
+        """Whether the program accesses weights after each step, so that deferring is useless."""
         if self._owed:
             if self._early > self._owed // 2:
                 self._last_pause = min(_MOST_PAUSE, 2 * self._last_pause or 1)
@@ -230,10 +230,10 @@ class AutoOverlap:
         return all(get[block.id].usable for unit in units for block in unit.blocks())
 
     def _room(self) -> int:
-        """Returns the bytes of HBM for a step beside what a forward may hold.
+        """Returns the bytes of HBM for a step beside the blocks that a forward may hold.
 
-        What others hold cannot be moved either: the rest may lie in pieces of any size, so there
-        is no room that could be counted on.
+        Blocks that others hold cannot be moved, so the rest of HBM may be fragmented in any way; in
+        that case no room is guaranteed.
         """
         seen = max(self._seen_nbytes, self._seen_now())
         held = self._runtime.program.worst_chain + seen
@@ -241,9 +241,9 @@ class AutoOverlap:
         return 0 if seen else room
 
     def _needed_by(self, unit: StepUnit, room: int) -> int | None:
-        """Returns the bytes of HBM that a step in a forward works on, beside what lives there.
+        """Returns the bytes of HBM that a step in a forward needs, beside blocks at home there.
 
-        None where it cannot be made there, in which a CUDA graph may be captured.
+        None if it must not be performed there, as a CUDA graph may be captured.
         """
         group, table = unit.group, self._table
         if group is None or table[group.block.id].fixed:
@@ -261,7 +261,7 @@ class AutoOverlap:
 
     def _seen_now(self) -> int:
         current, table = self._runtime.manager.parts.slots.current, self._table
-        seen = sum(  # what lives in HBM takes no room from a step: it is counted apart
+        seen = sum(  # without blocks at home in HBM, which are counted separately
             slot.extent.nbytes
             for block_id, slot in current.items()
             if slot.aliased and not table[block_id].fixed
@@ -272,7 +272,7 @@ class AutoOverlap:
 def kind_of(group: dict[str, Any]) -> Any:
     """Returns a key that is equal for settings with which a class steps in the same way.
 
-    What schedulers write counts as the same as long as it is in range.
+    Settings that schedulers write count as equal as long as they are in range.
     """
     return {
         key: _in_range(key, value) if key in _SCHEDULED else _as_is(value)
@@ -304,7 +304,7 @@ def _is_seen(unit: StepUnit, state: State) -> bool:
         kept = state.get(param)
         if kept is None:
             continue
-        # in the tiered optimizer's state and the plain one's; of parts it is concatenated
+        # referenced by the tiered optimizer's state and the plain one's; parts are concatenated
         if is_held(kept, besides=2 - parted):
             return True
         for value in kept.values():
@@ -316,7 +316,7 @@ def _is_seen(unit: StepUnit, state: State) -> bool:
 
 
 def _is_viewed(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:  # it has no storage that could be asked
+    if tensor.layout is not torch.strided:  # it has no storage whose references can be counted
         return True
     storage = tensor.untyped_storage()
     return use_count(storage._cdata) > _REFERENCES

@@ -1,16 +1,16 @@
-"""Steps inside backward: each block as soon as its gradient is final.
+"""Steps inside backward: each block as soon as its gradient is final (``overlap="backward"``).
 
-A gradient is final once autograd has run the node that accumulates it, in a backward after which
-no other follows before ``step()``. Then its block of weights is in HBM, so is the gradient, and
-nothing of it has to leave: state and masters come up, the step is made, and the gradient is gone.
-Where the host steps the block, the gradient goes home, and the host's thread begins.
+A gradient is final once autograd has executed the node that accumulates it, in the last backward
+before ``step()``. Then its block of weights and the gradient are in HBM, and nothing has to leave:
+state and masters are fetched, the step is performed, and the gradient is dropped. If the host steps
+the block, the gradient is written home, and the host's thread begins.
 
-A step inside backward must not differ from one made by ``optimizer.step()``. So until
+A step inside backward must not differ from one by ``optimizer.step()``. So until
 ``optimizer.step()`` is called, access to the block's weights, state or masters is refused (by
-deferred work that raises), and so is every call that would have used the gradient.
-The first two steps are made after backward and only watched, as a loop has come round once then:
-one that clips, scales, changes rates in between, throws gradients away or uses weights once more
-after their gradients is refused, or served otherwise, before anything is stepped wrongly.
+deferred work that raises), and so is every call that would have used the gradient. The first two
+steps are performed after backward, and backward is only watched, until one round of the loop has
+been seen: a loop that clips, scales, changes settings in between, discards gradients or uses
+weights again after their gradients is refused, or handled differently, before any wrong step.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tiermem.optim.used import ELSE, TO_CLIP, ClosedBlocks, UsedGradients
 
 
 class InBackward:
-    """Makes the steps of one optimizer inside backward.
+    """Performs the steps of one optimizer inside backward.
 
     Attributes:
-        revocable: Whether its steps can be taken back.
+        revocable: Whether its steps can be undone.
         made: Units stepped since the last ``step()``, or begun on the host, by id.
-        total: How many units were so far.
+        total: How many units were stepped inside backward so far.
         ticket: Given to every unit that is stepped for the same ``step()``.
-        failure: What the class has raised in a step, to be raised by ``step()``, or None.
+        failure: The error that the class raised in a step, to be raised by ``step()``, or None.
         count: How many backwards there were since the last step.
     """
 
@@ -50,7 +50,7 @@ class InBackward:
     listens = True
 
     def __init__(self, runtime: ModuleRuntime, take_in: Callable[[], None]) -> None:
-        """Watches the backwards of ``runtime``; ``take_in`` takes in edits of the state."""
+        """Watches the backwards of ``runtime``; ``take_in`` copies users' edits of the state."""
         self._take_in = take_in
         self.made: dict[int, StepUnit] = {}
         self.total = 0
@@ -76,13 +76,13 @@ class InBackward:
         state: State,
         host: HostSteps | None = None,
     ) -> None:
-        """Takes units on; the next steps are watched, and made after backward.
+        """Adds units; the next steps are watched, and performed after backward.
 
         Args:
-            units: New ones.
+            units: The new units.
             groups: All parameter groups, with the settings that a step uses.
-            state: The tiered optimizer's, to be kept up to date.
-            host: Makes the steps of units that are the host's, if any are.
+            state: The tiered optimizer's state, to be kept up to date.
+            host: Performs the steps on the host, if there are any.
         """
         self._state, self._host = state, host
         self._first_steps.restart()
@@ -94,25 +94,25 @@ class InBackward:
         self._runtime.grads.watchers.remove(self)
 
     def leave_to_others(self, units: Iterable[StepUnit]) -> None:
-        """Leaves blocks to ``step()`` for good: another optimizer steps them as well."""
+        """Leaves blocks to ``step()`` from now on, as another optimizer steps them, too."""
         self._late.update(id(unit.group) for unit in units)
 
     # -- what the user calls ---------------------------------------------
 
     def accumulate(self, micro_batches: int) -> None:
-        """Sets after how many backwards gradients are final.
+        """Sets the number of backwards after which gradients are final.
 
         Raises:
-            StepError: If blocks are stepped already.
+            StepError: If blocks have been stepped already.
         """
         self.refuse("accumulate()")
         self._micro_batches = micro_batches
 
     def refuse(self, what: str) -> None:
-        """Refuses a call between a backward that stepped and ``step()``.
+        """Refuses a call between a backward that stepped blocks and ``step()``.
 
         Raises:
-            StepError: Then.
+            StepError: If blocks were stepped.
         """
         self._account()
         if self.made:
@@ -123,7 +123,7 @@ class InBackward:
             )
 
     def refuse_clipping(self, what: str) -> None:
-        """Refuses what has to see all gradients before the first is used.
+        """Refuses a call that needs all gradients before the first is used.
 
         Raises:
             StepError: Always.
@@ -134,10 +134,10 @@ class InBackward:
         )
 
     def before_step(self, scaling: Scaling | None) -> None:
-        """Makes sure that what was stepped inside backward is what ``step()`` would step now.
+        """Checks that the steps inside backward are those that ``step()`` would perform now.
 
         Raises:
-            StepError: If it is not, or would not be the next time.
+            StepError: If they are not, or would not be the next time.
         """
         self._account()
         if scaling is not None:
@@ -158,9 +158,9 @@ class InBackward:
             self._host.retry()
 
     def after_step(self) -> None:
-        """Begins to count backwards anew; the step is made, or asked for.
+        """Restarts the count of backwards, after the step was performed or deferred.
 
-        Cut short, it may be called again.
+        It may be called again after an interrupt.
         """
         self._first_steps.after_step()
         self.count = 0
@@ -189,16 +189,16 @@ class InBackward:
         self._closed.permit_access()
 
     def repair(self) -> None:
-        """After an exception at a line of tiermem's: blocks that were stepped stay stepped."""
+        """Called after an exception in tiermem's code: blocks that were stepped stay stepped."""
 
     # -- what backward calls ---------------------------------------------
 
     def foresees(self, order: Sequence[int]) -> Sequence[int]:
-        """Returns what is foreseen as it is: its first steps are made after backward."""
+        """Returns the order unchanged, as the first steps are performed after backward."""
         return order
 
     def begins(self) -> bool:
-        """Called as a backward begins; returns whether steps are likely to be made in it."""
+        """Called when a backward begins; returns whether steps are likely in it."""
         self._account()
         self._backward.begins()
         self._first_steps.watches = False
@@ -214,10 +214,10 @@ class InBackward:
         """Called before a gradient is accumulated, or caught by ``autograd.grad``.
 
         Returns:
-            Whether ``param.grad`` is to be left as it is.
+            Whether to leave ``param.grad`` unchanged.
 
         Raises:
-            StepError: If the gradient that it adds to is gone.
+            StepError: If the gradient to which it would be added is gone.
         """
         now, param = self._backward, id(entry.param)
         if param not in now.entries:
@@ -231,13 +231,13 @@ class InBackward:
         if here and not now.counted and not is_nested():
             self._first()
         elif not here or not now.counted:
-            self._late.add(id(entry.group))  # a backward inside another: more may follow
+            self._late.add(id(entry.group))  # a backward inside another one: more may follow
         if used or param in self._used.consumed:
             raise self._another(entry)
         return False
 
     def arrived(self, entries: Sequence[Entry]) -> None:
-        """Called when gradients are in the tiers; steps their block if none of it is awaited."""
+        """Called when gradients are in the tiers; steps their block if all have arrived."""
         now, group = self._backward, entries[0].group
         if not (now.steps or self._first_steps.watches) or not now.is_here():
             return
@@ -248,7 +248,7 @@ class InBackward:
             return
         found = [e for u in now.units[id(group)] for e in u.entries if e.has_grad]
         self._first_steps.final += found
-        late = partial(self._late.add, id(group))  # called where the weights are used once more
+        late = partial(self._late.add, id(group))  # called if the weights are used again
         self._closed.watch(group.block.name, [group.block.id], late)
 
     def edited(self, entry: Entry) -> None:
@@ -256,13 +256,13 @@ class InBackward:
         self._used.edited.add(id(entry.param))
 
     def has_used(self, entry: Entry) -> bool:
-        """Whether a gradient that is there was used, and may stay as it is: none is."""
+        """Whether an existing gradient was used and may stay: never."""
         return False
 
     # -- inside ----------------------------------------------------------
 
     def _first(self) -> None:
-        """Decides, at the first gradient of a backward, whether steps are made in it."""
+        """Decides, at the first gradient of a backward, whether steps are performed in it."""
         now = self._backward
         added = self._used.added_to()
         if added is not None:
@@ -275,7 +275,7 @@ class InBackward:
                     f"{self._micro_batches}: say optimizer.accumulate(n) for n backwards per "
                     f"step, {ELSE}; nothing of this backward was taken"
                 )
-            self.count = 0  # they were set to None by hand
+            self.count = 0  # the program has set them to None
         now.counted = True
         self.count += 1
         if self.count == self._micro_batches:
@@ -291,8 +291,8 @@ class InBackward:
     def _step(self, group: Group) -> None:
         """Steps the units of a block whose gradients are final.
 
-        What cannot be done here (a disk that fails, no room) is left to ``step()``, which tries
-        again and says what is wrong.
+        If that fails here (a disk error, no room), it is left to ``step()``, which tries again and
+        raises the error.
         """
         units = self._backward.final_units(group)
         for unit in units:
@@ -305,7 +305,7 @@ class InBackward:
             work(self, group, units)
 
     def _make(self, group: Group, units: Sequence[StepUnit]) -> None:
-        """Makes the steps of a block."""
+        """Performs the steps of a block."""
         now, timeline = self._backward, self._runtime.manager.parts.timeline
         try:
             for unit in units:
@@ -317,7 +317,7 @@ class InBackward:
             pass
         except Exception as error:
             if OUTSIDE not in error.__dict__:
-                raise  # a signal handler's, or no memory, at a line of tiermem's
+                raise  # from a signal handler, or out of memory, in tiermem's code
             self.failure = error
             now.steps = False
         finally:
@@ -328,20 +328,20 @@ class InBackward:
                 self._close_off(group, made)
 
     def _close_off(self, group: Group, made: Sequence[StepUnit]) -> None:
-        """Refuses access to a block that is stepped, and writes it home in time."""
+        """Refuses access to a block that was stepped, and writes it home in time."""
         blocks = [group.block, *(block for unit in made for block in unit.kept_blocks())]
         self._closed.refuse(group, [block.id for block in blocks])
         self._backward.write(group, blocks)
 
     def _account(self) -> None:
-        """Finds units that were stepped without a note of it (Ctrl-C at that moment)."""
+        """Finds units that were stepped but not noted (Ctrl-C at that moment)."""
         for units in self._backward.units.values():
             for unit in units:
                 if unit.made is self.ticket and id(unit) not in self.made:
                     self._account_for(unit)
 
     def _account_for(self, unit: StepUnit) -> None:
-        """Notes that a unit was stepped, and clears its gradients; it may be called again."""
+        """Notes that a unit was stepped, and clears its gradients; may be called again."""
         if id(unit) not in self.made:
             if unit.host is None:
                 self._used.spend(unit)
@@ -351,8 +351,8 @@ class InBackward:
     def _begin(self, group: Group, units: Sequence[StepUnit]) -> None:
         """Begins the steps of a block on the host, if the host steps all of its units.
 
-        The gradients stay until they have been used. What cannot be begun here (a tensor has an
-        alias, a file is to be written first) is left to ``step()``.
+        The gradients stay until they have been used. Steps that cannot be begun here (a tensor has
+        an alias, a file has to be written first) are left to ``step()``.
         """
         host = self._host
         settings = self._backward.settings
@@ -380,7 +380,7 @@ class InBackward:
         )
 
     def _check_gradients(self) -> None:
-        """Refuses a step whose gradients are others than those of backward."""
+        """Refuses a step whose gradients are not those of backward."""
         used = self._used
         wrong = [e for e in self._first_steps.final if id(e.param) in used.edited or not is_own(e)]
         wrong = [e for e in wrong if id(e.group) not in self._late]

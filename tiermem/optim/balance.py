@@ -1,7 +1,8 @@
-"""Which blocks are stepped inside backward, which in the next forward, and how much state is left.
+"""Which blocks are stepped inside backward, which in the next forward, and how much state is late.
 
-Bytes over the link up and down in the two passes, for each byte of weights W, of gradients G, of
-masters M and state S (recomputation, everything out of HBM; a step ahead keeps its gradient)::
+Bytes over the link in each direction ("up" is to HBM) in the two passes, from the bytes of weights
+W, gradients G, masters M and state S (with recomputation; no block stays in HBM; a step ahead keeps
+its gradient)::
 
     stepped              forward up       down         backward up    down
     in backward          W                0            W + M + S      G + W + M + S
@@ -9,14 +10,14 @@ masters M and state S (recomputation, everything out of HBM; a step ahead keeps 
     in the next forward  W + G + M + S    W + M + S    W              G
     by the host          W                0            W              G
 
-*By turns*: of two steps one leaves the state as it was, and the next one makes both updates, with
-the gradient of the one before (:mod:`tiermem.optim.units.late`).
+*By turns*: one of two steps does not update the state (*late state*), and the next one performs
+both updates, the missed one with the gradient that was kept (:mod:`tiermem.optim.units.late`).
 
-A pass takes as long as its compute, the busier direction or, in backward, the host. So blocks are
-best left to the forward until its copies take as long as its compute, and state until backward
-copies up as long as down. They lie evenly between the others: HBM has room for the state of a
-block or two ahead. What the host steps is not chosen here
-(:class:`tiermem.optim.host.devicebits.ShareTrial` tries it), only counted.
+A pass takes as long as its compute, as the busier direction or, in backward, as the host, whichever
+is longest. So steps are deferred to the forward until its copies take as long as its compute, and
+state is made late until backward's copies take equally long in both directions. These blocks are
+spread evenly, as HBM has room for the state of only one or two blocks ahead. Which blocks the host
+steps is not chosen here (:class:`tiermem.optim.host.devicebits.ShareTrial` tries it).
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-_WORTH = 0.98  # of the time that there would be otherwise, at most
+_WORTH = 0.98  # another choice has to take at most this share of the present time
 _FEWER = 1.02
-"""Blocks are left to the forward for more than this: they interrupt it, which is not counted."""
+"""Steps are deferred only for more than this factor: they interrupt the forward, which the model
+leaves out."""
 _AS_GOOD = 1.01
-_SHARE_PAYS = 0.97  # of the time without it, at most
+_SHARE_PAYS = 0.97  # the time with a share on the host is at most this part of that without it
 _BINDS = 1.5
-"""Times the compute that copies take at least where they bind: with less, to keep more of the
-weights in HBM costs more in waits than it saves in copies. A Llama with half of its weights' bytes
-as HBM, virtual time: 692 instead of 619 ms with 550 ms of compute, 585 and 575 with 330, 565 and
-569 with 240."""
+"""A loop counts as bound by copies if they take at least this many times the compute. With less,
+keeping more of the weights in HBM costs more waits than it saves copies. For a Llama with half of
+its weights' bytes as HBM (simulated): 692 instead of 619 ms with 550 ms of compute, 585 and 575
+with 330, 565 and 569 with 240."""
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -42,12 +44,12 @@ class Load:
     """The bytes that move with one block of weights.
 
     Attributes:
-        weights: Of the weights.
-        gradients: Of their gradients.
-        kept: Of masters and state.
-        host: Seconds that the host takes to step it; None where the device does.
-        state: Of the state among that, where a step may leave it as it was.
-        stays: Whether the weights stay in HBM: they are written home in the next forward.
+        weights: Bytes of the weights.
+        gradients: Bytes of their gradients.
+        kept: Bytes of masters and state.
+        host: Seconds that the host takes to step it; None if the device steps it.
+        state: Bytes of state that may be late.
+        stays: Whether the weights stay in HBM; then they are written home in the next forward.
     """
 
     weights: int
@@ -72,7 +74,7 @@ class Speed:
         backward: The same of a backward.
         up: Bytes per second into HBM, while copies go both ways.
         down: Bytes per second out of it, likewise.
-        alone: Bytes per second while they go one way only; 0 where that is no faster.
+        alone: Bytes per second while copies go in one direction only; 0 if that is not faster.
     """
 
     forward: float
@@ -82,12 +84,12 @@ class Speed:
     alone: float = 0.0
 
     def times(self, factor: float) -> Speed:
-        """Returns the same with copies that are so many times as fast."""
+        """Returns the same with copies that are faster by a factor."""
         up, down, alone = self.up * factor, self.down * factor, self.alone * factor
         return replace(self, up=up, down=down, alone=alone)
 
     def copies(self, up: float, down: float) -> float:
-        """Returns how long so many bytes each way take: what is left at last goes alone.
+        """Returns the seconds of copies in both directions; the rest of the longer one runs alone.
 
         Args:
             up: Bytes into HBM.
@@ -100,11 +102,11 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How the device's steps are made.
+    """When the device's steps are performed.
 
     Attributes:
-        left: Numbers of the blocks that are left to the next forward.
-        turns: Share of the others whose state is left by turns, from 0 to 1.
+        left: Numbers of the blocks whose steps are deferred to the next forward.
+        turns: Share of the others whose state is late by turns, from 0 to 1.
         copies_bind: Whether copies take longer than compute, if no weights stay in HBM.
     """
 
@@ -117,9 +119,9 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
     """Returns the choice with which forward and backward take the least time.
 
     Args:
-        loads: Of each block, in the order of forward.
-        speed: As measured.
-        now: The blocks that are left at present; others are chosen only if that is worth it.
+        loads: The load of each block, in the order of forward.
+        speed: The measured speed.
+        now: The present deferred blocks; others are chosen only if that is worth it.
     """
     moved = Passes([replace(load, stays=False) for load in loads], frozenset())
     copies = moved.least(replace(speed, forward=0.0, backward=0.0))
@@ -136,7 +138,7 @@ def best_choice(loads: Sequence[Load], speed: Speed, now: frozenset[int] | None 
 
 
 def least_seconds(loads: Sequence[Load], speed: Speed) -> float:
-    """Returns how long forward and backward take with the best choice."""
+    """Returns the seconds of forward and backward with the best choice."""
     return min(_seconds_of_choices(loads, speed).values())
 
 
@@ -145,14 +147,14 @@ def host_helps(
 ) -> bool:
     """Whether forward and backward are expected to take less time with a share on the host.
 
-    They do not where compute is the longest. What is measured as that has the host's own time in
-    it, where the device waits for Python; a share would make more of that.
+    They are not if they are bound by compute. The measured compute includes the host's own time, if
+    the device waits for Python; a share would increase that.
 
     Args:
-        hosted: Of each block, in the order of forward, with the host's share.
-        loads: The same without.
-        speed: As measured.
-        waits: Whether all steps wait for the next forward.
+        hosted: The load of each block, in the order of forward, with the host's share.
+        loads: The same without the host's share.
+        speed: The measured speed.
+        waits: Whether all steps are deferred to the next forward.
     """
     if waits:
         passes = [Passes(one, frozenset(_able(one)), waits=True) for one in (hosted, loads)]
@@ -168,7 +170,7 @@ def _able(loads: Sequence[Load]) -> list[int]:
 
 
 def _seconds_of_choices(loads: Sequence[Load], speed: Speed) -> dict[frozenset[int], float]:
-    """Returns how long both passes take, by which blocks are left to forward, fewest first."""
+    """Returns the seconds of both passes, by the set of deferred blocks, fewest first."""
     able = _able(loads)
     choices = (
         frozenset(able[n] for n in _evenly(count, len(able))) for count in range(len(able) + 1)
@@ -177,15 +179,15 @@ def _seconds_of_choices(loads: Sequence[Load], speed: Speed) -> dict[frozenset[i
 
 
 class Passes:
-    """What forward and backward copy, if some of the device's blocks are left to forward."""
+    """The copies of forward and backward, if some of the device's steps are deferred."""
 
     def __init__(self, loads: Sequence[Load], left: frozenset[int], *, waits: bool = False) -> None:
-        """Adds up.
+        """Adds up the bytes.
 
         Args:
-            loads: Of each block, in the order of forward.
-            left: Numbers of the blocks that are left.
-            waits: Whether the host makes its steps in the next forward, too.
+            loads: The load of each block, in the order of forward.
+            left: Numbers of the deferred blocks.
+            waits: Whether the host performs its steps in the next forward, too.
         """
         self._waits = waits
         later = [loads[number] for number in left]
@@ -204,11 +206,11 @@ class Passes:
         self._again = sum(load.gradients for load in ahead if load.state)
 
     def seconds(self, speed: Speed, turns: float = 0.0) -> float:
-        """Returns how long both take.
+        """Returns the seconds of both passes.
 
         Args:
-            speed: As measured.
-            turns: Share of the state that is left by turns.
+            speed: The measured speed.
+            turns: Share of the state that is late by turns.
         """
         fetched, later = self._weights + self._fetched, self._later
         hosted = (self._hosted, 0.0) if self._waits else (0.0, self._hosted)
@@ -218,11 +220,11 @@ class Passes:
         return forward + max(speed.backward, speed.copies(up, down), hosted[1])
 
     def least(self, speed: Speed) -> float:
-        """Returns how long both take with the best share of state that is left."""
+        """Returns the seconds of both passes with the best share of late state."""
         return min(self.seconds(speed, turns) for turns in _SHARES)
 
     def turns(self, speed: Speed) -> float:
-        """Returns the least share of the state with which both take hardly longer than that."""
+        """Returns the least share of late state with which both take hardly longer than that."""
         most = _AS_GOOD * self.least(speed)
         return next(turns for turns in _SHARES if self.seconds(speed, turns) <= most)
 

@@ -24,7 +24,7 @@ def optimizer_class(cls: Any) -> type[torch.optim.Optimizer]:
     """Returns ``cls``, checked to be an optimizer class.
 
     Raises:
-        StepError: If it is not, with what to give instead.
+        StepError: If it is not; the message says what to pass instead.
     """
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer):
         return cls
@@ -51,12 +51,12 @@ def optimizer_class(cls: Any) -> type[torch.optim.Optimizer]:
 
 
 def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], given: Any) -> None:
-    """Raises where none of the parameters is in the tiers; some others beside those are allowed.
+    """Raises if none of the parameters is in the tiers; only some may be outside.
 
     Args:
         runtime: The modules' runtime.
         groups: The parameter groups.
-        given: What the user gave, for names.
+        given: The user's argument, for names in messages.
 
     Raises:
         StepError: If none is, or one is in another manager's tiers.
@@ -76,10 +76,10 @@ def check_wrapped(runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], give
 
 
 def _refuse_late(runtime: ModuleRuntime, params: Sequence[torch.Tensor]) -> None:
-    """Raises for parameters that were put into a model after it was wrapped.
+    """Raises for parameters that were added to a model after it was wrapped.
 
     Raises:
-        StepError: If these are any.
+        StepError: If there are any.
     """
     ids = {id(param) for param in params}
     for wrapped in runtime.models.values():
@@ -98,17 +98,17 @@ def _refuse_late(runtime: ModuleRuntime, params: Sequence[torch.Tensor]) -> None
 def refuse_others(
     runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], names: dict[int, str] | None = None
 ) -> None:
-    """Raises for parameters in the tiers of another manager: they are placeholders here.
+    """Raises for parameters in the tiers of another manager, and for some in these tiers.
 
-    And for those in the tiers that wrap other tensors: what is inside has no gradient to step by.
+    The latter are parameters that wrap other tensors, as inner tensors have no gradients.
 
     Args:
         runtime: The modules' runtime.
         groups: The parameter groups.
-        names: Of parameters, by their id, where they are known.
+        names: Names of parameters, by their id, if known.
 
     Raises:
-        StepError: If one is, or does.
+        StepError: If there is such a parameter.
     """
     mine = _managed(runtime)
     shells = {id(shell.param) for group in runtime.groups for shell in group.shells}
@@ -142,11 +142,11 @@ def _name(param: torch.Tensor, number: int, names: dict[int, str]) -> str:
 
 
 def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:
-    """Refuses a class that draws random numbers, where blocks are stepped in an order of their own.
+    """Refuses a class that draws random numbers if blocks are stepped in another order.
 
     Args:
-        name: Of the class.
-        natures: What it was found to be, for each group.
+        name: Name of the class.
+        natures: What trial steps have shown, for each group.
 
     Raises:
         StepError: If it draws any.
@@ -162,16 +162,16 @@ def refuse_draws(name: str, natures: Sequence[Nature | None]) -> None:
 def refuse_arguments(
     cls: type[torch.optim.Optimizer], closure: Any, more: Sequence[Any], settings: dict[str, Any]
 ) -> None:
-    """Refuses what a program gives ``step()`` beside a closure.
+    """Refuses arguments of ``step()`` other than a closure.
 
     Args:
         cls: The class.
         closure: The closure.
-        more: By position.
-        settings: By name.
+        more: Other positional arguments.
+        settings: Keyword arguments.
 
     Raises:
-        TypeError: As the class itself does, if its own ``step`` does not take that.
+        TypeError: If the class's own ``step`` does not accept them either.
         StepError: If it does.
     """
     first = (closure,) if more or closure is not None else ()
@@ -189,11 +189,11 @@ def refuse_arguments(
 
 
 def refuse_whole(name: str, natures: Sequence[Nature | None]) -> None:
-    """Refuses a class that updates what has no gradient, where blocks are stepped before it shows.
+    """Refuses a class that updates parameters without gradients, for steps inside backward.
 
     Args:
-        name: Of the class.
-        natures: What it was found to be, for each group.
+        name: Name of the class.
+        natures: What trial steps have shown, for each group.
 
     Raises:
         StepError: If it does so.
@@ -210,9 +210,9 @@ def refuse_missing(name: str, groups: Sequence[dict[str, Any]], natures: dict[in
     """Refuses a step of a class that would update parameters which have no gradient.
 
     Args:
-        name: Of the class.
+        name: Name of the class.
         groups: All parameter groups.
-        natures: What the class was found to be, by group.
+        natures: What trial steps have shown, by group.
 
     Raises:
         StepError: Naming one of them.
@@ -234,15 +234,15 @@ def in_order(
 ) -> list[StepUnit]:
     """Returns units in the order of the parameters, for a class that draws random numbers.
 
-    Stepped in that order, all parameters have the numbers that they would have together.
+    In that order, all parameters get the same random numbers as in a single step.
 
     Args:
-        name: Of the class.
-        units: What is stepped.
+        name: Name of the class.
+        units: The units to be stepped.
         groups: The parameter groups, whose members come in this order.
 
     Raises:
-        StepError: If units have parameters that lie apart.
+        StepError: If the parameters of a unit are not consecutive.
     """
     place = {id(p): i for i, p in enumerate(p for group in groups for p in group["params"])}
     found = sorted(units, key=lambda unit: place[id(unit.members[0][0])])

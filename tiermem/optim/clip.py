@@ -1,4 +1,4 @@
-"""Gradient clipping over tiered gradients, with torch's own arithmetic and order."""
+"""Clipping of gradients in the tiers, with torch's own arithmetic and order."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tiermem.optim.units.unit import StepUnit
 def total_norm(
     norms: Sequence[torch.Tensor], like: Sequence[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
-    """Returns the norm over all gradients from theirs.
+    """Returns the norm of all gradients together, from the norm of each.
 
     Args:
         norms: One per gradient, 0-d, in the order of the parameters.
-        like: Tensors of the gradients' devices and dtypes, in the same order; torch sums by
-            device and dtype, and the order of a sum matters to its last bit.
+        like: Tensors with the gradients' devices and dtypes, in the same order; torch sums by
+            device and dtype, and the last bit of a sum depends on its order.
         norm_type: Which norm.
     """
     if not norms:
@@ -62,9 +62,9 @@ def clamp(tensors: Sequence[torch.Tensor], limit: float) -> None:
 
 
 def change_all(runtime: ModuleRuntime, units: Sequence[StepUnit], change: Change) -> None:
-    """Changes all gradients of some units; cut short (Ctrl-C), none of those in the tiers.
+    """Changes all gradients of some units, or, if interrupted, none of those in the tiers.
 
-    Ordinary ones come last, and all together: by a ``foreach`` kernel all are changed or none is.
+    Ordinary ones come last, and all together: a ``foreach`` kernel changes all or none.
     """
     try:
         for unit in units:
@@ -80,26 +80,26 @@ def change_all(runtime: ModuleRuntime, units: Sequence[StepUnit], change: Change
 
 @cache
 def _like(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor without elements, which says its device and dtype."""
+    """Returns a tensor without elements, with a device and dtype."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
 class Norms:
     """The norms of one optimizer's gradients, and clipping by them.
 
-    Once a kind of norm has been asked for it is taken of every gradient as it arrives in the
-    tiers, on the device, while it is in HBM. A gradient that grows by another micro-batch has it
-    taken again; one that is written otherwise loses it. So clipping need not bring all
-    gradients up.
+    Once a kind of norm has been needed, it is computed for every gradient that arrives in the
+    tiers, on the device, while the gradient is in HBM. If another micro-batch is added to the
+    gradient, the norm is computed again; if other code writes it, the norm is dropped. So clipping
+    need not fetch all gradients.
 
     Attributes:
-        measure: What takes the norm that was last asked for, or None.
-        taken: How many norms the last total had from backward.
-        swept: How many it had to take itself.
+        measure: The function that computes the last kind of norm, or None.
+        taken: How many norms of the last total were known from backward.
+        swept: How many had to be computed in a sweep.
     """
 
     def __init__(self, runtime: ModuleRuntime, number: int) -> None:
-        """Serves the optimizer of this number."""
+        """Handles the norms of the optimizer with this number."""
         self._runtime = runtime
         self._number = number
         self.measure: Measure | None = None
@@ -107,11 +107,11 @@ class Norms:
         runtime.grads.norms.add(self)
 
     def close(self, units: Sequence[StepUnit]) -> None:
-        """Ends this optimizer's norms; those that another optimizer asks for as well go on."""
+        """Ends this optimizer's norms, except those that another optimizer needs, too."""
         self._runtime.grads.norms.remove(self, [e for unit in units for e in unit.entries])
 
     def forget(self, units: Sequence[StepUnit]) -> None:
-        """Forgets what was measured."""
+        """Forgets the measured norms."""
         self._runtime.grads.norms.invalidate([e for unit in units for e in unit.entries])
 
     def clip(
@@ -126,11 +126,11 @@ class Norms:
         """Clips the norm of all gradients together; the factor is applied when next in HBM.
 
         Args:
-            units: Whose gradients.
+            units: The units of the gradients.
             params: Their parameters, in torch's order.
-            max_norm: What the norm shall be at most.
-            kind: Of norm.
-            error_if_nonfinite: Whether to raise where it is not finite.
+            max_norm: The most that the norm may be.
+            kind: The kind of norm.
+            error_if_nonfinite: Whether to raise if it is not finite.
 
         Returns:
             The norm before clipping, 0-d.
@@ -158,9 +158,9 @@ class Norms:
         """Returns the norm of all gradients together, 0-d.
 
         Args:
-            units: Whose gradients.
+            units: The units of the gradients.
             params: Their parameters, in torch's order.
-            kind: Of norm.
+            kind: The kind of norm.
         """
         grads = self._runtime.grads
         measure = self._measure_for(units, kind)
@@ -192,7 +192,7 @@ class Norms:
         return total_norm([norms[id(p)] for p in found], like, kind[0])
 
     def _measure_for(self, units: Sequence[StepUnit], kind: Kind) -> Measure:
-        """Returns the function that takes a norm, and registers it for all gradients to come."""
+        """Returns the function that computes a norm, and registers it for further gradients."""
         self.measure = measure_of(kind)
         self._runtime.grads.norms.ask((e for u in units for e in u.entries), self.measure)
         return self.measure

@@ -1,4 +1,4 @@
-"""What a checkpoint has of an optimizer."""
+"""The parts of an optimizer that are in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tiermem.optim.units.unit import StepUnit
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """The parts of an optimizer that a checkpoint has.
+    """The parts of an optimizer that are in a checkpoint.
 
     Attributes:
-        cls: The class that makes the steps.
+        cls: The class that performs the steps.
         groups: The parameter groups themselves.
-        units: What is stepped together.
-        state: By parameter, with stand-ins for what is in the tiers.
-        master_dtype: Of the masters, or None.
-        grad_dtype: Of the gradients, or None for the parameters'.
-        grad_factor: What the next step multiplies gradients by, or None.
-        backwards: How many there were since the last step (``overlap="backward"``).
+        units: The optimizer's units.
+        state: The state by parameter, with stand-ins for tensors in the tiers.
+        master_dtype: The dtype of the masters, or None.
+        grad_dtype: The dtype of the gradients, or None for the parameters'.
+        grad_factor: The factor by which the next step multiplies gradients, or None.
+        backwards: How many backwards there were since the last step (``overlap="backward"``).
     """
 
     cls: type[torch.optim.Optimizer]

@@ -23,10 +23,10 @@ Where = Literal["auto", "device", "host", "both"]
 
 
 def check_where(where: Where, host_share: float | None) -> None:
-    """Checks where steps are to be made.
+    """Checks the options that say where steps are performed.
 
     Raises:
-        ConfigError: If it is no such place, or a share is given that is not asked for.
+        ConfigError: If ``where`` has no such value, or a share is given without ``"both"``.
     """
     if where not in ("auto", "device", "host", "both"):
         raise ConfigError(
@@ -47,23 +47,23 @@ class HostPart:
     """Decides which units the host steps, and begins their steps there.
 
     Attributes:
-        steps: Those under way on the host; None while it has no unit.
+        steps: Performs the steps on the host; None while the host has no unit.
         movable: Moves units between host and device (``where="auto"``), else None.
-        speeds: Of host and device, once they were measured.
+        speeds: The speeds of host and device, once they were measured.
     """
 
     def __init__(self, parts: OptimizerParts, where: Where, host_share: float | None) -> None:
         """Starts with all units on the device.
 
         Args:
-            parts: Of the optimizer.
+            parts: The parts of the optimizer.
             where: Where blocks are stepped.
             host_share: With ``where="both"``: the host's share of the elements; None to measure.
         """
         runtime, tried = parts.runtime, parts.tried
         self._runtime, self._tried, self._units = runtime, tried, parts.units
         self._number = parts.number
-        # by default the host only steps units where it has the device's bits
+        # by default the host only steps units for which it computes the device's bits
         self._where = "device" if where == "auto" else where
         self._share = host_share
         self._bits = DeviceBits(tried.cls, tried.make, runtime.manager.parts.device)
@@ -76,12 +76,12 @@ class HostPart:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the user has asked for steps on the host."""
+        """Whether the user has chosen steps on the host."""
         return self._where != "device"
 
     @property
     def whole_only(self) -> bool:
-        """Whether all units are the host's, which steps no parameter in parts."""
+        """Whether the host steps all units; it does not step parameters in parts."""
         return self._where == "host"
 
     def as_movable(self) -> Movable:
@@ -101,11 +101,11 @@ class HostPart:
         Args:
             planned: The new units.
             groups: The parameter groups.
-            inside: Whether steps are made inside backward (``overlap="backward"``).
-            ahead: Whether they may be made there provisionally.
+            inside: Whether steps are performed inside backward (``overlap="backward"``).
+            ahead: Whether they may be performed there provisionally.
 
         Raises:
-            CapacityError: If the DRAM budget does not hold what the host needs.
+            CapacityError: If the DRAM budget is too small for steps on the host.
         """
         if not self.is_chosen and self.movable is None:
             return
@@ -135,11 +135,11 @@ class HostPart:
             self._runtime.grads.host_shares.append(self._has_share)
 
     def _has_share(self) -> bool:
-        """Whether the host makes some of the steps by now."""
+        """Whether the host performs some of the steps by now."""
         return self.movable is None or self.movable.has_share
 
     def begin(self, current: Round) -> list[StepUnit]:
-        """Begins the steps that the host makes; returns the units that are left to the device."""
+        """Begins the steps on the host; returns the units that are left to the device."""
         left = current.left()
         host = self.steps
         if host is not None:
@@ -160,7 +160,7 @@ class HostPart:
         return found
 
     def abandon(self) -> None:
-        """Gives up steps under way on the host."""
+        """Abandons steps in progress on the host."""
         if self.steps is not None:
             self.steps.abandon()
 
@@ -168,7 +168,7 @@ class HostPart:
         """Ends its thread and frees its DRAM.
 
         Args:
-            rooms: What it had while there were units.
+            rooms: The DRAM that was reserved for it.
         """
         if self.steps is not None:
             self.steps.close()
@@ -178,7 +178,7 @@ class HostPart:
             room.close()
 
     def __str__(self) -> str:
-        """Says which share of the elements the host steps, or why it steps none."""
+        """Returns which share of the elements the host steps, or why it steps none."""
         share = self._units.host_share()
         if share:
             bits = "its own" if self._bits.reason else "the device's"

@@ -1,4 +1,4 @@
-"""How parameters come to be stepped by an optimizer, and what it keeps for them."""
+"""How an optimizer takes over parameters: units are planned, homes reserved."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tiermem.optim.units.unit import StepUnit
 
 @contextmanager
 def _finer_units(groups: Sequence[Group], kept: Kept) -> Iterator[None]:
-    """Has gradients in finer units where a step of a whole block takes too much of HBM.
+    """Divides gradients into finer units if a step of a whole block takes too much HBM.
 
     Args:
         groups: The groups of all parameters.
-        kept: What an optimizer is to keep for its own.
+        kept: What the optimizer will keep for its parameters.
     """
     finer = [group for group in groups if group.few and any(_large(group, kept))]
     for group in finer:
@@ -44,7 +44,7 @@ def _finer_units(groups: Sequence[Group], kept: Kept) -> Iterator[None]:
 
 
 def _large(group: Group, kept: Kept) -> Iterator[bool]:
-    """Yields of each parameter of a group whether what is kept for it is large."""
+    """Yields for each parameter of a group whether its state and master are large."""
     for entry in group.entries:
         if id(entry.param) in kept.params:
             stride = group.block.tensors[entry.index].stride
@@ -72,15 +72,15 @@ class _Taking:
 
 
 class Intake:
-    """Plans the units of parameters that are trained from now on, and reserves their homes."""
+    """Plans the units of newly trained parameters, and reserves their homes."""
 
     def __init__(self, parts: OptimizerParts, host: HostPart, timing: StepTiming) -> None:
         """Starts without parameters.
 
         Args:
-            parts: Of the optimizer, to whose units the new ones go.
-            host: What the host does.
-            timing: When steps are made.
+            parts: The parts of the optimizer, to whose units the new ones are added.
+            host: The host's part.
+            timing: The timing of steps.
         """
         self._runtime, self._tried, self._units = parts.runtime, parts.tried, parts.units
         self._host = host
@@ -90,7 +90,7 @@ class Intake:
         self._keeper: Keeper | None = None
 
     def take_wanted(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Takes on what is trained, or has a gradient, and has no unit yet; see :meth:`take_on`."""
+        """Calls :meth:`take_on` for parameters that are trained and have no unit yet."""
         self.take_on(self._units.members.wanted(frozen=self._tried.eager), groups)
 
     def take_on(self, members: Sequence[Member], groups: Sequence[dict[str, Any]]) -> None:
@@ -101,7 +101,7 @@ class Intake:
             groups: All parameter groups.
 
         Raises:
-            CapacityError: If a budget does not hold them; nothing is changed then.
+            CapacityError: If they do not fit in a budget; nothing is changed then.
         """
         self.complete()
         if not members:
@@ -151,7 +151,7 @@ class Intake:
         self.complete()
 
     def complete(self) -> None:
-        """Adds the planned units to the optimizer; goes on where that was cut short."""
+        """Adds the planned units to the optimizer; continues after an interrupt."""
         taking = self._taking
         if taking is None:
             return
@@ -177,11 +177,11 @@ class Intake:
         return any(n == number for unit in self._all_units() for _, n in unit.members)
 
     def register(self, optimizer: object, before_forward: Callable[[bool], None]) -> None:
-        """Enters in the runtime what the optimizer keeps in the tiers.
+        """Registers in the runtime what the optimizer keeps in the tiers.
 
         Args:
             optimizer: The optimizer.
-            before_forward: Called before each top-level pass, with whether gradients are taken.
+            before_forward: Called before each top-level pass, with whether gradients are computed.
         """
         self._keeper = Keeper(
             self._blocks, self._owned, optimizer, before_forward, self._check_steps
@@ -189,7 +189,7 @@ class Intake:
         self._runtime.keepers.append(self._keeper)
 
     def unregister(self) -> None:
-        """Takes out of the runtime what :meth:`take_on` and :meth:`register` put there."""
+        """Removes from the runtime what :meth:`take_on` and :meth:`register` added."""
         for kept in self._kept:
             self._runtime.program.optimizers.remove(kept)
         if self._keeper is not None:
@@ -203,7 +203,7 @@ class Intake:
         check_steps(self._runtime, self._units, overlap=self._timing.waits)
 
     def _all_units(self) -> Sequence[StepUnit]:
-        """Returns the units, also those that are being added."""
+        """Returns the units, including those that are being added."""
         return self._units if self._taking is None else self._taking.units
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
@@ -211,7 +211,7 @@ class Intake:
         return [place for room in self.rooms() for place in room.owned()]
 
     def _blocks(self) -> list[Block]:
-        """Returns the blocks of state and masters, and those that take gradients over."""
+        """Returns the blocks of state and masters, and those that keep gradients for late state."""
         ahead = self._timing.ahead
         spares = [] if ahead is None else ahead.late.blocks()
         return spares + [block for unit in self._all_units() for block in unit.kept_blocks()]

@@ -1,8 +1,8 @@
-"""Which units leave their state as it was when they are stepped ahead (``overlap="auto"``).
+"""Chooses the units whose state becomes late when they are stepped ahead (``overlap="auto"``).
 
-See :mod:`tiermem.optim.units.late`. Units take turns: of those whose steps are made in one
-backward about half leave their state, and the others make two updates, so that each backward
-copies as much as any other.
+See :mod:`tiermem.optim.units.late`. Units take turns: of those that are stepped in one backward,
+the state of about half becomes late, and the others perform two updates, so that each backward
+copies the same number of bytes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tiermem.optim.units.undo import Undo
 from tiermem.optim.units.unit import StepUnit
 
 IgnoresWeights = Callable[[torch.Tensor, int, dict[str, Any]], bool]
-"""Whether weights have no part in what a step makes of the state of a parameter, given what is
-stepped, the number of its group and the settings of that."""
+"""Returns whether the update of a parameter's state does not depend on its weights, given the
+stepped tensor, the number of its group and the group's settings."""
 
 
 class LateStates:
-    """Chooses the units of one optimizer whose state is left as it was.
+    """Chooses the units of one optimizer whose state becomes late.
 
     Attributes:
-        share: Of the bytes of what is stepped ahead, by weight: how much takes turns.
-        turn: 0 or 1, by turns, in rounds with steps made ahead.
-        roomy: Whether DRAM has room to spare when all that is stepped ahead has its shadow.
+        share: The share of the bytes that are stepped ahead whose state is late by turns.
+        turn: 0 or 1, alternating, in rounds with steps ahead.
+        roomy: Whether DRAM has spare room when all blocks that are stepped ahead have shadows.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class LateStates:
 
         Args:
             runtime: The modules' runtime.
-            ignores: Tells of which parameters the state is made without their weights.
-            is_open: Returns whether there are steps that may yet be dropped: then what was late
-                before them is late again.
+            ignores: Returns whether the state of a parameter is updated without its weights.
+            is_open: Returns whether there are steps that may still be dropped; then the state that
+                was late before is late again.
         """
         self.share = 1.0
         self.turn = 0
@@ -53,27 +53,27 @@ class LateStates:
         self._ignores = ignores
         self._is_open = is_open
         self._spares = SpareGradients(runtime)
-        self._due = 0.0  # bytes that are to be left by now, in the backward under way
+        self._due = 0.0  # bytes that should be late by now, in the current backward
         self._room = 0  # bytes of HBM for a step, beside what a forward may hold
         self._units: list[StepUnit] = []
-        self._asked: object = None  # settings that were looked at last
+        self._asked: object = None  # settings that were checked last
         self._ways: list[tuple[tuple[str, Any], ...]] = []
         self._found: dict[int, tuple[Any, bool]] = {}
         runtime.manager.parts.homes.reclaimers.append(self._give_up)
 
     def extend(self, units: Iterable[StepUnit]) -> None:
-        """Takes new units on."""
+        """Adds new units."""
         self._units += units
 
     def reserve(self, units: Iterable[StepUnit]) -> None:
-        """Reserves what takes the gradients over of units that may leave their state."""
+        """Reserves the blocks that keep the gradients of units whose state may be late."""
         for unit in units if self.share and self.roomy else ():
             gradients = unit.grad_units()
             if unit.block is not None and len(gradients) == 1:
                 self._spares.of(gradients[0], new=True)
 
     def blocks(self) -> list[Block]:
-        """Returns the blocks that take gradients over."""
+        """Returns the blocks that keep gradients."""
         return self._spares.blocks()
 
     def uses_of(self, unit: StepUnit) -> list[int]:
@@ -83,12 +83,12 @@ class LateStates:
     def leave(
         self, settings: Sequence[dict[str, Any]], unit: StepUnit, numbers: Undo
     ) -> LateState | None:
-        """Returns the update that the state of a unit may miss; None where it is to have it.
+        """Returns the update that the state of a unit may miss; None if it must not miss it.
 
         Args:
-            settings: Of the step that is about to be made.
-            unit: Whose step that is; where its state has missed one already, it is to have both.
-            numbers: What the state has outside the tiers.
+            settings: The settings of the step that is about to be performed.
+            unit: The unit; if its state has missed an update already, it gets both.
+            numbers: The values of the state outside the tiers.
         """
         if not self.share or not self.may_leave(unit, settings):
             return None
@@ -103,20 +103,20 @@ class LateStates:
         return LateState(unit, self._runtime, settings, numbers, spare)
 
     def may_leave(self, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> bool:
-        """Whether the state of a unit can be left by steps with such settings."""
+        """Whether the state of a unit can be late in steps with such settings."""
         return self._can_leave(unit) and self._is_made_without_weights(unit, settings)
 
     def begin_backward(self) -> None:
-        """Called as a backward begins in which steps are made."""
+        """Called when a backward with steps begins."""
         late = any(unit.late is not None for unit in self._units)
         if not (self.share or late or self._is_open()):
-            self._spares.close()  # what takes turns is chosen for long
+            self._spares.close()  # the units that take turns are chosen for long
         table = self._runtime.manager.parts.table
         room = table.hbm.capacity - table.fixed_nbytes(now=True)
         self._due, self._room = 0.0, room - self._runtime.program.worst_chain
 
     def take_turns(self) -> None:
-        """Called after a round with steps made ahead."""
+        """Called after a round with steps ahead."""
         self.turn = 1 - self.turn
 
     def catch_up(self) -> None:
@@ -125,13 +125,13 @@ class LateStates:
             unit.catch_up()
 
     def repair(self) -> None:
-        """Makes late state stand again, after an exception at a line of tiermem's."""
+        """Restores late state, after an exception in tiermem's code."""
         for unit in self._units:
             if unit.late is not None:
                 unit.late.stand()
 
     def close(self) -> None:
-        """Frees what it has; no state is late."""
+        """Frees its blocks; no state is late any more."""
         reclaimers = self._runtime.manager.parts.homes.reclaimers
         if self._give_up in reclaimers:
             reclaimers.remove(self._give_up)
@@ -140,7 +140,7 @@ class LateStates:
     # -- inside ----------------------------------------------------------
 
     def _can_leave(self, unit: StepUnit) -> bool:
-        """Whether the state can be left, and the gradients can be kept for it."""
+        """Whether the state can be late, and the gradients can be kept for it."""
         gradients, block = unit.grad_units(), unit.block
         if block is None or len(gradients) != 1 or unit.handed.given or not unit.plain.is_settled:
             return False
@@ -158,7 +158,7 @@ class LateStates:
         return is_bare(unit.plain.optimizer_for(None))
 
     def _is_made_without_weights(self, unit: StepUnit, settings: Sequence[dict[str, Any]]) -> bool:
-        """Whether weights have no part in what the step of a unit makes of its state."""
+        """Whether the update of a unit's state does not depend on its weights."""
         if self._asked is not settings:  # once for all units
             self._asked = settings
             self._ways = [way_of(settings_of(group)) for group in settings]
@@ -174,7 +174,7 @@ class LateStates:
         return known[1]
 
     def _give_up(self) -> bool:
-        """Frees the spare blocks where a home needs room."""
+        """Frees the spare blocks if a home needs room."""
         if self._is_open():
             return False
         try:
@@ -186,7 +186,7 @@ class LateStates:
 
 
 def _is_told_by_numbers(group: dict[str, Any]) -> bool:
-    """Whether a try tells of later steps too: a tensor may become zero, or another, in place."""
+    """Whether a trial holds for later steps; tensor settings may change in place."""
     return not any(
         isinstance(value, torch.Tensor) and key != "lr" for key, value in settings_of(group).items()
     )

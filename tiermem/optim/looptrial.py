@@ -1,4 +1,4 @@
-"""Finds out in a loop itself whether something makes its steps faster, where only a try tells."""
+"""Tries in the loop itself whether an option makes its steps faster, if only a trial can tell."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 _AT_FIRST = 12
-"""Steps until all others are where they will be made, inside backward or in the next forward, and
-some more: what is measured of a few steps is that of the side that is mostly the faster one."""
+"""Steps until it is settled whether other steps run inside backward or in the next forward, and
+some more; until then the option is on, which is mostly faster."""
 _ANOTHER_LOAD = 6
 _SETTLING = 2
 _TIMED = 4
 _FASTER = 0.97
 _FEW, _FAR_SLOWER = 2, 1.1
-"""Without it so few steps do, if they take so many times as long as with it."""
+"""This few steps without the option are enough if they take this many times as long as with it."""
 _WATCHED = 8
 _PAUSE, _LONGEST_PAUSE = 16, 1024  # steps
 _MOST_LOADS = 32
@@ -25,19 +25,19 @@ _MOST_LOADS = 32
 
 @dataclass(slots=True)
 class _Tried:
-    """What was tried with passes of one load.
+    """The state of the trial with passes of one load.
 
     Attributes:
-        is_on: Whether it is done by now.
-        settling: So many steps more do not count.
-        decided: Whether the side stays so for now.
-        other_is_next: Whether the other side is still to be tried.
-        times: Seconds of the last steps that count: while it is tried, or since it is decided.
-        with_it: Seconds of a step with it, when that was tried last.
+        is_on: Whether the option is on now.
+        settling: How many more steps do not count.
+        decided: Whether it stays as it is for now.
+        other_is_next: Whether the other choice still has to be tried.
+        times: Seconds of the last steps that count: during the trial, or since the decision.
+        with_it: Seconds of a step with the option, when that was tried last.
         without: The same without it.
-        helps: Whether it is expected to help, as far as bytes and compute tell.
-        pause: Steps before it is tried again, at least.
-        since: Steps since it was decided.
+        helps: Whether it is expected to help, judging by bytes and compute.
+        pause: Least number of steps before it is tried again.
+        since: Steps since the decision.
     """
 
     is_on: bool
@@ -52,7 +52,7 @@ class _Tried:
     since: int = 0
 
     def takes(self, seconds: float) -> None:
-        """Notes how long a step took; the next one may be made on the other side."""
+        """Notes how long a step took; the next one may be made with the other choice."""
         if self.settling:
             self.settling -= 1
             return
@@ -68,7 +68,7 @@ class _Tried:
     def expect(self, *, helps: bool) -> None:
         """Notes whether it is expected to help: if not, it is not tried.
 
-        What has been tried is known better.
+        Results of a trial take precedence.
         """
         if helps is self.helps:
             return
@@ -83,16 +83,16 @@ class _Tried:
 
     @property
     def is_measured(self) -> bool:
-        """Whether both sides have been tried."""
+        """Whether both choices have been tried."""
         return math.isfinite(self.with_it) and math.isfinite(self.without)
 
     def _is_clear(self) -> bool:
-        """Whether steps without it, tried last, are seen to be far slower already."""
+        """Whether steps without it, which were tried last, are clearly far slower."""
         few = len(self.times) == _FEW and not (self.is_on or self.other_is_next)
         return few and statistics.mean(self.times) > _FAR_SLOWER * self.with_it
 
     def _has_tried(self, usual: float) -> None:
-        """Notes how long steps take on the present side; goes to the other, or decides."""
+        """Notes how long steps take with the present choice; tries the other one, or decides."""
         if self.is_on:
             self.with_it = usual
         else:
@@ -110,20 +110,20 @@ class _Tried:
         self.times.clear()
 
     def _is_doubtful(self) -> bool:
-        """Whether it may be otherwise by now: other programs need the host's cores as well."""
+        """Whether the decision may be outdated, as other programs use the host's cores, too."""
         if not self.is_on:
             return self.helps
         return statistics.median(self.times) > self.without
 
 
 class LoopTrial:
-    """Whether something makes a loop faster: some steps are made with it and some without.
+    """Finds out whether an option makes a loop faster: some steps use it and some do not.
 
-    It must change nothing else. It is tried with each number of tokens, since what takes longest
-    differs, and remembered. The first steps are made with it, those with another number of tokens
-    as the last ones were. Where steps with it come to take longer than those without did, and where
-    it is not done, it is tried anew after a while: 32 steps, then 64, ..., 1024. Where it is not
-    expected to make them faster, it is not tried.
+    The option must change nothing else. The result is remembered for each number of tokens, since
+    the bottleneck differs. The first steps use the option; those with a new number of tokens do
+    what the last ones did. If steps with it become slower than those without were, and if it is
+    off, it is tried again after a while: 32 steps, then 64, ..., 1024. If it is not expected to
+    make steps faster, it is not tried.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class LoopTrial:
         load: Callable[[], Hashable] = lambda: None,
         first: int = _AT_FIRST,
     ) -> None:
-        """Begins with it.
+        """Begins with the option on.
 
         Args:
             now: Returns seconds.
-            load: Returns what the present passes have to do; whatever is equal is tried together.
-            first: So many steps do not count at first.
+            load: Returns the load of the present passes; equal loads are tried together.
+            first: How many steps do not count at first.
         """
         self._now = now
         self._load = load
@@ -149,7 +149,7 @@ class LoopTrial:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is done by now."""
+        """Whether the option is on now."""
         return self._tried.is_on
 
     @is_on.setter
@@ -158,16 +158,16 @@ class LoopTrial:
 
     @property
     def decided(self) -> bool:
-        """Whether that stays so for now, with as many tokens."""
+        """Whether that is decided for now, for the present load."""
         return self._tried.decided
 
     @property
     def is_measured(self) -> bool:
-        """Whether steps with and without it have been timed with as many tokens."""
+        """Whether steps with and without it have been timed for the present load."""
         return self._tried.is_measured
 
     def expect(self, *, helps: bool) -> None:
-        """Notes whether it is expected to make passes with as many tokens faster."""
+        """Notes whether it is expected to make passes of the present load faster."""
         self._tried.expect(helps=helps)
 
     @property
@@ -176,7 +176,7 @@ class LoopTrial:
         found = self._by_load.get(load)
         if found is None:
             last = self._last
-            # what is before the first is no step
+            # the time before the first step does not count
             found = (
                 _Tried(True, self._first + 1) if last is None else _Tried(last.is_on, _ANOTHER_LOAD)
             )
@@ -187,10 +187,10 @@ class LoopTrial:
         return found
 
     def for_step(self, ticket: object) -> bool:
-        """Returns whether it is done in a step, and in the forward after it.
+        """Returns whether the option is on in a step, and in the forward after it.
 
         Args:
-            ticket: Stands for the step; with the same one it counts once.
+            ticket: Identifies the step; the same one counts only once.
         """
         tried = self._tried
         if ticket is self._ticket:
@@ -201,5 +201,5 @@ class LoopTrial:
         return tried.is_on
 
     def pause(self) -> None:
-        """Notes that the step under way is none that counts, and the next one begins anew."""
+        """Notes that the current step does not count, and timing restarts with the next one."""
         self._began = self._now()

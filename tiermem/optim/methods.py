@@ -1,4 +1,4 @@
-"""Methods that an optimizer class has beyond torch's, and what it counts in its groups."""
+"""Methods that an optimizer class adds to torch's, and counters in its parameter groups."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Check = Callable[[dict[str, Any], str, Callable[[torch.optim.Optimizer], None]],
 
 
 class Counts:
-    """Keeps what a class counts in its parameter groups, as one optimizer over all would.
+    """Keeps the counters of a class in its parameter groups, as one optimizer over all would.
 
-    Each unit is stepped with the settings as they were; after the step they go on once.
+    Each unit is stepped with the former settings; after the step they advance once.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class Counts:
         self._with_gradients: set[int] = set()
 
     def add(self, number: int, make: Make, nature: Nature) -> None:
-        """Takes a group.
+        """Adds a group.
 
         Args:
-            number: Of the group.
+            number: Number of the group.
             make: Makes an optimizer of the class.
-            nature: What the class was found to be with the group's settings.
+            nature: What trial steps with the group's settings have shown.
         """
         kind = nature.dims, nature.dtype, nature.device
         counter = Counter(make, *kind, sparse=nature.sparse)
@@ -47,7 +47,7 @@ class Counts:
             self._uncounted.add(number)
 
     def forget(self, number: int) -> None:
-        """Forgets a group, which is taken out again."""
+        """Forgets a group that is removed again."""
         self._counters.pop(number, None)
         self._private.discard(number)
         self._uncounted.discard(number)
@@ -55,18 +55,17 @@ class Counts:
     def prepare(self, units: Sequence[StepUnit]) -> None:
         """Marks units whose class writes settings in place, so that they step with copies.
 
-        Marks also those whose class writes weights without torch's version counters: they are not
-        counted by these.
+        Also marks those whose class writes weights without updating torch's version counters.
         """
         for unit in units:
             unit.counted.uncounted |= self._uncounted
             unit.plain.private |= any(number in self._private for _, number in unit.members)
 
     def note(self, units: Sequence[StepUnit], made: Collection[int]) -> None:
-        """Notes which groups have gradients, as a step begins.
+        """Notes which groups have gradients, when a step begins.
 
         Args:
-            units: All of the optimizer.
+            units: All units of the optimizer.
             made: Ids of those that were stepped inside backward: their gradients are gone.
         """
         if any(counts for _, counts in self._counters.values()):
@@ -80,10 +79,10 @@ class Counts:
     def after_step(
         self, before: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]
     ) -> None:
-        """Advances what the class counts in its groups; called again, it gives the same result.
+        """Advances the counters in the groups; called again, it gives the same result.
 
         Args:
-            before: Settings that the step was made with.
+            before: Settings with which the step was performed.
             groups: The parameter groups, which are updated.
         """
         for number, (counter, counts) in self._counters.items():
@@ -105,20 +104,20 @@ class Counts:
 
 
 class Methods:
-    """Calls methods of the class for each unit's plain optimizer, over its weights and state.
+    """Calls methods of the class for each unit's plain optimizer, on its weights and state.
 
-    A call that an error cuts short has been made for some units. The same call goes on there, and
-    nothing else is done before.
+    If an error ends a call, it has been made for some units only. Calling the same method again
+    continues there; until then other methods are refused.
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], check: Check, counts: Counts) -> None:
-        """Starts with no call begun.
+        """Starts without an unfinished call.
 
         Args:
             cls: The class.
             check: Raises unless a method, by group and name, may be called for one parameter
                 after the other.
-            counts: What the class counts.
+            counts: The counters of the class.
         """
         self._cls, self._check, self._counts = cls, check, counts
         self._tried: set[str] = set()
@@ -154,17 +153,17 @@ class Methods:
         """Calls a method for each unit.
 
         Args:
-            name: Of the method.
-            args: Given to it.
-            kwargs: Given to it.
+            name: Name of the method.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
             runtime: The modules' runtime.
-            units: All of the optimizer.
+            units: All units of the optimizer.
             groups: The parameter groups.
-            state: The tiered optimizer's, to be kept up to date.
+            state: The tiered optimizer's state, to be kept up to date.
 
         Raises:
-            StepError: If it cannot be called one by one, or another is unfinished.
-            StorageError: If the disk fails; the same call goes on there.
+            StepError: If it cannot be called unit by unit, or another call is unfinished.
+            StorageError: If the disk fails; the same call continues there.
         """
         what = f"{self._cls.__name__}.{name}()"
         if not self.is_begun(name):

@@ -1,4 +1,4 @@
-"""What every part of one optimizer is given."""
+"""What all parts of one optimizer share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tiermem.optim.units.collection import Units
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerParts:
-    """What the parts of an optimizer work on, as :class:`~tiermem.runtime.parts.Parts` is below.
+    """What the parts of an optimizer share, like :class:`~tiermem.runtime.parts.Parts` below.
 
     Attributes:
         runtime: The modules' runtime.
-        tried: The class that makes the steps.
+        tried: The class that performs the steps.
         units: All units of the optimizer.
-        number: Tells the optimizers of one manager apart.
+        number: Distinguishes the optimizers of one manager.
     """
 
     runtime: ModuleRuntime

@@ -1,9 +1,9 @@
-"""Steps that are made before ``step()`` is called: confirmed by it, or dropped.
+"""Provisional steps: performed before ``step()`` is called, which confirms or drops them.
 
-What such a step writes goes to shadows of its blocks (:mod:`tiermem.runtime.services.shadows`),
-so that their homes keep the bytes from before. Until ``step()`` confirms it, every block that it
-has to do with has deferred work that drops all of these steps: an access sees the block as it was,
-and the steps are made when they are asked for, as if there had been none.
+Such a step writes to shadows of its blocks (:mod:`tiermem.runtime.services.shadows`), so that their
+homes keep the former bytes. Until ``step()`` confirms it, every block that it uses has deferred
+work that drops all of these steps. So an access sees the block as it was before, and ``step()``
+then performs the steps as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from tiermem.runtime.transfers.deferred import Deferred
 _AT_HOME = Residency.VALID
 
 Leave = Callable[[StepUnit, Undo], LateState | None]
-"""Returns the update that the state of a unit may miss with its step, given what its state had
-outside the tiers; None where it is to have it."""
+"""Returns the update that the state of a unit may miss in its step, given the values of the state
+outside the tiers; None if it must not miss it."""
 
 
 class Elsewhere(Protocol):
-    """A step of a unit that is under way in another thread."""
+    """A step of a unit that runs in another thread."""
 
     def failed(self) -> bool:
-        """Whether it is known that it could not be made."""
+        """Whether it is known to have failed."""
         ...
 
     def confirm(self) -> None:
-        """Makes it one that was asked for; it may be called again."""
+        """Makes it final; may be called again."""
         ...
 
     def take_back(self) -> None:
-        """Ends it, made or not, so that nobody uses its blocks; it may be called again."""
+        """Ends it, complete or not, so that its blocks are not in use; may be called again."""
         ...
 
 
 Begin = Callable[[Callable[[Elsewhere], None], Callable[[Sequence[Block]], None]], None]
-"""Begins the steps of units elsewhere; given what notes each, and what gives lent blocks their
-shadows."""
+"""Begins the steps of units in another thread; its arguments are functions that note each step, and
+that give lent blocks their shadows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Made:
-    """A unit that was stepped, or is just being stepped.
+    """A unit that was stepped, or is being stepped.
 
     Attributes:
         unit: The unit.
-        ticket: Of its last step before.
-        numbers: What its state has outside the tiers.
+        ticket: The ticket of its previous step.
+        numbers: The former values of its state outside the tiers.
         late: The update that its state had missed before.
-        leaves: The one that its state misses with this step.
+        leaves: The update that its state misses in this step.
     """
 
     unit: StepUnit
@@ -72,18 +72,18 @@ class Made:
     leaves: LateState | None = None
 
     def forget_state(self) -> None:
-        """Gives up the copy in HBM of state that a step has updated there, and that is left."""
+        """Drops the HBM copy of state that a step has updated there but that becomes late."""
         if self.leaves is not None:
             self.leaves.forget_copy()
 
     def put_late_back(self) -> None:
-        """Has the state miss what it had missed before; it may be called again."""
+        """Makes the state late as it was before; may be called again."""
         if self.late is not None:
             self.unit.late = self.late
             self.late.stand()
 
     def leave(self) -> None:
-        """Has the state miss what it was left without, once confirmed; it may be called again."""
+        """Makes the state late by the update that it misses, once confirmed; repeatable."""
         if self.leaves is not None:
             self.unit.late = self.leaves
             self.leaves.stand()
@@ -92,18 +92,17 @@ class Made:
 
 
 Step = Callable[[StepUnit, Made, Callable[[Sequence[Block]], None]], None]
-"""Makes the step of a unit; calls what it is given with blocks at hand before it writes them."""
+"""Performs the step of a unit; calls its last argument with blocks in HBM before it writes them."""
 
 
 class Provisional:
     """Provisional steps of one optimizer.
 
     Attributes:
-        ticket: Given to every unit that is stepped; another one after they are confirmed or
-            dropped.
-        drops: How often any were dropped.
+        ticket: Given to every unit that is stepped; replaced after they are confirmed or dropped.
+        drops: How often steps were dropped.
         total: How many units were confirmed.
-        left: How many of them left their state as it was, to be updated with the next step.
+        left: How many of them have late state, to be updated in the next step.
     """
 
     def __init__(self, runtime: ModuleRuntime, is_begun: Callable[[object], bool]) -> None:
@@ -111,7 +110,7 @@ class Provisional:
 
         Args:
             runtime: The modules' runtime.
-            is_begun: Returns whether a ``step()`` with some ticket has begun: that confirms.
+            is_begun: Returns whether a ``step()`` with some ticket has begun, which confirms it.
         """
         self.ticket = object()
         self.drops = self.total = self.left = 0
@@ -122,7 +121,7 @@ class Provisional:
         self._elsewhere: list[Elsewhere] = []
         self._debts: list[Deferred] = []
         self._making = False
-        self._broken = False  # not all of it could be dropped: some blocks were in use
+        self._broken = False  # not all could be dropped, since some blocks were in use
         self._shadows = Shadows(runtime.manager, self._give_up)
 
     def __bool__(self) -> bool:
@@ -138,7 +137,7 @@ class Provisional:
 
     @property
     def failed(self) -> bool:
-        """Whether it is known that one of them could not be made elsewhere."""
+        """Whether one of them is known to have failed in another thread."""
         return any(step.failed() for step in self._elsewhere)
 
     def touches(self, block: Block) -> bool:
@@ -151,7 +150,7 @@ class Provisional:
         return [made.unit for made in self._made.values()]
 
     def can_have(self, group: Group, units: Sequence[StepUnit]) -> bool:
-        """Whether what the steps of a block write can have shadows, if there is room."""
+        """Whether the blocks that steps of a block write can have shadows, if there is room."""
         return self._shadows.can_have(*self._written(group, units))
 
     def reserve(self, group: Group, units: Sequence[StepUnit]) -> bool:
@@ -167,11 +166,11 @@ class Provisional:
         weights, *kept = self._written(group, units)
         if not self._shadows.can_have(weights, *kept):
             return False
-        # state that stays in HBM, and is newer there, need not be moved at all: that comes later
+        # state that stays in HBM, and is newer there, need not be moved now
         for record in kept:
             if record.at_home is not _AT_HOME:
                 return False
-        if not self._made:  # once a round: that looks at all of them
+        if not self._made:  # once per round, for all of them
             self._shadows.forget_removed()
         return self._shadows.reserve([record.block for record in (weights, *kept)])
 
@@ -181,14 +180,14 @@ class Provisional:
         """Steps units of a block, under the manager's lock.
 
         Args:
-            group: Of their weights.
-            units: For which :meth:`has_room` was true.
-            state: The tiered optimizer's.
-            step: Makes the step of one, with :attr:`ticket`; it may raise, or leave it.
-            leave: Chooses whose state is left as it was.
+            group: The group of their weights.
+            units: Units for which :meth:`has_room` was true.
+            state: The tiered optimizer's state.
+            step: Performs the step of one, with :attr:`ticket`; it may raise, or not perform it.
+            leave: Chooses the units whose state becomes late.
 
         Returns:
-            Whether all are made.
+            Whether all were performed.
         """
         ticket = self.ticket
         blocks = [group.block]
@@ -225,12 +224,12 @@ class Provisional:
         return done
 
     def begin(self, group: Group, units: Sequence[StepUnit], state: State, begin: Begin) -> None:
-        """Gives the steps of a block's units away to be made elsewhere, under the manager's lock.
+        """Begins the steps of a block's units in another thread, under the manager's lock.
 
         Args:
-            group: Of their weights.
-            units: For which :meth:`has_room` was true.
-            state: The tiered optimizer's.
+            group: The group of their weights.
+            units: Units for which :meth:`has_room` was true.
+            state: The tiered optimizer's state.
             begin: Lends their blocks and begins them, with :attr:`ticket`.
         """
         ticket = self.ticket
@@ -255,9 +254,9 @@ class Provisional:
                 self.drop()
 
     def drop(self) -> None:
-        """Undoes the steps; cut short, it may be called again.
+        """Undoes the steps; may be called again after an interrupt.
 
-        A step that is under way just now is undone once it has released its blocks.
+        A step that is in progress is undone once it has released its blocks.
         """
         if not self:
             return
@@ -284,14 +283,14 @@ class Provisional:
             self.drops += 1
 
     def confirm(self) -> None:
-        """Makes the steps final if ``step()`` has begun; it may be called again."""
+        """Makes the steps final if ``step()`` has begun; may be called again."""
         if not self or self._broken or not self._is_begun(self.ticket):
             return
         with self._manager.lock:
             for made in self._made.values():
                 made.unit.counted.confirm(made.unit, self.ticket)
                 made.leave()
-            for step in self._elsewhere:  # which have deferred work from here on
+            for step in self._elsewhere:  # these have deferred work from now on
                 step.confirm()
             self._shadows.confirm()
             self.total += len(self._made)
@@ -299,7 +298,7 @@ class Provisional:
             self._end()
 
     def repair(self) -> None:
-        """Drops all, after an exception at a line of tiermem's; their blocks have no leases."""
+        """Drops all steps, after an exception in tiermem's code; their blocks have no leases."""
         self._making = False
         self.drop()
 
@@ -315,12 +314,12 @@ class Provisional:
     # -- inside ----------------------------------------------------------
 
     def _keep(self, group: Group, made: Made, blocks: Sequence[Block]) -> None:
-        """Has the weights, and blocks beside them, keep what they are before a step writes them."""
+        """Keeps the former bytes of the weights and other blocks before a step writes them."""
         left = made.unit.block if made.leaves is not None else None
         self._shadows.turn([group.block, *[block for block in blocks if block is not left]])
         if left is not None:
-            # its home stays: a copy there that was submitted and not made yet must not take what
-            # is written from now on
+            # the home keeps its bytes: a copy to it that was submitted but has not run yet must not
+            # copy what is written from now on
             transfers = self._manager.parts.transfers
             transfers.copy.use(transfers.home_ready.get(left.id))
 
@@ -339,7 +338,7 @@ class Provisional:
     def _is_looked_at(self, blocks: Sequence[int]) -> None:
         confirmed = self._is_begun(self.ticket) and not self._broken
         self.drop()
-        for block_id in blocks if confirmed else ():  # elsewhere they may be at it still
+        for block_id in blocks if confirmed else ():  # another thread may still use them
             self._manager.parts.deferred.pay(block_id)
 
     def _end(self) -> None:
@@ -348,11 +347,11 @@ class Provisional:
             self._debts.pop()
         self._used.clear()
         self._elsewhere.clear()
-        # at once: without its units a ticket would be taken for that of the next round
+        # in one line: without its units, a ticket would be taken for that of the next round
         self._made, self._broken, self.ticket = {}, False, object()
 
     def _give_up(self) -> bool:
-        """Frees the shadows, and drops their steps, where a home needs room."""
+        """Frees the shadows, and drops their steps, if a home needs room."""
         if self._making:
             return False
         self.drop()

@@ -1,4 +1,4 @@
-"""Steps that are put off to the next use of their weights (``overlap``)."""
+"""Steps that are deferred to the next use of their weights (``overlap``)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tiermem.runtime.transfers.deferred import Deferred
 
 
 class PutOff:
-    """Registers steps as deferred work of their blocks: made before the blocks' next use.
+    """Registers steps as deferred work of their blocks, performed before the blocks' next use.
 
     Attributes:
-        failed: Whether one of the deferred steps failed when it was to be made.
+        failed: Whether one of the deferred steps failed when it was performed.
         deferred: The deferred steps, by the id of their unit.
     """
 
@@ -39,9 +39,9 @@ class PutOff:
         Args:
             runtime: The modules' runtime.
             owed: Ids of the units whose step is deferred; kept up to date.
-            state: The tiered optimizer's, to be kept up to date.
-            explain: Adds to an error how far a step got.
-            auto: Notified how deferred steps went; None for no notification.
+            state: The tiered optimizer's state, to be kept up to date.
+            explain: Adds to an error how far the step has come.
+            auto: Notified of the outcome of deferred steps; None for no notification.
         """
         self._runtime = runtime
         self._manager = runtime.manager
@@ -53,17 +53,17 @@ class PutOff:
         self.failed = False
 
     def owe(self, units: Sequence[StepUnit], current: Round) -> list[StepUnit]:
-        """Defers the step of every unit that can wait, settings as now; returns the others."""
+        """Defers the step of every unit if possible, with present settings; returns the others."""
         settings = frozen_settings(current.groups)
         scaling = None if current.scaling is None else current.scaling.frozen()
         now = []
         pipeline = BlockSweep(self._manager)
         with self._manager.lock:
             for unit in units:
-                for gradients in unit.grad_units():  # another optimizer's: one may clear them
+                for gradients in unit.grad_units():  # another optimizer may clear them
                     self._runtime.grads.pay(gradients)
                 if unit.made is current.ticket:
-                    continue  # it was deferred already, and has been made
+                    continue  # it was deferred already, and has been performed
                 if unit.group is None or not unit.can_wait(self._runtime):
                     now.append(unit)
                     continue
@@ -79,7 +79,7 @@ class PutOff:
         return now
 
     def cancel(self, unit: StepUnit) -> bool:
-        """Takes back the deferred step of a unit: it is made now, deferred anew, or given up.
+        """Cancels the deferred step of a unit: it is performed now, deferred again, or abandoned.
 
         Returns:
             Whether it was deferred.
@@ -99,10 +99,10 @@ class PutOff:
         ticket: object,
         pipeline: BlockSweep,
     ) -> None:
-        """Makes a deferred step, whatever call is under way by now."""
+        """Performs a deferred step, from within any call."""
         began = time.perf_counter_ns()
         with quiet(self._manager.parts.device), pipeline.sweeping():
-            step = uncompiled(type(unit).step)  # the call around it may be a compiled one
+            step = uncompiled(type(unit).step)  # the call around it may be compiled
             try:
                 step(unit, self._runtime, settings, self._state, scaling, ticket=ticket, owed=True)
             except BaseException as error:

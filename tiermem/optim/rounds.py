@@ -13,16 +13,16 @@ from tiermem.optim.units.unit import StepUnit
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """What one call of ``step()`` has to do; the next call finishes one that was cut short.
+    """The work of one call of ``step()``; the next call finishes one that was interrupted.
 
     Attributes:
         ticket: Given to every unit that is stepped, so that none is stepped twice.
-        units: To be stepped.
+        units: The units to be stepped.
         groups: Settings of the parameter groups.
-        scaling: What a GradScaler left to the step, or None.
-        loss: What the closure returned.
-        error: Raised first of all: a step inside backward failed with it.
-        failed: What cut it short, for messages.
+        scaling: The scale that a GradScaler left to the step, or None.
+        loss: The result of the closure.
+        error: The error of a step inside backward, raised first, or None.
+        failed: What interrupted it, for messages.
     """
 
     ticket: object

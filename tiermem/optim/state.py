@@ -21,7 +21,7 @@ from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import State, StepUnit
 
 MASTER = "master"
-"""Key of ``state_dict()`` beside ``state`` and ``param_groups``: masters by number of parameter."""
+"""Third key of ``state_dict()``, with ``state`` and ``param_groups``: masters by number."""
 
 
 def load_state(
@@ -36,20 +36,20 @@ def load_state(
     make: Make,
     begin: Callable[[], None] | None = None,
 ) -> None:
-    """Checks a state dict against the units, then takes it over.
+    """Checks a state dict against the units, then loads it.
 
     Args:
         runtime: The modules' runtime.
-        units: All of the optimizer.
+        units: All units of the optimizer.
         groups: The parameter groups.
-        state: The tiered optimizer's, to be kept up to date.
-        state_dict: As this or the plain optimizer gave it.
-        cls: The class; one that loads in a way of its own does so for each unit.
-        defaults: The settings that the class has; one that is not in the dict, and that the class
-            does not set then, stays as it is.
+        state: The tiered optimizer's state, to be kept up to date.
+        state_dict: A state dict of this or of the plain optimizer.
+        cls: The class; its own ``load_state_dict``, if it has one, is called for each unit.
+        defaults: The settings of the class; one that is not in the dict, and that the class does
+            not set when it loads, stays as it is.
         probe: Knows which state changes its shape from step to step.
         make: Makes an optimizer of the class.
-        begin: Called once it is known to fit.
+        begin: Called once the state dict is known to fit.
 
     Raises:
         CheckpointError: If groups, their lengths or a tensor's shape differ; nothing is changed.
@@ -66,7 +66,7 @@ def load_state(
     loaded = loaded if as_class is None else as_class
     for group, settings in zip(groups, loaded, strict=True):
         for key in settings_of(group).keys() - settings.keys() - defaults:
-            del group[key]  # a scheduler's, of after the save: the next one would begin from it
+            del group[key]  # set by a scheduler after the save; a new scheduler would start from it
         group.update(settings)
     settings_now = _Settings(loaded) if as_class is None else None
     for unit in units:
@@ -84,10 +84,10 @@ def load_state(
 def _loaded_by_class(
     groups: Sequence[dict[str, Any]], state_dict: dict[str, Any], make: Make
 ) -> list[dict[str, Any]] | None:
-    """Returns what a class with a ``load_state_dict`` of its own makes of the loaded settings.
+    """Returns the loaded settings as changed by a class with its own ``load_state_dict``.
 
-    It is given no state here. Where it cannot do without, that is not known: None, and they are
-    as in the dict.
+    It gets no state here. If it fails without, the result is None, and the settings are those of
+    the dict.
     """
 
     def stand_in(param: torch.Tensor) -> nn.Parameter:
@@ -107,7 +107,7 @@ def _loaded_by_class(
 
 
 class _Settings:
-    """Loaded settings, and what the class makes of them: it is asked for each unit."""
+    """Loaded settings, which the class may change when it loads; it is called for each unit."""
 
     def __init__(self, loaded: Sequence[dict[str, Any]]) -> None:
         """Takes those of each group."""
@@ -115,10 +115,10 @@ class _Settings:
         self._made: dict[int, tuple[set[str], dict[str, Any]]] = {}
 
     def update(self, unit: StepUnit, optimizer: torch.optim.Optimizer) -> None:
-        """Has a unit's optimizer make of loaded state and settings what its class has today.
+        """Makes a unit's optimizer convert loaded state and settings to the present version.
 
-        As torch does: settings that the dict has not are as the class says then. What it does not
-        say either comes from the user's groups, as at each step.
+        As in torch, the class sets settings that are missing in the dict. Those that it does not
+        set come from the user's groups, as in each step.
         """
         numbers = unit.plain.numbers
         former = [settings_of(group) for group in optimizer.param_groups]
@@ -133,7 +133,7 @@ class _Settings:
             changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
             self._made.setdefault(number, (before.keys() - now.keys(), changed))
             if unit.host is not None and "fused" in there:
-                group["fused"] = there["fused"]  # the host's kernel stays its own
+                group["fused"] = there["fused"]  # the host keeps its kernel
 
     def take_over(self, groups: Sequence[dict[str, Any]]) -> None:
         """Changes the settings that users see in the same way."""
@@ -154,7 +154,7 @@ def _by_param(
     """Returns the state and the masters in a state dict, by the parameter's id.
 
     Raises:
-        CheckpointError: If it is none, or of other groups.
+        CheckpointError: If it is not a state dict, or has other groups.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise CheckpointError(
@@ -218,7 +218,7 @@ def _check_shapes(
                 if not isinstance(unit, PartedUnit) and key in probe.varying(
                     unit.own(param), number, settings
                 ):
-                    continue  # a history of gradients, say
+                    continue  # for example a history of gradients
                 raise CheckpointError(
                     f"the state dict's {name!r} has shape {tuple(value.shape)}, the "
                     f"optimizer's has {shape}; nothing was loaded"
@@ -251,7 +251,7 @@ def _cast(
     saved: dict[int, State],
     whole: dict[str, Any] | None = None,
 ) -> dict[int, State]:
-    """Returns the unit's state, cast and moved as ``load_state_dict`` does it.
+    """Returns the unit's state, cast and moved as by ``load_state_dict``.
 
     Args:
         unit: The unit.
@@ -291,20 +291,20 @@ def export_all(
     cls: type[torch.optim.Optimizer],
     make: Make,
 ) -> dict[str, Any]:
-    """Returns a state dict as the class makes it, and masters beside it; tensors in host memory.
+    """Returns a state dict as the class makes it, with masters added; tensors in host memory.
 
     Args:
         runtime: The modules' runtime.
-        units: All of the optimizer.
+        units: All units of the optimizer.
         groups: The parameter groups.
-        state: The tiered optimizer's.
+        state: The tiered optimizer's state.
         cls: The class.
         make: Makes an optimizer of it.
     """
     numbers: dict[int, int] = {}
     packed = []
     count = 0
-    for group in groups:  # one that is there twice has the last number, as torch counts
+    for group in groups:  # a parameter that is there twice has its last number, as in torch
         numbers.update((id(p), n) for n, p in enumerate(group["params"], count))
         count += len(group["params"])
         members = [numbers[id(p)] for p in group["params"]]
@@ -331,8 +331,8 @@ def _as_class(plain: dict[str, Any], owns: dict[int, torch.Tensor], make: Make) 
     """Converts a plain state dict by the ``state_dict`` of a class that has its own.
 
     Args:
-        plain: As torch's own makes it.
-        owns: By number, what is stepped; its shape and dtype are used.
+        plain: The state dict by torch's own method.
+        owns: The stepped tensors by number; their shapes and dtypes are used.
         make: Makes an optimizer of the class.
     """
     cpu = torch.device("cpu")
@@ -425,7 +425,7 @@ def _import_state(
     loaded: dict[int, State],
     settings: _Settings | None,
 ) -> None:
-    """Takes state over; ``loaded`` is by the id of the parameter and fits."""
+    """Loads state; ``loaded`` is by the id of the parameter and fits."""
     optimizer = unit.plain.optimizer_for(groups)
     with torch.no_grad():
         slot = runtime.manager.acquire(unit.block) if unit.block is not None else None
@@ -433,7 +433,7 @@ def _import_state(
             for param, _ in unit.members:
                 own = unit.own(param)
                 for value in optimizer.state.pop(own, {}).values():
-                    forget(value)  # as of an optimizer that has other tensors from now on
+                    forget(value)  # the optimizer has other tensors from now on
                 state.pop(param, None)
                 if id(param) in loaded:
                     optimizer.state[own] = dict(loaded[id(param)])
@@ -470,7 +470,7 @@ def export_masters(
 
 
 def import_masters(unit: StepUnit, runtime: ModuleRuntime, loaded: dict[int, torch.Tensor]) -> None:
-    """Takes masters over, and casts the weights from them; ``loaded`` is by id and fits."""
+    """Loads masters, and casts the weights from them; ``loaded`` is by id and fits."""
     if unit.masters is None or not loaded:
         return
     if isinstance(unit, PartedUnit):

@@ -1,4 +1,4 @@
-"""The backward under way, as an optimizer sees it that makes steps inside backward."""
+"""The current backward, for an optimizer that performs steps inside backward."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class SteppedBackward:
 
     Attributes:
         entries: The optimizer's managed parameters, by the id of the parameter.
-        units: Its units, by the id of the group of weights that they are from.
+        units: Its units, by the id of the group of their weights.
         groups: The parameter groups.
-        settings: Those, as they were at the first gradient of a backward with steps.
-        counted: Whether the first gradient of this backward has come.
-        steps: Whether steps are made in it.
-        pipeline: Writes home what they write.
-        held_back: Ids of the groups whose blocks go home in the next forward.
+        settings: Their settings at the first gradient of a backward with steps.
+        counted: Whether the first gradient of this backward has arrived.
+        steps: Whether steps are performed in it.
+        pipeline: Writes blocks home that steps have written.
+        held_back: Ids of the groups whose blocks are written home in the next forward.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -59,13 +59,13 @@ class SteppedBackward:
         self._arrivals.add(units)
 
     def begins(self) -> None:
-        """Called as a backward begins."""
+        """Called when a backward begins."""
         self._task = torch._C._current_graph_task_id()
         self.counted = self.steps = False
         self._arrivals.forget()
 
     def ends(self) -> None:
-        """Called as a backward ends."""
+        """Called when a backward ends."""
         self._task = -1
         self.steps = False
         self._arrivals.forget()
@@ -76,18 +76,18 @@ class SteppedBackward:
         is_elsewhere: Callable[[StepUnit], bool],
         besides: Callable[[StepUnit], list[int]],
     ) -> list[int]:
-        """Returns an order of use with what each step uses, behind the last use of its gradients.
+        """Returns an order of use with each step inserted after the last use of its gradients.
 
         Args:
-            order: Ids of blocks, as a backward without steps uses them.
-            is_elsewhere: Whether the step of a unit uses no blocks here.
-            besides: Ids of blocks that it uses before its state, beside its own.
+            order: Ids of blocks, in the order of a backward without steps.
+            is_elsewhere: Returns whether the step of a unit uses no blocks here.
+            besides: Returns ids of further blocks that it uses before its state.
         """
         weights = {us[0].group.block.id for us in self.units.values() if us[0].group is not None}
         until = max((at for at, block in enumerate(order) if block in weights), default=-1)
         last: dict[int, int] = {}
         for position, block in enumerate(order):
-            if position <= until or block not in last:  # clipping may come behind, over them all
+            if position <= until or block not in last:  # clipping of all gradients may follow
                 last[block] = position
         behind: dict[int, list[int]] = {}
         for units in self.units.values():
@@ -98,7 +98,7 @@ class SteppedBackward:
                 continue
             uses = [order[end]]
             for unit in units:
-                if len(uses) > 1:  # the first has the weights at hand
+                if len(uses) > 1:  # for the first, the weights are in use already
                     uses.append(group.block.id)
                 kept = (block.id for block in unit.kept_blocks())
                 uses += *_gradients_of(unit), *besides(unit), *kept
@@ -107,18 +107,18 @@ class SteppedBackward:
         return [b for at, block in enumerate(order) for b in (block, *behind.get(at, ()))]
 
     def is_here(self) -> bool:
-        """Whether the calling code runs in this backward, not in one inside it."""
+        """Whether the calling code runs in this backward, not in another one inside it."""
         return torch._C._current_graph_task_id() == self._task
 
     def prepare(self) -> None:
-        """Freezes the settings, and clears what steps of the backward before have left."""
+        """Freezes the settings, and clears what steps of the previous backward have left."""
         self.settings = frozen_settings(self.groups)
         self.pipeline = BlockSweep(self._runtime.manager)
         self._runtime.unwritten.forget()
         self.held_back = self._arrivals.held_back(self._runtime)
 
     def note_settings(self) -> None:
-        """Notes what the settings are."""
+        """Notes the present settings."""
         self._marks = marks_of(self.groups)
 
     def has_changed(self) -> bool:
@@ -126,7 +126,7 @@ class SteppedBackward:
         return self._marks != marks_of(self.groups)
 
     def has_all(self, entries: Sequence[Entry]) -> bool:
-        """Whether, after these of one block, no gradient of it is to come to this optimizer."""
+        """Whether, after these, no further gradient of their block will arrive."""
         known = self._arrivals.known
         mine = [entry for entry in entries if entry in known]
         return bool(mine) and not self._arrivals.awaits(mine[0].group, mine)
@@ -142,18 +142,18 @@ class SteppedBackward:
         return found
 
     def write(self, group: Group, blocks: Sequence[Block], *, ahead: bool = False) -> None:
-        """Writes home what steps wrote of a group, or holds it back for the next forward.
+        """Writes blocks home that steps of a group have written, now or in the next forward.
 
         Args:
-            group: Whose weights are stepped.
-            blocks: What the steps wrote.
-            ahead: Whether the steps can be taken back: then the next step wants to find what the
-                weights are at home, so those that stay in HBM are written in the next forward.
+            group: The group whose weights are stepped.
+            blocks: The blocks that the steps have written.
+            ahead: Whether the steps can be undone: then the next step needs the present weights at
+                home, so those that stay in HBM are also written home, in the next forward.
         """
         unwritten = self._runtime.unwritten
         stays = ahead and group.block.id in self._runtime.manager.parts.evictor.residents
         if id(group) in self.held_back:
-            unwritten += blocks  # until forward has got further
+            unwritten += blocks  # until forward has progressed further
         else:
             self.pipeline.write(blocks)
             unwritten += [group.block] if stays else []
@@ -162,34 +162,34 @@ class SteppedBackward:
 
 
 class FirstSteps:
-    """The first steps of a loop, which are made after backward and only watched.
+    """The first steps of a loop, performed after backward, which is only watched.
 
     Attributes:
-        watches: Whether the backward under way is only watched.
+        watches: Whether the current backward is only watched.
         watched: Whether a whole backward was watched since the last step.
         final: Gradients that a step in that backward would have used.
     """
 
     def __init__(self) -> None:
-        """Starts with all of them to come."""
+        """Starts before the first step."""
         self.watches = self.watched = False
         self.final: list[Entry] = []
         self._number = 0
-        self._thrown = False  # whether gradients were, that such a step would have used
+        self._thrown = False  # whether gradients that such a step would have used were discarded
         self._trained: list[bool] = []
 
     @property
     def are_over(self) -> bool:
-        """Whether steps are made inside backward from now on."""
+        """Whether steps are performed inside backward from now on."""
         return self._number >= _TRIALS
 
     def restart(self) -> None:
-        """Begins anew, as there are new units."""
+        """Starts again, as there are new units."""
         self._number = 0
         self.watched = False
 
     def look_at(self, entries: Iterable[Entry]) -> None:
-        """Begins anew where other parameters are trained: a block's last gradient may be another.
+        """Starts again if other parameters are trained, as a block's last gradient may differ.
 
         Args:
             entries: All parameters of the optimizer.
@@ -200,13 +200,13 @@ class FirstSteps:
             self._trained, self._number = trained, 0
 
     def end_backward(self) -> bool:
-        """Notes that a backward is over; returns whether it was only watched."""
+        """Notes that a backward has ended; returns whether it was only watched."""
         watches, self.watches = self.watches, False
         self.watched = self.watched or watches
         return watches
 
     def after_step(self) -> None:
-        """Counts a step that is made; cut short, it may be called again."""
+        """Counts a step; may be called again after an interrupt."""
         watched, thrown = self.watched, self._thrown
         self.watched = self._thrown = False
         if thrown and not self.are_over:
@@ -215,7 +215,7 @@ class FirstSteps:
             self._number += 1
 
     def thrown_away(self) -> None:
-        """Notes that gradients are thrown away: they must not be used, another loop is to come."""
+        """Notes that gradients are discarded: steps must not use them, the loop will change."""
         self._thrown = self._thrown or bool(self.final)
         self.watched = False
 

@@ -1,4 +1,4 @@
-"""Any torch optimizer, stepped block by block over weights, gradients and state in the tiers."""
+"""Any torch optimizer class, stepped block by block, with all its tensors in the tiers."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from tiermem.runtime.base.functorch import outside_inference
 
 
 class TieredOptimizer(torch.optim.Optimizer):
-    """What ``tier.optimizer`` returns: an optimizer of the class asked for, whose state streams.
+    """The result of ``tier.optimizer``: an optimizer of the requested class, whose state streams.
 
     ``param_groups``, learning-rate schedulers, ``state_dict``, ``zero_grad`` and
-    step hooks work as on the plain optimizer, and give the same bits.
+    step hooks work as with the plain optimizer, with bitwise identical results.
 
     Attributes:
         grad_factor: A 0-d tensor that the next ``step()`` multiplies each gradient by, after the
@@ -68,26 +68,27 @@ class TieredOptimizer(torch.optim.Optimizer):
         wrap_to_train: Callable[[Iterable[torch.Tensor]], None] | None = None,
         **settings: Any,
     ) -> None:
-        """Tries the class, learns its state and reserves homes for it.
+        """Tries the class, finds out its state and reserves homes for it.
 
         Args:
             runtime: The modules' runtime.
             params: A wrapped module, parameters, or parameter groups.
             cls: The optimizer class.
-            number: Tells the optimizers of one manager apart.
-            master_dtype: Of the masters, or None to step the weights themselves.
-            grad_dtype: In which gradients are summed up and kept, or None for the weights' own.
-            overlap: When a step is made; see :meth:`tiermem.TierManager.optimizer`.
+            number: Distinguishes the optimizers of one manager.
+            master_dtype: The dtype of the masters, or None to step the weights themselves.
+            grad_dtype: The dtype in which gradients are accumulated and kept, or None for that of
+                the weights.
+            overlap: When steps are performed; see :meth:`tiermem.TierManager.optimizer`.
             where: Where blocks are stepped.
             host_share: With ``where="both"``: the host's share of the elements; None to measure.
             wrap_to_train: Called with the parameters, before anything is reserved for them.
             **settings: The class's own.
 
         Raises:
-            ConfigError: If an option has no such value.
+            ConfigError: If an option has a value that is not allowed.
             StepError: If the class cannot be stepped block by block, or a dtype does not suit the
                 parameters.
-            CapacityError: If a budget cannot hold a step or its state; nothing is changed.
+            CapacityError: If a step or the state does not fit in a budget; nothing is changed.
         """
         self._runtime = runtime
         runtime.manager.gate.guard()
@@ -128,27 +129,28 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @entrance
     def step(self, closure: Callable[[], Any] | None = None, *more: Any, **settings: Any) -> Any:
-        """Makes one step, each block of weights in turn.
+        """Performs one step, block by block.
 
-        A step that an error cuts short has stepped some blocks and not the others, but never a
-        part of a block (of a large parameter: some of its parts). Call ``step()`` again to finish
-        it, with the gradients, settings and loss scale that it began with. Until then gradients
-        cannot be cleared and no training forward can begin. :meth:`abandon_step` leaves it as it
-        is.
+        If an error interrupts a step, some blocks have been stepped and the others have not, but no
+        block only in part (of a large parameter, some of its parts). Call ``step()`` again to
+        finish it, with the gradients, settings and loss scale with which it began. Until then
+        gradients cannot be cleared and no training forward can begin. :meth:`abandon_step` leaves
+        the blocks as they are.
 
         Args:
-            closure: Evaluated once, first, with gradients on.
-            more: What only some classes take; refused, since blocks are also stepped later.
-            settings: Likewise.
+            closure: Evaluated once, first, with gradients enabled.
+            more: Arguments that only some classes accept; refused, since blocks may be stepped
+                later.
+            settings: Keyword arguments; refused, too.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``.
         """
         if more or settings:
             refuse_arguments(self._tried.cls, closure, more, settings)
         if torch.is_inference_mode_enabled():  # a later step, inside backward, writes what is made
             with outside_inference():
-                return self._step(closure)  # not step(): its hooks are called by now
+                return self._step(closure)  # not step(): its hooks have been called already
         return self._step(closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -167,7 +169,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         return self._go_on(self._timing.rounds[-1])
 
     def _begin_round(self, loss: Any) -> bool:
-        """Collects the units to step; returns whether a step is to be made at all."""
+        """Collects the units to step; returns whether there is anything to do."""
         self._runtime.backward.end()
         scaling, on_host = Scaling.of(self), self._host.steps is not None
         scaling = self._timing.before_step(scaling)
@@ -186,34 +188,34 @@ class TieredOptimizer(torch.optim.Optimizer):
         return True
 
     def _go_on(self, current: Round) -> Any:
-        """Does what is left of a step; returns what its closure returned."""
-        self.grad_factor = None  # the step has it
+        """Performs the rest of a step; returns the result of its closure."""
+        self.grad_factor = None  # the round has it now
         rounds = self._timing.rounds
         try:
-            uncompiled(StepTiming.make)(self._timing, current)  # like steps made sooner or later
+            uncompiled(StepTiming.make)(self._timing, current)  # as for steps at other times
             self._tried.counts.after_step(current.groups, self.param_groups)
         except BaseException as error:
             current.cut_short(error)
             raise
-        return rounds.pop().loss  # in one line: whatever is raised before, it is not ended
+        return rounds.pop().loss  # one line: whatever is raised before, the round has not ended
 
     @entrance
     def abandon_step(self) -> None:
-        """Gives up what is left of a step that was cut short, where ``step()`` cannot finish it.
+        """Gives up the rest of an interrupted step that ``step()`` cannot finish.
 
-        Blocks that were stepped stay stepped, the others are as they were; gradients are kept.
+        Blocks that were stepped stay stepped, the others are unchanged; gradients are kept.
         Everything can be used again, as after an error in the middle of a plain optimizer's step.
-        Does nothing where no step is unfinished.
+        Does nothing if no step is unfinished.
 
         Raises:
-            StorageError: If a block cannot be taken back because its disk fails.
+            StorageError: If a block cannot be restored because its disk fails.
         """
         self._refuse_if_closed("abandon_step()")
         self._timing.abandon()
 
     @entrance
     def finish(self) -> None:
-        """Makes steps that were put off (``overlap``), as an access to their blocks would."""
+        """Performs deferred steps (``overlap``), as an access to their blocks would."""
         self._timing.finish()
         self._timing.catch_up()
 
@@ -221,15 +223,15 @@ class TieredOptimizer(torch.optim.Optimizer):
     def accumulate(self, micro_batches: int) -> None:
         """Sets how many backwards there are for each step, from the next step on.
 
-        Only ``overlap="backward"`` has to know: it steps blocks in the last of them. ``step()`` may
-        be called sooner (then the step is made like any other); one backward more is refused.
+        Only ``overlap="backward"`` needs this, as it steps blocks in the last of them. ``step()``
+        may be called earlier (then all blocks are stepped there); a further backward is refused.
 
         Args:
-            micro_batches: At least 1, which it is without this call.
+            micro_batches: At least 1, the default.
 
         Raises:
-            ConfigError: If it is no such number.
-            StepError: If blocks are stepped and ``step()`` is to come.
+            ConfigError: If it is not such a number.
+            StepError: If blocks were stepped in backward and ``step()`` was not called yet.
         """
         self._refuse_if_closed("accumulate()")
         self._timing.accumulate(micro_batches)
@@ -246,21 +248,22 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @property
     def stepped_in_backward(self) -> int:
-        """How many units were stepped inside backward so far, where ``step()`` has asked for it."""
+        """How many units were stepped inside backward so far and confirmed by ``step()``."""
         return self._timing.total
 
     @property
     def states_left(self) -> int:
-        """How many units have left their state as it was so far, to be updated in their next step.
+        """How many times a unit's state was late so far, to be updated in its next step.
 
-        Of each two steps inside backward one may, which spares a copy down; nothing else tells.
+        In one of two steps inside backward this may happen, which saves a copy home. It cannot be
+        observed in any other way.
         """
         return self._timing.left
 
     @property
     @entrance
     def state(self) -> Any:
-        """The state by parameter, as in any optimizer; every step asked for is made in it."""
+        """The state by parameter, as in any optimizer; deferred steps are performed first."""
         self._refuse_if_closed("optimizer.state")
         self._timing.finish_before("optimizer.state")
         self._units.order.restore()
@@ -273,7 +276,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._state = value
             return
         shown = self.state
-        if value is not shown:  # which other code may hold as well
+        if value is not shown:  # other code may hold that one, too
             given = dict(value)
             shown.clear()
             shown.update(given)
@@ -282,7 +285,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Copies users' edits of the state into the units that have no deferred step.
 
         Args:
-            inside: Whether steps inside backward came in between.
+            inside: Whether steps inside backward were performed in between.
         """
         if not self._units.looked_into:
             return
@@ -314,11 +317,11 @@ class TieredOptimizer(torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clips the norm of all gradients together, exactly as ``torch.nn.utils`` does.
+        """Clips the norm of all gradients together, bitwise as ``torch.nn.utils`` does.
 
-        Norms are taken in backward, as gradients arrive, from the second call with the same
-        settings on; those that are not known are taken here, in a sweep. The factor is applied
-        when gradients are next in HBM, at the latest in ``step()``.
+        From the second call with the same settings on, norms are computed in backward, when
+        gradients arrive; those that are not known are computed here, in a sweep. The factor is
+        applied when gradients are next in HBM, at the latest in ``step()``.
 
         Returns:
             The norm before clipping, 0-d.
@@ -347,12 +350,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         *,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Returns the norm of all gradients together, 0-d; they stay as they are.
+        """Returns the norm of all gradients together, 0-d; does not change them.
 
         Args:
             norm_type: Which norm.
             foreach: Whether torch's ``foreach`` kernels are used.
-            dtype: The gradients are cast to it first, say to the masters'; None for as they are.
+            dtype: The dtype to which gradients are cast first, such as the masters'; None for no
+                cast.
         """
         self._settle_to_clip("grad_norm()")
         self._runtime.backward.end()
@@ -375,7 +379,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Adds parameters as torch takes them, and reserves homes for their state.
 
         Raises:
-            CapacityError: If a budget cannot hold their state or a step; nothing is changed.
+            CapacityError: If their state or a step does not fit in a budget; nothing is changed.
         """
         if "_intake" not in self.__dict__ or not isinstance(param_group, dict):
             outside(super().add_param_group, param_group)  # raises for what torch refuses
@@ -403,7 +407,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns what the plain optimizer's ``state_dict`` would, with tensors in host memory.
 
-        With ``master_dtype`` there is a key ``"master"`` more: the master of each parameter that
+        With ``master_dtype`` there is one more key, ``"master"``: the master of each parameter that
         has one, by the parameter's number, as in ``"state"``.
         """
         self._settle("state_dict()")
@@ -421,13 +425,12 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @entrance
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state over, from this or from the plain optimizer.
+        """Loads a state dict of this or of the plain optimizer.
 
-        Where it has masters, the weights become their casts; where it has none, the masters
-        stay as they are.
+        If it has masters, the weights become their casts; otherwise the masters are unchanged.
 
         Raises:
-            CheckpointError: If it is of other groups or shapes; nothing is changed.
+            CheckpointError: If it has other groups or shapes; nothing is changed.
         """
         self._refuse_if_closed("load_state_dict()")
         if not self._timing.rounds:
@@ -451,11 +454,11 @@ class TieredOptimizer(torch.optim.Optimizer):
     def made_of(
         self,
     ) -> tuple[type[torch.optim.Optimizer], torch.dtype | None, torch.dtype | None]:
-        """The class that makes the steps, and the dtypes of masters and gradients, where given."""
+        """The class that performs the steps, and the dtypes of masters and gradients, or None."""
         return self._tried.cls, self._tried.master_dtype, self._grad_dtype
 
     def contents(self, what: str) -> Contents:
-        """Returns all that a checkpoint has of it; every deferred step is made first.
+        """Returns the contents for a checkpoint; deferred steps are performed first.
 
         For :mod:`tiermem.saving`.
 
@@ -463,7 +466,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             what: The operation, for messages.
 
         Raises:
-            StepError: If a step is unfinished, or made in part inside backward.
+            StepError: If a step is unfinished, or has been performed in part inside backward.
         """
         self._settle(what)
         self._take_in_edits()
@@ -480,7 +483,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         )
 
     def is_left(self) -> bool:
-        """Whether all of its parameters were in models that were unwrapped: it steps no more."""
+        """Whether all of its parameters were in models that were unwrapped: it has no units."""
         units = list(self._units)
         stepped = sum(len(unit.members) for unit in units)
         given = sum(len(group["params"]) for group in self.param_groups)
@@ -488,14 +491,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         return bool(units) and freed and stepped == given
 
     def contents_to_replace(self, numbered: dict[str, Any]) -> Contents:
-        """Returns its contents, to be replaced; a step that was cut short is given up.
+        """Returns its contents, to be replaced; an interrupted step is abandoned.
 
         Args:
-            numbered: A state dict whose state and masters have keys and no values: parameters that
-                are not stepped so far, and have any of these there, are from now on.
+            numbered: A state dict whose state and masters have keys and no values. Parameters that
+                are not stepped so far but have an entry there are stepped from now on.
 
         Raises:
-            CapacityError: If a budget does not hold what these need; nothing is changed then.
+            CapacityError: If these do not fit in a budget; nothing is changed then.
         """
         self._refuse_if_closed("tier.load()")
         if not self._timing.rounds:
@@ -508,12 +511,12 @@ class TieredOptimizer(torch.optim.Optimizer):
     def replaced(
         self, grad_factor: torch.Tensor | None, backwards: int, order: Sequence[torch.Tensor]
     ) -> None:
-        """Ends the replacement of its contents: goes on from the new ones.
+        """Ends the replacement of its contents, and continues with the new ones.
 
         Args:
-            grad_factor: Of its next step.
-            backwards: How many there were since the last step.
-            order: The parameters that have state, in the order in which it shows them.
+            grad_factor: The factor of its next step.
+            backwards: How many backwards there were since the last step.
+            order: The parameters that have state, in the order of ``state``.
         """
         self._units.order.note(order)
         self.grad_factor = grad_factor
@@ -523,14 +526,15 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     @entrance
     def close(self) -> None:
-        """Frees state and masters; deferred steps are made first.
+        """Frees state and masters; deferred steps are performed first.
 
-        Weights and gradients stay as they are. Without it, the room is taken until the manager is
-        closed. Closed, it refuses to be used; closing it once more does nothing.
+        Weights and gradients are unchanged. Without this call, the space is reserved until the
+        manager is closed. A closed optimizer cannot be used; closing it again does nothing.
 
         Raises:
-            StepError: If a step was cut short, or is to be asked for by ``step()``; it stays open.
-            StorageError: If a deferred step fails; likewise.
+            StepError: If a step is unfinished, or blocks were stepped in backward and ``step()``
+                was not called yet; the optimizer stays open.
+            StorageError: If a deferred step fails; the optimizer stays open.
         """
         runtime = self._runtime
         if self._closed or runtime.manager.gate.closed:
@@ -550,10 +554,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._host.close(rooms)
 
     def __getattr__(self, name: str) -> Any:
-        """Gives methods of the class that are not torch's, such as ``train()``, over the tiers.
+        """Returns methods that the class adds to torch's, such as ``train()``.
 
-        They are called for the weights and state of one block after another, once a try on tiny
-        tensors has shown that this is the same.
+        They are called for the weights and state of one block after another, if a trial on tiny
+        tensors has shown that the result is the same.
         """
         tried = self.__dict__.get("_tried")
         cls = None if tried is None else tried.cls
@@ -587,13 +591,13 @@ class TieredOptimizer(torch.optim.Optimizer):
     # -- setting up ------------------------------------------------------
 
     def _complete(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Fills every default into groups, as the class itself does it; returns them."""
+        """Fills all defaults into groups, as the class itself does; returns them."""
         groups = self._tried.complete(groups)
-        self._step_supports_amp_scaling = self._tried.undoes_scale  # as a GradScaler asks for it
+        self._step_supports_amp_scaling = self._tried.undoes_scale  # read by a GradScaler
         return groups
 
     def _keep_gradients(self, groups: Sequence[dict[str, Any]]) -> Callable[[], None]:
-        """Sets the dtype in which gradients are kept, of frozen parameters too; returns an undo."""
+        """Sets the dtype of gradients, also of frozen parameters; returns a function to undo it."""
         params = [param for group in groups for param in group["params"]]
         return self._runtime.grads.homes.keep_in(self._grad_dtype, params)
 
@@ -605,7 +609,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                 self._intake.take_on(self._units.members.thawed(), self.param_groups)
 
     def _settle(self, what: str, *, drop: bool = True) -> None:
-        """Raises if a step is unfinished, and drops steps made ahead."""
+        """Raises if a step is unfinished, and drops steps ahead."""
         self._refuse_if_closed(what)
         self._timing.finish_before(what, drop=drop)
         self._refuse_if_pending(what)
@@ -613,7 +617,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _settle_to_clip(self, what: str) -> None:
         self._timing.refuse_clipping(what)
-        self._settle(what, drop=False)  # a look at norms is none at gradients
+        self._settle(what, drop=False)  # reading norms is not reading gradients
 
     def _refuse_if_closed(self, what: str, *_: Any) -> None:
         if self._closed:

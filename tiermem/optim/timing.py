@@ -1,4 +1,4 @@
-"""When the steps of one optimizer are made (``overlap``)."""
+"""When the steps of one optimizer are performed (``overlap``)."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _ELSEWHERE = (
 
 
 def check_overlap(overlap: Overlap) -> None:
-    """Checks when steps are to be made.
+    """Checks the option ``overlap``.
 
     Raises:
-        ConfigError: If it is no such time.
+        ConfigError: If it has no such value.
     """
     if overlap not in (False, True, "auto", "forward", "backward"):
         raise ConfigError(
@@ -43,15 +43,15 @@ def check_overlap(overlap: Overlap) -> None:
 
 
 class StepTiming:
-    """Makes the steps of one optimizer in ``step()``, inside backward, or at the blocks' next use.
+    """Performs the steps of one optimizer in ``step()``, in backward, or at the blocks' next use.
 
     Attributes:
-        rounds: The call of ``step()`` that is begun and not ended, if any.
-        waits: Whether steps wait for the next use of their block, whatever comes of it.
-        auto: Chooses those that wait (``overlap="auto"``), else None.
-        inside: Makes steps inside backward (``overlap="backward"``), else None.
-        ahead: Makes them there provisionally (``overlap="auto"``), else None.
-        put_off: Those that wait.
+        rounds: The unfinished call of ``step()``, if any.
+        waits: Whether all steps are deferred to the next use of their block.
+        auto: Chooses the deferred steps (``overlap="auto"``), else None.
+        inside: Performs steps inside backward (``overlap="backward"``), else None.
+        ahead: Performs them there provisionally (``overlap="auto"``), else None.
+        put_off: The deferred steps.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class StepTiming:
         overlap: Overlap,
         take_in: Callable[[], None],
     ) -> None:
-        """Watches backwards, where steps may be made in them.
+        """Watches backwards, if steps may be performed in them.
 
         Args:
-            parts: Of the optimizer.
-            host: What the host does.
-            overlap: When steps are made.
-            take_in: Takes in edits of the state.
+            parts: The parts of the optimizer.
+            host: The host's part.
+            overlap: When steps are performed.
+            take_in: Copies users' edits of the state.
         """
         runtime, tried, units = parts.runtime, parts.tried, parts.units
         self._runtime, self._tried, self._units = runtime, tried, units
@@ -84,12 +84,12 @@ class StepTiming:
             self.ahead = StepsAhead(runtime, *args, host.as_movable(), tried.ignores_weights)
 
     def begin(self) -> None:
-        """Begins to watch what the program does with the state; no user has seen it yet."""
+        """Begins to watch accesses to the state; no user has seen it yet."""
         if self.auto is not None:
             self.auto.begin(self._units.state, self.finish)
 
     def extend(self, planned: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
-        """Takes new units on; other optimizers leave their blocks to ``step()``.
+        """Adds new units; other optimizers leave their blocks to ``step()``.
 
         Args:
             planned: The new units.
@@ -113,19 +113,19 @@ class StepTiming:
 
     @property
     def total(self) -> int:
-        """How many units were stepped inside backward so far, where ``step()`` has asked for it."""
+        """How many units were stepped inside backward so far and confirmed by ``step()``."""
         if self.ahead is not None:
             return self.ahead.provisional.total
         return 0 if self.inside is None else self.inside.total
 
     @property
     def left(self) -> int:
-        """How many units have left their state as it was so far."""
+        """How many times a unit's state was late so far."""
         return 0 if self.ahead is None else self.ahead.provisional.left
 
     @property
     def backwards(self) -> int:
-        """How many there were since the last step, where it matters (``overlap="backward"``)."""
+        """How many backwards there were since the last step (for ``overlap="backward"``)."""
         return 0 if self.inside is None else self.inside.count
 
     @backwards.setter
@@ -135,7 +135,7 @@ class StepTiming:
 
     @property
     def has_made(self) -> bool:
-        """Whether units were stepped inside backward, and ``step()`` is to ask for it."""
+        """Whether units were stepped inside backward and ``step()`` was not called yet."""
         return self.inside is not None and bool(self.inside.made)
 
     # -- a step ----------------------------------------------------------
@@ -163,8 +163,8 @@ class StepTiming:
 
         Args:
             groups: Settings of the parameter groups.
-            scaling: What a GradScaler left to the step, or None.
-            loss: What the closure of ``step()`` returned.
+            scaling: The scale that a GradScaler left to the step, or None.
+            loss: The result of the closure of ``step()``.
         """
         inside, ahead = self.inside, self.ahead
         units = wanted([unit for unit in self._units if self._is_left(unit)], self._runtime)
@@ -176,12 +176,12 @@ class StepTiming:
         units = [unit for unit in units if unit.made is not ticket]
         for unit in units:
             if unit.group is not None and unit.group.freed:
-                unit.refuse_freed()  # before a step is begun that could never be finished
+                unit.refuse_freed()  # before a step begins that could never be finished
         error = None if inside is None else inside.failure
         self.rounds.append(Round(ticket, units, groups, scaling, loss, error))
 
     def make(self, current: Round) -> None:
-        """Makes what is left of a step, or defers it to the next use of the blocks."""
+        """Performs the rest of a step, or defers it to the next use of the blocks."""
         self._confirm_ahead()
         if current.error is not None:
             error, current.error = current.error, None
@@ -235,12 +235,12 @@ class StepTiming:
         self._runtime.busy("optimizer", began)
 
     def catch_up(self) -> None:
-        """Brings state up to date that steps made ahead have left as it was."""
+        """Brings late state up to date."""
         if self.ahead is not None:
             self.ahead.late.catch_up()
 
     def finish(self) -> None:
-        """Makes what is left of the last step, as an access to its blocks would."""
+        """Performs the rest of the last step, as an access to its blocks would."""
         unfinished, manager = self._unfinished(), self._runtime.manager
         with manager.lock:
             for unit in self._units if unfinished else ():
@@ -248,7 +248,7 @@ class StepTiming:
                     manager.parts.deferred.pay(unit.group.block.id)
 
     def _finish_but_waiting(self, current: Round) -> None:
-        """Makes what is left of a step and may not wait: the host's, if it was not made ahead."""
+        """Performs the rest of a step that must not be deferred: the host's, if not ahead."""
         owed, manager = self._units.owed, self._runtime.manager
         if self.waits or not owed:
             return
@@ -259,13 +259,13 @@ class StepTiming:
                     manager.parts.deferred.pay(unit.group.block.id)
 
     def abandon(self) -> None:
-        """Gives up what is left of a step that was cut short.
+        """Gives up the rest of an interrupted step.
 
         Raises:
-            StorageError: If a block cannot be taken back because its disk fails.
+            StorageError: If a block cannot be restored because its disk fails.
         """
         self._confirm_ahead()
-        cut_short = self.rounds or self.put_off.failed  # else deferred steps can be made
+        cut_short = self.rounds or self.put_off.failed  # else deferred steps can be performed
         with self._runtime.manager.lock, torch.no_grad():
             for unit in self._units:
                 unit.abandon()
@@ -281,22 +281,22 @@ class StepTiming:
     # -- which units -----------------------------------------------------
 
     def tell_others(self, units: Sequence[StepUnit]) -> None:
-        """Tells other optimizers not to step blocks inside backward that this one steps too."""
+        """Tells other optimizers not to step blocks inside backward that this one steps, too."""
         for other in self._runtime.backward.watchers:
             own = other is self.inside or other is self.ahead
             if isinstance(other, InBackward | StepsAhead) and not own:
                 other.leave_to_others(units)
 
     def _is_begun(self, ticket: object) -> bool:
-        """Whether a step with some ticket is begun: what was made ahead for it counts."""
+        """Whether a step with some ticket has begun, so that steps ahead for it count."""
         return any(current.ticket is ticket for current in self.rounds)
 
     def _may_step_ahead(self) -> bool:
-        """Whether steps may be made before they are asked for."""
+        """Whether steps may be performed before ``step()`` is called."""
         return not self.rounds and self._may_begin_ahead()
 
     def _may_begin_ahead(self) -> bool:
-        """Whether they may be once no step is under way."""
+        """Whether they may be, once no step is in progress."""
         if self.auto is None or self._runtime.backward.reduced.active:
             return False
         looked_into, draws = self._units.looked_into, self._tried.draws
@@ -317,31 +317,31 @@ class StepTiming:
         )
 
     def _may_wait(self, unit: StepUnit) -> bool:
-        """Whether a step may wait for the next use of its block."""
+        """Whether a step may be deferred to the next use of its block."""
         return self.waits or (self.auto is not None and id(unit) in self.auto.waiting)
 
     def _unfinished(self) -> set[int]:
-        """Returns the ids of units whose step was asked for and is still deferred."""
+        """Returns the ids of units whose step is still deferred."""
         owed = self._units.owed
         return owed if self.inside is None else owed - self.inside.made.keys()
 
     # -- what comes in between -------------------------------------------
 
     def before_forward(self) -> None:
-        """Drops steps made ahead, and makes those that could not wait for this forward."""
+        """Drops steps ahead, and performs those that cannot be deferred into this forward."""
         self.drop_ahead()
         if self.auto is not None and self.auto.has_failed:
             self.finish()  # here, not in the middle of the forward, where it might have no room
 
     def finish_before(self, what: str, *, drop: bool = True) -> None:
-        """Makes what is left of the last step, before a call that looks at it.
+        """Performs the rest of the last step, before a call that depends on it.
 
         Args:
             what: The call, for messages.
-            drop: Whether steps made ahead are dropped, and late state is brought up to date.
+            drop: Whether steps ahead are dropped, and late state is brought up to date.
 
         Raises:
-            StepError: If units were stepped inside backward and ``step()`` is to come.
+            StepError: If units were stepped inside backward and ``step()`` was not called yet.
         """
         self.refuse_if_made(what)
         if drop:
@@ -350,25 +350,25 @@ class StepTiming:
         self.finish()
 
     def refuse_clipping(self, what: str) -> None:
-        """Refuses a call that has to see all gradients, where steps are made before that.
+        """Refuses a call that needs all gradients, if steps are performed before that.
 
         Raises:
-            StepError: Then.
+            StepError: If they are.
         """
         if self.inside is not None:
             self.inside.refuse_clipping(what)
 
     def refuse_if_made(self, what: str) -> None:
-        """Refuses a call where units were stepped inside backward and ``step()`` is to come.
+        """Refuses a call after units were stepped inside backward and before ``step()``.
 
         Raises:
-            StepError: Then.
+            StepError: If there are such units.
         """
         if self.inside is not None:
             self.inside.refuse(what)
 
     def refuse_if_pending(self, what: str) -> None:
-        """Refuses a call while a step is unfinished; where only its end was cut off, ends it.
+        """Refuses a call while a step is unfinished; if only its end is missing, ends it.
 
         Raises:
             StepError: If one is.
@@ -385,22 +385,22 @@ class StepTiming:
                 "stopped, or optimizer.abandon_step() to leave them unstepped"
             )
         self._confirm_ahead()
-        if self.inside is not None:  # all is made or deferred, only the end was cut off
+        if self.inside is not None:  # all is performed or deferred, only the end is missing
             self.inside.after_step()
         self.rounds.clear()
 
     def drop_ahead(self) -> None:
-        """Drops the steps made ahead of ``step()``."""
+        """Drops the steps ahead."""
         if self.ahead is not None:
             self.ahead.settle()
 
     def _confirm_ahead(self) -> None:
-        """Confirms the steps made ahead of the one that is begun."""
+        """Confirms the steps ahead of the step that has begun."""
         if self.ahead is not None:
             self.ahead.provisional.confirm()
 
     def before_clearing(self) -> None:
-        """Drops the steps made ahead, as their gradients are about to be cleared."""
+        """Drops the steps ahead, as their gradients will be cleared."""
         if self.ahead is not None:
             self.ahead.thrown_away()
 
@@ -413,8 +413,8 @@ class StepTiming:
         """Sets how many backwards there are for each step (``overlap="backward"``).
 
         Raises:
-            ConfigError: If it is no such number.
-            StepError: If blocks are stepped and ``step()`` is to come.
+            ConfigError: If it is not such a number.
+            StepError: If blocks were stepped in backward and ``step()`` was not called yet.
         """
         if isinstance(micro_batches, bool) or not isinstance(micro_batches, int):
             raise ConfigError(f"accumulate() takes a number of backwards, not {micro_batches!r}")

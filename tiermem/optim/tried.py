@@ -1,4 +1,4 @@
-"""The class that an optimizer makes its steps with, and what tries have shown of it."""
+"""The class that performs an optimizer's steps, and what trial steps have shown about it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tiermem.optim.units.unit import StepUnit
 
 
 class TriedClass:
-    """Makes plain optimizers of the class asked for, and knows how it steps.
+    """Makes plain optimizers of a class, and knows how the class steps.
 
-    Each parameter group is tried once on tiny tensors: whether its update of a parameter depends
-    on others, what it counts, whether it draws random numbers.
+    Each parameter group is tried once on tiny tensors: whether the update of a parameter depends
+    on others, which counters it has, whether it draws random numbers.
 
     Attributes:
         cls: The class.
-        master_dtype: Of the masters, or None where the weights themselves are stepped.
+        master_dtype: The dtype of the masters, or None if the weights themselves are stepped.
         defaults: The class's own settings, as ``Optimizer.defaults``; of the groups completed last.
-        eager: Whether it makes all state when it is made, not at the first step.
-        fused: Whether its step undoes a GradScaler's scale.
-        probe: Finds out what state a parameter has; there from the first :meth:`learn` on.
-        counts: What the class counts in its groups.
+        eager: Whether its constructor makes all state, not the first step.
+        fused: Whether its step unscales the gradients of a GradScaler.
+        probe: Finds out the state of a parameter; exists after the first :meth:`learn`.
+        counts: The counters of the class in its groups.
     """
 
     probe: StateProbe
@@ -46,13 +46,13 @@ class TriedClass:
         *,
         reorders: bool,
     ) -> None:
-        """Knows nothing of the class yet.
+        """Starts before any trial.
 
         Args:
             cls: The class.
-            settings: As the user gave them.
-            device: Where steps are made.
-            master_dtype: Of the masters, or None.
+            settings: The user's settings.
+            device: The device on which steps are performed.
+            master_dtype: The dtype of the masters, or None.
             reorders: Whether units may be stepped in another order than that of the parameters.
         """
         self.cls = cls
@@ -64,19 +64,19 @@ class TriedClass:
         self._device = device
         self._reorders = reorders
         self._zeros: list[tuple[tuple[str, bool], ...]] = []
-        self._natures: dict[int, Nature] = {}  # what the class was found to be, by group
+        self._natures: dict[int, Nature] = {}  # results of trials, by group
         self._whole = False  # whether a group can only be stepped with all of its gradients
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers as it steps."""
+        """Whether it draws random numbers in a step."""
         return any(nature.draws for nature in self._natures.values())
 
     @property
     def undoes_scale(self) -> bool:
-        """Whether a GradScaler leaves it to ``step()`` to undo the scale.
+        """Whether a GradScaler leaves unscaling to ``step()``.
 
-        With masters that comes after the cast to them.
+        With masters, gradients are unscaled after the cast to the masters' dtype.
         """
         return self.fused or self.master_dtype is not None
 
@@ -85,7 +85,7 @@ class TriedClass:
         return outside(self.cls, groups, **self._settings)
 
     def complete(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Fills every default into groups, as the class itself does it; returns them."""
+        """Fills all defaults into groups, as the class itself does; returns them."""
         filled, optimizer = with_defaults(self.make, groups, self.stepped_dtype)
         self.defaults = optimizer.defaults
         self.eager = bool(optimizer.state)
@@ -99,7 +99,7 @@ class TriedClass:
 
         Args:
             groups: All parameter groups.
-            numbers: Of those to be tried.
+            numbers: Numbers of those to be tried.
 
         Raises:
             StepError: If its update of a parameter depends on others.
@@ -118,15 +118,15 @@ class TriedClass:
         self._whole = any(nature.whole for nature in self._natures.values())
 
     def forget(self, number: int) -> None:
-        """Forgets what was found of a group, which is taken out again."""
+        """Forgets the results for a group that is removed again."""
         self._natures.pop(number, None)
         self.counts.forget(number)
 
     def note_settings(self, units: Iterable[StepUnit], groups: Sequence[dict[str, Any]]) -> None:
-        """Notes before a step which settings are zero: what steps write depends on that.
+        """Notes before a step which settings are zero, on which the written tensors depend.
 
         Args:
-            units: All of the optimizer.
+            units: All units of the optimizer.
             groups: All parameter groups.
         """
         zeros = [zeros_of(settings_of(group)) for group in groups]
@@ -135,7 +135,7 @@ class TriedClass:
             self._zeros = zeros
 
     def refuse_missing(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Refuses a step without gradients where the class would make one of that, too.
+        """Refuses a step without a gradient if the class would update the parameter anyway.
 
         Args:
             groups: All parameter groups.
@@ -147,14 +147,14 @@ class TriedClass:
             refuse_missing(self.cls.__name__, groups, self._natures)
 
     def ignores_weights(self, param: torch.Tensor, number: int, settings: dict[str, Any]) -> bool:
-        """Whether weights have no part in what a step makes of the state of a parameter.
+        """Whether the update of a parameter's state does not depend on its weights.
 
-        Only for torch's own classes: of another one a try may not show all ways it takes.
+        Only for torch's own classes: for another one, a trial may not show all of its code paths.
 
         Args:
-            param: What is stepped.
-            number: Of its group.
-            settings: Of that.
+            param: The stepped tensor.
+            number: Number of its group.
+            settings: Settings of the group.
         """
         return is_own_class(self.cls) and self.probe.ignores_weights(param, number, settings)
 
@@ -162,12 +162,12 @@ class TriedClass:
         """Tries the class, or a method of it, with the settings of a group.
 
         Args:
-            group: With parameters.
-            what: For messages; empty for the class's name.
-            method: Called on the optimizer instead of ``step()``; None for that.
+            group: The group, with parameters.
+            what: Name for messages; empty for the class's name.
+            method: Called on the optimizer instead of ``step()``; None for ``step()``.
 
         Raises:
-            StepError: If what it does to a parameter depends on others.
+            StepError: If its update of a parameter depends on others.
         """
         return check_separable(
             what or self.cls.__name__,
@@ -180,9 +180,9 @@ class TriedClass:
         )
 
     def _stepped_dtypes(self, params: Sequence[torch.Tensor]) -> list[torch.dtype]:
-        """Returns the dtypes of what is stepped, in the order of the parameters.
+        """Returns the dtypes of the stepped tensors, in the order of the parameters.
 
-        What is frozen counts where nothing else is there, and may be of any dtype.
+        Frozen parameters only count if there are no others, and may have any dtype.
         """
         trained = [p for p in params if p.requires_grad]
         frozen = [p for p in params if p.dtype.is_floating_point and p.dtype.itemsize > 1]
@@ -190,5 +190,5 @@ class TriedClass:
         return list(dict.fromkeys(found)) or [torch.float32]
 
     def stepped_dtype(self, param: torch.Tensor) -> torch.dtype:
-        """Returns the dtype of what is stepped: of the parameter, or of its master."""
+        """Returns the dtype of the stepped tensor: the parameter, or its master."""
         return master_dtype_of(param, self.master_dtype) or param.dtype

@@ -1,4 +1,4 @@
-"""What steps inside backward have used, and what is refused until ``step()`` is called."""
+"""Gradients that steps inside backward have used, and accesses refused until ``step()``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class UsedGradients:
 
     Attributes:
         consumed: Ids of the parameters whose gradient was used since the last step.
-        edited: Ids of those whose gradient was written by other code since it was final.
+        edited: Ids of the parameters whose gradient other code has written since it was final.
     """
 
     def __init__(self, runtime: ModuleRuntime, entries: Mapping[int, Entry]) -> None:
@@ -35,7 +35,7 @@ class UsedGradients:
 
         Args:
             runtime: The modules' runtime.
-            entries: Of the optimizer, by the id of the parameter; kept up to date.
+            entries: The optimizer's parameters, by id; kept up to date.
         """
         self._runtime = runtime
         self._entries = entries
@@ -44,12 +44,12 @@ class UsedGradients:
         self.edited: set[int] = set()
 
     def is_gone(self, entry: Entry) -> bool:
-        """Whether the gradient of a parameter was used, and is shown as such."""
+        """Whether the gradient of a parameter was used and replaced by a stand-in that raises."""
         stand_in = self._stand_ins.get(id(entry.param))
         return stand_in is not None and grad_of(entry) is stand_in
 
     def consume(self, entries: Iterable[Entry]) -> None:
-        """Notes that gradients are used, and kept until that has been done (on the host)."""
+        """Notes that gradients are being used, and have to be kept until then (by the host)."""
         self.consumed.update(id(entry.param) for entry in entries)
 
     def spend(self, unit: StepUnit) -> None:
@@ -72,7 +72,7 @@ class UsedGradients:
         return gone(shape, dtype, where, partial(_gone, entry.name), formal)
 
     def zero(self) -> None:
-        """Makes zeros of those that are shown as used, as gradients are set to zero."""
+        """Replaces these stand-ins by zeros, when gradients are set to zero."""
         for param, stand_in in self._stand_ins.items():
             entry = self._entries[param]
             if grad_of(entry) is stand_in:
@@ -82,12 +82,12 @@ class UsedGradients:
                 self._runtime.grads.store(entry, zeros)
 
     def after_step(self) -> None:
-        """Begins anew: stand-ins stay until gradients are cleared."""
+        """Starts again; stand-ins stay until gradients are cleared."""
         self.consumed.clear()
         self.edited.clear()
 
     def added_to(self) -> Entry | None:
-        """Returns a parameter to whose used gradient the backward under way adds, or None."""
+        """Returns a parameter to whose used gradient the current backward adds, or None."""
         for param in (*self._stand_ins, *self.consumed):
             entry = self._entries[param]
             if (param in self.consumed or self.is_gone(entry)) and accumulates(entry):
@@ -95,7 +95,7 @@ class UsedGradients:
         return None
 
     def is_as_left(self, unit: StepUnit, entry: Entry) -> bool:
-        """Whether a gradient is as the step of its unit has left it."""
+        """Whether a gradient is unchanged since the step of its unit."""
         if id(entry.param) not in self.consumed:
             return grad_of(entry) is None
         if unit.host is None:
@@ -103,10 +103,10 @@ class UsedGradients:
         return is_own(entry) and id(entry.param) not in self.edited  # it is kept, for the host
 
     def refuse_left(self) -> None:
-        """Refuses a step with gradients that a step before has used.
+        """Refuses a step with gradients that an earlier step has used.
 
         Raises:
-            StepError: Then.
+            StepError: If there are any.
         """
         for param in self._stand_ins:
             entry = self._entries[param]
@@ -131,7 +131,7 @@ class ClosedBlocks:
             name: For messages.
             blocks: Ids of the blocks.
             work: The function.
-            first: Whether it comes before what is deferred already.
+            first: Whether it is called before other deferred work.
         """
         debt = Deferred(name, blocks, work)
         with self._manager.lock:
@@ -159,7 +159,7 @@ def _refuse_look(group: Group) -> None:
 
 
 def _gone(name: str, *_: object) -> Any:
-    """Raises the error for access to a gradient that a step inside backward has used up."""
+    """Raises the error for access to a gradient that a step inside backward has used."""
     raise StepError(
         f"the gradient of parameter {name!r} was used up by a step inside backward "
         "(overlap='backward') and is kept nowhere; look at it with overlap='forward', or read it "

@@ -1,4 +1,4 @@
 """Groups: which tensors share a block, where its parameters point, and where gradients go.
 
-Leases and releases blocks; knows no module's call.
+Leases and releases blocks; does not intercept calls of modules.
 """

@@ -1,4 +1,4 @@
-"""Interfaces of the passes, as groups, gradients and dictionaries use them."""
+"""Interfaces of classes above this package, as far as groups and gradients use them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Calls(Protocol):
-    """The calls of a module under way; see :class:`tiermem.nn.wrap.scope.Inside`."""
+    """The current calls of a module; see :class:`tiermem.nn.wrap.scope.Inside`."""
 
     def reset(self) -> None:
         """Notes that no thread is inside a call any more."""
@@ -37,11 +37,11 @@ class WeightViews(Protocol):
         ...
 
     def beside(self, saved: Any, tensor: torch.Tensor) -> Any:
-        """Returns an alias of bytes that never leave HBM, in place of a reference; else None."""
+        """Returns an alias, instead of a reference, if the bytes never leave HBM; else None."""
         ...
 
     def pay(self, block_id: int) -> None:
-        """Makes the deferred step of a block."""
+        """Performs the deferred step of a block."""
         ...
 
     def view(self, saved: Any) -> torch.Tensor:
@@ -54,34 +54,34 @@ class Hooks(Protocol):
 
     @property
     def weights(self) -> WeightViews:
-        """What stands for weights among them."""
+        """Packs those that are views of weights."""
         ...
 
     def refused(self) -> bool:
-        """Whether torch takes no hooks now."""
+        """Whether torch refuses hooks at the moment."""
         ...
 
 
 class Here(Protocol):
-    """Where one thread is.
+    """What one thread is doing.
 
     Attributes:
-        inside: Whether that is in a call of a wrapped module.
+        inside: Whether it is in a call of a wrapped module.
     """
 
     inside: bool
 
     def is_in_pass(self) -> bool:
-        """Whether that is in a call of a wrapped module, or in a backward."""
+        """Whether it is in a call of a wrapped module, or in a backward."""
         ...
 
 
 class Lender(Protocol):
-    """Brings blocks up for uses of tensors that are away."""
+    """Fetches blocks for uses of tensors whose block is not held."""
 
     @property
     def here(self) -> Here:
-        """Where the calling thread is."""
+        """What the calling thread is doing."""
         ...
 
     def demand(self, group: Group) -> None:
@@ -101,7 +101,7 @@ class Lender(Protocol):
         ...
 
     def lend_in_place(self, group: Group) -> Sequence[torch.Tensor]:
-        """Lends a group's tensors in DRAM, where they lie, for one operation."""
+        """Lends a group's tensors in place in DRAM, for one operation."""
         ...
 
     def lent_in_place(self, group: Group) -> None:
@@ -109,7 +109,7 @@ class Lender(Protocol):
         ...
 
     def bring(self, group: Group, show: Callable[[Slot], None], *, dirty: bool) -> None:
-        """Brings a block up for a tensor that is to look into it."""
+        """Fetches a block for a tensor that is then pointed at it."""
         ...
 
     def written(self, group: Group) -> None:
@@ -122,7 +122,7 @@ class Lender(Protocol):
 
     @property
     def addresses(self) -> Addresses:
-        """The addresses that users were given for its tensors."""
+        """The addresses that users got for its tensors."""
         ...
 
     @property
@@ -135,15 +135,15 @@ class RowSaving(Protocol):
     """Knows of rows of stacks that autograd saves; see :mod:`tiermem.nn.passes.savedrows`."""
 
     def copied(self, use: Use, index: int, experts: Sequence[int], copy: torch.Tensor) -> None:
-        """Notes copies of rows that a call is given."""
+        """Notes copies of rows that a call gets."""
         ...
 
     def version(self, weight: torch.Tensor) -> int:
-        """Returns the version of a weight that is saved now; -1 where changes are no error."""
+        """Returns the version of a weight that is saved now; -1 if changes are not an error."""
         ...
 
     def resume(self, use: Use) -> Use:
-        """Returns the use that backward makes of what was saved of a call."""
+        """Returns backward's use of the rows that a call has saved."""
         ...
 
 
@@ -152,7 +152,7 @@ class Watcher(Protocol):
 
     @property
     def listens(self) -> bool:
-        """Whether :meth:`arriving` has anything to do just now."""
+        """Whether :meth:`arriving` has anything to do at the moment."""
         ...
 
     def arriving(self, entry: Entry) -> bool:
@@ -164,20 +164,20 @@ class Watcher(Protocol):
         ...
 
     def edited(self, entry: Entry) -> None:
-        """Called when it was written by other code than autograd."""
+        """Called when a gradient was written by other code than autograd."""
         ...
 
     def has_used(self, entry: Entry) -> bool:
-        """Whether a step used it, and is made again where it changes."""
+        """Whether a step has used a gradient, and has to be repeated if it changes."""
         ...
 
 
 class Norms(Protocol):
-    """Takes the norms of one optimizer's gradients."""
+    """Computes the norms of one optimizer's gradients."""
 
     @property
     def measure(self) -> Measure | None:
-        """The function measured of every gradient, or None."""
+        """The function to compute for every gradient, or None."""
         ...
 
 
@@ -185,7 +185,7 @@ class Reduced(Protocol):
     """Gradients that ``DistributedDataParallel`` reduces; see :mod:`tiermem.nn.passes.reduced`.
 
     Attributes:
-        active: Whether the backward under way is such a one.
+        active: Whether the current backward reduces gradients.
         arrived: Whether a gradient has arrived in it.
     """
 
@@ -198,16 +198,16 @@ class Reduced(Protocol):
 
 
 class Backward(Protocol):
-    """The backward under way; see :class:`tiermem.nn.passes.backward.BackwardPass`."""
+    """The current backward; see :class:`tiermem.nn.passes.backward.BackwardPass`."""
 
     @property
     def under_way(self) -> bool:
-        """Whether one has begun and is not ended."""
+        """Whether one has begun and not ended."""
         ...
 
     @property
     def ending(self) -> Callable[[], Any]:
-        """Returns what ends it, as long as autograd is to call that; else None."""
+        """Returns the function that ends it, while autograd still has to call that; else None."""
         ...
 
     @property
@@ -216,7 +216,7 @@ class Backward(Protocol):
         ...
 
     def enter(self) -> None:
-        """Called when a backward has come to a gradient."""
+        """Called when a backward has computed a gradient."""
         ...
 
 
@@ -233,8 +233,8 @@ class Passes(Protocol):
     """The passes of the modules of one manager; see :mod:`tiermem.nn.passes.runtime`.
 
     Attributes:
-        manager: Of the blocks.
-        program: Models and optimizers, simulated to know what a budget needs.
+        manager: The manager of the blocks.
+        program: Models and optimizers, to be simulated to find the budgets that they need.
     """
 
     manager: BlockManager
@@ -257,7 +257,7 @@ class Passes(Protocol):
 
     @property
     def backward(self) -> Backward:
-        """The backward under way."""
+        """The current backward."""
         ...
 
     def unit_limit(self, group: Group) -> int:

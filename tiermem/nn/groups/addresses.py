@@ -1,8 +1,8 @@
-"""Addresses of tensors that change their place, as users are told them (``data_ptr()``).
+"""Addresses that users got for tensors that move (``data_ptr()``).
 
-Programs compare them to find tensors that share memory (tied weights), and take each memory once.
-Two tensors that were in HBM at the same place one after the other share nothing. So an address
-that was given for one tensor is not given for another: the first answer would have become wrong.
+Programs compare addresses to find tensors that share memory (tied weights). Two tensors that were
+at the same place in HBM one after the other do not share memory. So an address that was returned
+for one tensor is never returned for another, or the first answer would have become wrong.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 
 class Addresses:
-    """The addresses that users were given for tensors of one manager."""
+    """The addresses that users got for tensors of one manager."""
 
     def __init__(self) -> None:
-        """Starts with no address given."""
+        """Starts without addresses."""
         self._at: dict[int, ReferenceType[torch.Tensor]] = {}
         self._of: dict[int, int] = {}
 
     def tell(self, group: Group, tensor: torch.Tensor, address: int) -> None:
-        """Notes that a user is given a tensor's address.
+        """Notes that a user gets a tensor's address.
 
         Args:
-            group: The tensor's.
-            tensor: Its block is there.
-            address: Of its first byte.
+            group: The tensor's group.
+            tensor: The tensor; its block is in HBM.
+            address: Address of its first byte.
 
         Raises:
-            ParameterError: If that address was the last one given for another tensor.
+            ParameterError: If that address was the last one returned for another tensor.
         """
         before = self._of.get(id(tensor))
         other = self._at[address]() if address in self._at else None

@@ -1,10 +1,10 @@
 """Managed parameters and large buffers while their block is not held.
 
-Then the class of the very same object is one derived from its own, whose
-operations bring the block first. A parameter that is used outside every wrapped
-call (a penalty on the weights in the loss, an average of weights, a hand-written
-update) is there, wherever the reference to it was kept. While the block is held
-the object has its own class again, and torch treats it as any other.
+The object stays the same, but its class is then one derived from its own, whose
+operations fetch the block first. So a parameter can be used outside every
+wrapped call (a penalty on the weights in the loss, an average of weights, a
+hand-written update), wherever the reference to it was kept. While the block is
+held, the object has its own class again, and torch treats it like any other.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _UNSEEN_WRITES = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__}
 _ALIASES = {*_UNSEEN_WRITES, torch.Tensor.storage, torch.Tensor.numpy, torch.Tensor.__array__}
-"""What returns a tensor's memory itself, in no tensor."""
+"""Functions that return a tensor's memory itself, not in a tensor."""
 NEW_PARAMETER = nn.Parameter.__new__.__code__
 _FLATTENS = "_detach_if_needed"
-"""The function in which FSDP takes the weights that it puts into one; not imported, as it takes
-long."""
+"""The function in which FSDP reads the weights that it flattens into one; not imported, as that
+takes long."""
 _BUCKETS = "_param_buckets"
-"""How functions end in which torch's ZeroRedundancyOptimizer lays weights into others."""
+"""End of the names of functions in which torch's ZeroRedundancyOptimizer puts weights into buckets.
+"""
 _classes: dict[type, type] = {}
 group_of: WeakValueDictionary[int, Group] = WeakValueDictionary()
-"""Managed tensors by id to their group, which keeps them; not kept on the tensors, since what is
-there is copied and pickled with them."""
+"""Group of each managed tensor, by id. It is not an attribute of the tensor, since attributes are
+copied and pickled with it."""
 
 
 class IsParameter:
-    """``tensor._is_param``: the last thing that ``nn.Parameter(tensor)`` sets on what it made.
+    """``tensor._is_param``: the last attribute that ``nn.Parameter(tensor)`` sets on its result.
 
-    From then on that tensor is not a managed one in any way.
+    From then on that result is not a managed tensor in any way.
     """
 
     def __get__(self, tensor: Any, owner: type) -> Any:
@@ -73,9 +74,9 @@ class IsParameter:
 
 
 def _known(name: str) -> Any:
-    """Returns a property that says what the tensor says of itself, by a shorter way than torch's.
+    """Returns a property that returns the tensor's own attribute faster than torch would.
 
-    Programs ask each weight for it before they use it (``x.to(self.proj.weight.dtype)``).
+    Programs read it for each weight before they use it (``x.to(self.proj.weight.dtype)``).
     """
     get = getattr(torch.Tensor, name).__get__
 
@@ -89,9 +90,9 @@ def _known(name: str) -> Any:
 class Away(StandIn):
     """A parameter or buffer whose block is not held.
 
-    Users meet this class as ``type(param)``. Calling it makes what calling the parameter's own
-    class makes; and what torch makes of this class by itself (``tensor.as_subclass(type(param))``)
-    is an ordinary tensor over memory of its own, which gets its own class with its first use.
+    Users see this class as ``type(param)``. Calling it does the same as calling the parameter's own
+    class. A tensor that torch makes of this class by itself (``tensor.as_subclass(type(param))``)
+    is an ordinary tensor with its own memory, and gets its ordinary class at its first use.
     """
 
     __slots__ = ()
@@ -105,8 +106,8 @@ class Away(StandIn):
         return cls._kind(*args, **kwargs)
 
     def set_(self, *source: Any, **kwargs: Any) -> Any:
-        """Copies the values in, as ``data = ...`` does; ``set_`` never gets to a torch function."""
-        if len(source) == 1 and source[0] is self:  # as functions of parameters are registered
+        """Copies the values, as ``data = ...`` does; torch does not dispatch ``set_`` itself."""
+        if len(source) == 1 and source[0] is self:  # done when a parametrization is registered
             return self
         away: Any = self
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -140,7 +141,7 @@ class Away(StandIn):
         return False, None
 
     def _located(self) -> int:
-        """Returns where the tensor is."""
+        """Returns the address of the tensor."""
         use = Held(self)
         try:
             address = use.tensor.data_ptr()
@@ -151,7 +152,7 @@ class Away(StandIn):
             use.close(torch.Tensor.data_ptr)
 
     def _refuse_buckets(self, caller: types.CodeType) -> None:
-        """Refuses what counts on sharing memory with the parameter from then on."""
+        """Refuses code that relies on sharing memory with the parameter from then on."""
         if caller.co_name.endswith(_BUCKETS) and "zero_redundancy" in caller.co_filename:
             raise ParameterError(
                 "ZeroRedundancyOptimizer(parameters_as_bucket_view=True) keeps weights in buckets "
@@ -161,7 +162,7 @@ class Away(StandIn):
 
     def _detach(self, caller: types.CodeType) -> tuple[bool, Any]:
         if caller is NEW_PARAMETER:
-            # it wants a tensor of the same class, and gives it the class nn.Parameter then
+            # it needs a tensor of the same class, to which it then gives the class nn.Parameter
             data = _ordinary(self, torch.Tensor, copy=False)
             kind: Any = type(self)
             return True, torch.Tensor._make_subclass(kind, data)
@@ -170,7 +171,7 @@ class Away(StandIn):
         return (True, self._given(torch.Tensor.detach)) if id(self) in group_of else (False, None)
 
     def _given(self, func: Callable[..., Any]) -> Any:
-        """Returns a tensor over the memory of the block, as ``data`` and ``detach()`` do."""
+        """Returns a tensor over the memory of the block, for ``data`` and ``detach()``."""
         itself: Any = self
         use = self._open()
         try:
@@ -186,7 +187,7 @@ class Away(StandIn):
             return Held(self)
         itself: Any = self
         if is_placeholder(itself):
-            _group(self)  # which raises: the tensor was a managed one once
+            _group(self)  # raises: the tensor was a managed one once
         itself.__class__ = self._kind
         return Opened(itself)
 
@@ -196,7 +197,7 @@ class Away(StandIn):
             group.manager.cut_short()
 
     def _in_a_pass(self) -> Any:
-        with outside_inference():  # in which torch finds no edge
+        with outside_inference():  # in inference mode torch finds no edge
             return get_gradient_edge(self)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -231,12 +232,13 @@ class Held(Opened):
         lender = self.group.lender
         self.pushed = lender.lend(self.group)
         if torch.is_grad_enabled() and away.requires_grad and lender.saved.refused():
-            # autograd keeps what it is given, where no hook of tiermem's sees it: not the parameter
-            # itself then, which is pointed elsewhere one day, but a view that holds the bytes
+            # autograd may keep this tensor without calling a hook of tiermem's. So it does not get
+            # the parameter itself, which may be pointed elsewhere later, but a view that holds the
+            # bytes
             self.tensor = away.view_as(away)
 
     def close(self, func: Callable[..., Any]) -> None:
-        """Releases the block; a result may hold an address through which it is written."""
+        """Releases the block; a result may have an address through which it can be written."""
         dirty = func in _UNSEEN_WRITES or writes(func)
         self.group.lender.lent(self.group, self.pushed, dirty=dirty, views=func in VIEWS)
 
@@ -264,10 +266,10 @@ class InPlace(Opened):
             raise no_room(self.group.manager, self.group)
 
     def given(self, result: Any) -> Any:
-        """Puts stand-ins in the place of views: nobody gets one of the home.
+        """Replaces views of the home by stand-ins, so that users never get one.
 
         Raises:
-            CapacityError: If something else looks at the memory.
+            CapacityError: If a result refers to the memory in another way.
         """
         if type(result) in (list, tuple):
             return type(result)(map(self.given, result))
@@ -284,7 +286,7 @@ class InPlace(Opened):
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    """Returns the address of the memory that a tensor looks into; 0 where it has none itself."""
+    """Returns the address of the memory of a tensor; 0 if it has none itself."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # one of functorch's, or around others
@@ -292,7 +294,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _group(away: Any) -> Group:
-    """Returns the group of a tensor that is away.
+    """Returns the group of a tensor whose block is not held.
 
     Raises:
         ClosedError: If its module or its manager no longer exists.
@@ -320,20 +322,20 @@ def away_class(kind: type, base: type[Away] = Away, **names: Any) -> type:
         made: Any = type(kind)(kind.__name__, (base, kind), own)
         found = _classes[kind] = made
         if kind in _foreach_supported_types:
-            # so optimizers choose for it what they choose for its own class: on a GPU they step
-            # other tensors one by one, which rounds differently
+            # so that optimizers treat it like its own class: on a GPU they step tensors of unknown
+            # classes one by one, which rounds differently
             _foreach_supported_types.append(made)
     return found
 
 
 def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
-    """Returns an ordinary tensor of class ``kind`` with the values of one that is away.
+    """Returns an ordinary tensor of class ``kind`` with the values of one that is not held.
 
     Args:
         away: The tensor.
-        kind: What it would be, were it held.
-        copy: Whether in memory of its own, else in that of the block, which then stays in HBM as
-            long as the tensor lives.
+        kind: The class that it has while it is held.
+        copy: Whether to use memory of its own; otherwise that of the block, which then stays in HBM
+            as long as the tensor exists.
     """
     with torch._C.DisableTorchFunctionSubclass():
         use = away._open()
@@ -351,7 +353,7 @@ def _ordinary(away: Any, kind: Any, *, copy: bool) -> Any:
 
 
 def _take_data(away: Any, value: torch.Tensor) -> None:
-    """``param.data = value``: takes the values over, since the memory has to be the block's."""
+    """``param.data = value``: copies the values, since the memory has to stay the block's."""
     group = _group(away)
     member = group.pointing.member_of(away)
     if member is not None and member in group.carried:

@@ -1,4 +1,4 @@
-"""Which tensors of a model share a block, and which blocks are held at once, for a budget."""
+"""Divides the tensors of a model into blocks for a budget, and finds which are held at once."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from tiermem.nn.groups.resident import (
 
 _LARGE_BUFFER = 1 << 18
 AT_ONCE = 2
-"""How many of the blocks of a module that is divided an operation may need: a weight and a bias."""
-_OF_HBM = 4  # that part of it, at most, has a list of parameters that a module's call holds
+"""How many blocks of a divided module an operation may need at once: a weight and a bias."""
+_OF_HBM = 4  # a list of parameters that a module's call holds takes at most this part of HBM
 
 
 class Inventory:
@@ -56,12 +56,13 @@ class Inventory:
         buffers: Its buffers that can move.
         homes: Homes of modules' weights that are not the policy's, by qualified name.
         resident: Which parameters stay in HBM, with their gradients and state.
-        rate: Bytes a second at which weights are expected to come to HBM, by default from DRAM.
-        training: Whether it is wrapped to be trained, rather than evaluated.
-        worst_chain: Most bytes of blocks that nested calls hold at once; 0 before they are made.
-        only_read: Whether it has a vocabulary that HBM has no room for, and was wrapped to be
-            evaluated, so that it cannot be trained.
-        other_places: Where modules are besides their first places, as the model is wrapped
+        rate: Bytes per second at which weights are expected to be copied to HBM, by default from
+            DRAM.
+        training: Whether it is wrapped for training, rather than evaluation.
+        worst_chain: Most bytes of blocks that nested calls hold at once; 0 before blocks are made.
+        only_read: Whether it has an embedding that is too large for HBM, and was wrapped for
+            evaluation, so that it cannot be trained.
+        other_places: Places of modules other than their first ones when the model is wrapped
             (:func:`.partition.other_places`).
     """
 
@@ -81,12 +82,12 @@ class Inventory:
 
         Args:
             model: The model.
-            blocks: What moves as one, as the user gave it.
+            blocks: The user's argument ``blocks`` of ``wrap``.
             params: Its parameters.
             buffers: Its buffers that can move.
             homes: Homes of modules' weights, by qualified name.
-            resident: Which parameters stay in HBM, as the user gave it.
-            rate: Bytes a second at which weights are expected to come to HBM.
+            resident: The user's argument ``resident`` of ``wrap``.
+            rate: Bytes per second at which weights are expected to be copied to HBM.
             training: Whether it will be trained; by default, whether it is in training mode.
         """
         self.model = model
@@ -115,7 +116,7 @@ class Inventory:
         self._first: tuple[list[str], BlockPlan] | None = None
 
     def shape(self, found: Found) -> TensorShape:
-        """Returns a tensor's shape as it was given to ``wrap``."""
+        """Returns the shape that a tensor had in ``wrap``."""
         return self._shapes[id(found)]
 
     def packed(self, members: Iterable[Found]) -> int:
@@ -128,11 +129,11 @@ class Inventory:
         return self.training and self._trained
 
     def is_as_found(self) -> bool:
-        """Whether the model has the same modules, parameters and buffers as it was wrapped with."""
+        """Whether the model has the same modules, parameters and buffers as when it was wrapped."""
         return self._found == _consists_of(self.model)
 
     def is_better_trained(self, hbm: int) -> bool:
-        """Whether it is to be wrapped in another way where most of its weights are trained.
+        """Whether it should be wrapped in another way if most of its weights are trained.
 
         Args:
             hbm: The budget, in bytes.
@@ -146,14 +147,14 @@ class Inventory:
 
     @cached_property
     def host(self) -> float:
-        """Seconds of the host for a forward of the model's own code."""
+        """Seconds of the host for the model's own code in a forward."""
         return host_seconds(self.model)
 
     def plan(self, hbm: int) -> BlockPlan:
         """Returns the blocks for a budget in bytes.
 
-        The first ones are those that a model is wrapped with. Others are for errors, which say what
-        would do; once modules have come or gone, these count with the first ones.
+        The first blocks that are chosen are those with which the model is wrapped. Others are for
+        error messages about budgets; once modules were added or removed, these use the first ones.
         """
         names = [name for name, _ in self.model.named_modules()]
         if self._first is None:
@@ -167,7 +168,7 @@ class Inventory:
         return kept
 
     def _choose(self, hbm: int) -> BlockPlan:
-        """Chooses blocks: coarser ones where the host binds a forward, or would if it were slow."""
+        """Chooses blocks: coarser ones if a forward is host-bound, or would be on a slow host."""
         best = fine = BlockPlan(self, hbm)
         if self.blocks != "auto":
             return fine
@@ -188,9 +189,9 @@ class Inventory:
         return best
 
     def _stepped(self, fine: BlockPlan) -> BlockPlan:
-        """Returns coarser blocks for training, where steps of these fine ones bind the host."""
+        """Returns coarser blocks for training, if steps of these fine ones are host-bound."""
         if training_bytes(self.model) <= fine.hbm or not steps_bind(fine.hbm, self.rate):
-            return fine  # where all fits, HBM may become less
+            return fine  # everything fits now, but HBM may shrink
         coarse = BlockPlan(self, fine.hbm, whole_block(fine.hbm))
         return coarse if coarse.can_replace(fine) else fine
 
@@ -211,14 +212,14 @@ class BlockPlan:
     Attributes:
         inventory: The model's tensors.
         hbm: The budget in bytes.
-        coarse: Bytes up to which blocks are not divided, and shared, in any case.
-        divides: Whether what modules have as attributes of their own may be several blocks.
-        divided: Modules of which that is so: their calls hold none of those blocks.
+        coarse: Bytes up to which blocks are joined and not divided in any case.
+        divides: Whether parameters that are attributes of one module may be several blocks.
+        divided: Modules whose parameters are: their calls hold none of these blocks.
         roots: Modules at which a block begins, by qualified name.
         territory: For every module, the name of the one at which its block begins.
-        params: Parameters that share a block, by that name; of those over the same memory one.
-            Those that stay in HBM come last, by names of :mod:`tiermem.nn.groups.resident`.
-        buffers: Large buffers, likewise.
+        params: Parameters that share a block, by that name; one of those over the same memory.
+            Those that stay in HBM come last, with names of :mod:`tiermem.nn.groups.resident`.
+        buffers: Large buffers that share a block, by name.
         small: Buffers that stay in HBM.
     """
 
@@ -235,7 +236,7 @@ class BlockPlan:
 
     @property
     def few(self) -> bool:
-        """Whether blocks are coarser, and stepped as one, since their steps bind the host."""
+        """Whether blocks are coarser, and stepped as one, since their steps are host-bound."""
         return self.inventory.trained and self.coarse > 0
 
     def __post_init__(self) -> None:
@@ -275,17 +276,16 @@ class BlockPlan:
         self.params.update({**small, **divided(stay)})
 
     def _take_little(self) -> dict[str, list[Found]]:
-        """Takes out the blocks that are too little to be moved; returns the one of all of them.
+        """Joins the blocks that are too small to be worth moving into one, which stays in HBM.
 
-        They stay where blocks are chosen by themselves, and HBM has room for the others beside
-        them.
+        Only if blocks are chosen automatically, and HBM has room for the others beside it.
         """
         known = self.inventory
         if known.blocks != "auto" or known.resident != "auto":
             return {}
         recurrent = {
             name for name, m in known.model.named_modules() if isinstance(m, nn.RNNBase)
-        }  # they use their weights through a list, which is not intercepted
+        }  # these modules use their weights through a list, which is not intercepted
         names = {
             root
             for root in little(self.params, known.packed, self.hbm)
@@ -315,13 +315,14 @@ class BlockPlan:
     def _parts_of(
         self, root: str, found: list[Found], largest: int
     ) -> Iterator[tuple[str, list[Found]]]:
-        """Yields blocks of parameters, of which those of a list are not held for each other.
+        """Yields blocks of parameters; parameters of a list are held separately.
 
-        Nobody calls the list: each is looked up by itself, and brings its block. Where HBM has no
-        room for what a module has as attributes of its own, these are taken for such a list.
+        A list is not called: each of its parameters is looked up by itself, which fetches its
+        block. If HBM has no room for all parameters that are attributes of one module, they are
+        treated like such a list.
 
         Args:
-            root: The name of what is one block so far.
+            root: The name of the block so far.
             found: Its parameters.
             largest: Bytes that one block may have.
         """
@@ -338,7 +339,7 @@ class BlockPlan:
         yield from self._cut(root, found, largest)
 
     def _to_divide(self, found: list[Found]) -> list[str]:
-        """Returns the modules that have too much of a block as attributes of their own."""
+        """Returns the modules whose own attributes take too much of a block."""
         owners = list(dict.fromkeys(f.places[0][0] for f in found))
         own = {n: [f for f in found if f.places[0][0] == n] for n in owners}
         return [
@@ -369,7 +370,7 @@ class BlockPlan:
         return self.territory[found.places[0][0]]
 
     def _sort_buffers(self, buffers: Sequence[Found]) -> tuple[list[Found], list[Found]]:
-        """Divides buffers into those that travel and those that stay in HBM."""
+        """Divides buffers into those that move and those that stay in HBM."""
         allowed = self.hbm // 16
         nbytes = {id(f): self.inventory.shape(f).nbytes for f in buffers}
         small, total = set(), 0
@@ -382,7 +383,7 @@ class BlockPlan:
         return [f for f in buffers if id(f) not in small], stay
 
     def streamed(self) -> Streamed:
-        """Returns what moves in a forward, where weights are at home below HBM."""
+        """Returns the blocks that stream in a forward, if weights have their home below HBM."""
         known = self.inventory
         fixed, sizes = known.packed(self.small), list[int]()
         for root, members in (*self.params.items(), *self.buffers.items()):
@@ -394,7 +395,7 @@ class BlockPlan:
         return Streamed(sizes, self.hbm - fixed)
 
     def can_replace(self, fine: BlockPlan) -> bool:
-        """Whether all fits with these blocks that does with finer ones: forwards and steps.
+        """Whether forwards and steps that fit with finer blocks also fit with these.
 
         Args:
             fine: The finer ones.
@@ -414,7 +415,7 @@ class BlockPlan:
 
         Args:
             members: Its tensors.
-            whole: Whether they are stepped as one where they are small enough.
+            whole: Whether they are stepped as one if they are small enough.
         """
         known = self.inventory
         sizes, nbytes = [known.shape(f).nbytes for f in members], known.packed(members)
@@ -422,14 +423,14 @@ class BlockPlan:
         return max(*sizes, min(limit, nbytes))
 
     def homes(self) -> list[Home | None]:
-        """Returns the home of each block, parameters' first, where it is not the policy's."""
+        """Returns the home of each block, those of parameters first; None for the policy's."""
         return [self._home(root) for root in (*self.params, *self.buffers)]
 
     def _home(self, root: str) -> Home | None:
         return "hbm" if is_resident(root) else home_of(root, self.inventory.homes)
 
     def fixed(self, policy: Home, root: str) -> bool:
-        """Whether the blocks that begin at a module are at home in HBM.
+        """Whether the blocks that begin at a module have HBM as their home.
 
         Args:
             policy: The home of weights in general.
@@ -438,7 +439,7 @@ class BlockPlan:
         return (self._home(root) or policy) == "hbm"
 
     def chain(self, policy: Home) -> int:
-        """Returns the most bytes that nested calls hold at once, less what is at home in HBM.
+        """Returns the most bytes that nested calls hold at once, without blocks at home in HBM.
 
         Args:
             policy: The home of weights in general.

@@ -1,10 +1,11 @@
-"""torch's own clipping (``nn.utils.clip_grad_norm_``, ``clip_grad_value_``) over the tiers.
+"""torch's own clipping (``nn.utils.clip_grad_norm_``, ``clip_grad_value_``) in the tiers.
 
-It takes the norms of a list of gradients in one call and scales or clamps the list in another. For
-gradients in the tiers, the norms are those that were taken in backward, as the gradients arrived
-(from the second time on that norms of this order are asked for), and the change is made when a
-gradient is next in HBM, at the latest by the optimizer's step. So neither call moves anything.
-Where a step has used gradients already (:mod:`tiermem.optim.ahead`), a factor of one leaves it.
+torch computes the norms of a list of gradients in one call, and scales or clamps the list in
+another. For gradients in the tiers, the norms are those that were computed in backward, when the
+gradients arrived (from the second time on that norms of this order are needed). The change is
+applied when a gradient is next in HBM, at the latest in the optimizer's step. So neither call moves
+anything. If a step has used gradients already (:mod:`tiermem.optim.ahead`), it stays valid if the
+factor is one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Clippable:
-    """A gradient in the tiers, for its stand-in; it keeps nothing alive."""
+    """Access of a stand-in to its gradient in the tiers; keeps nothing alive."""
 
     __slots__ = ("_entry", "_grads")
 
@@ -41,7 +42,7 @@ class Clippable:
         self._entry = weakref.ref(entry)
 
     def norm(self, stand_in: LazyTensor, order: float) -> torch.Tensor | None:
-        """Returns the norm if it is known; from now on it is taken of gradients that arrive."""
+        """Returns the norm if it is known; from now on it is computed when gradients arrive."""
         found = self._current(stand_in)
         if found is None:
             return None
@@ -51,7 +52,7 @@ class Clippable:
         return grads.norms.known(entry, measure)
 
     def waits(self, stand_in: LazyTensor) -> tuple[GradStore, GradUnit, Entry] | None:
-        """Returns where a change can wait until the gradient is next in HBM, or None."""
+        """Returns where to register a change, to be applied when the gradient is next in HBM."""
         found = self._current(stand_in)
         if found is None or found[1].unit is None or is_viewed(stand_in):
             return None
@@ -105,7 +106,7 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
     if func is torch._foreach_mul_ and any(map(_is_used, tensors)) and _is_one(numbers):
         tensors = [tensor for tensor in tensors if not isinstance(tensor, LazyTensor)]
     clamps = func is not torch._foreach_mul_
-    places, others = _places(tensors, real=clamps)  # torch refuses to clamp complex ones, at once
+    places, others = _places(tensors, real=clamps)  # torch refuses to clamp complex ones now
     for tensor in others:
         dispatch(func, ([tensor], *args), kwargs)
     given = [_kept(number) for number in args]
@@ -116,7 +117,7 @@ def _change(func: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -
 
 
 def _is_real(number: Any) -> bool:
-    """Whether it is one real number, with which a change that is put off cannot fail."""
+    """Whether it is one real number, so that a deferred change cannot fail."""
     if isinstance(number, torch.Tensor) and not isinstance(number, LazyTensor):
         return number.dim() == 0 and not number.is_complex()
     return isinstance(number, int | float)
@@ -129,10 +130,10 @@ def _kept(number: Any) -> Any:
 def _places(
     tensors: Sequence[torch.Tensor], *, real: bool = False
 ) -> tuple[list[Place], list[torch.Tensor]]:
-    """Returns which gradients are kept where, by unit, and the tensors that are none of those.
+    """Returns the places of gradients in the tiers, by unit, and all other tensors.
 
-    A gradient that is given twice, as that of a tied weight whose modules are clipped together, is
-    in two places: it is changed twice.
+    A gradient that is given twice (of a tied weight whose modules are clipped together) has two
+    places: it is changed twice.
 
     Args:
         tensors: Gradients in the tiers, and any others.
@@ -154,16 +155,16 @@ def _places(
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[GradStore, GradUnit, Entry] | None:
-    """Returns where a gradient is kept; None for any other tensor."""
+    """Returns the place of a gradient in the tiers; None for any other tensor."""
     asked = tensor._clippable if isinstance(tensor, LazyTensor) else None
     return None if asked is None else asked.waits(tensor)
 
 
 def _unscale(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Any:
-    """Implements for stand-ins what undoes a GradScaler's scale.
+    """Implements for stand-ins the function with which a GradScaler unscales gradients.
 
-    Whether a gradient is not finite is asked for at once. Where that is known, the scale is undone
-    when the gradient is next in HBM; else now, by a call for each unit.
+    The caller needs to know at once whether a gradient is not finite. If that is known, the
+    gradient is unscaled when it is next in HBM; otherwise now, by a call for each unit.
     """
     if not isinstance(tensors, list | tuple):
         return NotImplemented
@@ -184,8 +185,8 @@ def _by_store(places: Sequence[Place]) -> list[tuple[GradStore, list[Place]]]:
 def _undo_scale(
     grads: GradStore, places: Sequence[Place], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    """Undoes the scale of one manager's gradients, or leaves that for later."""
-    # the host makes no step of what awaits a scale
+    """Unscales the gradients of one manager, now or later."""
+    # the host does not step gradients that still have to be unscaled
     may_wait = not any(has_share() for has_share in grads.host_shares)
     known, others = _found(grads, places, found_inf, inv_scale, known=may_wait)
     change: Change = partial(UNSCALE, found_inf=found_inf, inv_scale=inv_scale)
@@ -196,7 +197,7 @@ def _undo_scale(
 
 
 def _look(tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> Any:
-    """Implements for stand-ins a GradScaler's look for infinities, which changes nothing."""
+    """Implements for stand-ins a GradScaler's test for infinities, which changes nothing."""
     places, others = _places(tensors)
     for grads, mine in _by_store(places):
         _, unknown = _found(grads, mine, found_inf, inv_scale)
@@ -214,11 +215,11 @@ def _found(
     *,
     known: bool = True,
 ) -> tuple[list[Place], list[Place]]:
-    """Sets ``found_inf`` where it is known that a gradient is not finite.
+    """Sets ``found_inf`` if it is known that a gradient is not finite.
 
     Returns:
-        Where gradients are of which it is known, and the other places; all are others where the
-        scale is not undone as it was last, or ``known`` is false.
+        The places of gradients for which it is known, and the other places. If the scale is not
+        the same as last time, or ``known`` is false, all are other places.
     """
     scale = grads.norms.scale
     known = scale.is_again(inv_scale) and known
@@ -231,7 +232,7 @@ def _found(
 
 
 def _is_used(tensor: torch.Tensor) -> bool:
-    """Whether a step has used a gradient already, and is made again where it changes."""
+    """Whether a step has used a gradient already, and has to be repeated if it changes."""
     place = _place_of(tensor)
     return place is not None and place[0].is_used(place[2])
 
@@ -244,7 +245,7 @@ def _is_one(numbers: Sequence[Any]) -> bool:
 
 
 def _put_off(places: Sequence[Place], change: Change) -> None:
-    """Registers a pending change for all gradients, or for none (Ctrl-C)."""
+    """Registers a pending change for all gradients, or (after Ctrl-C) for none."""
     try:
         for grads, unit, entries in places:
             grads.await_change(unit, entries, change)
@@ -266,10 +267,10 @@ def _make(
 
 
 def factor_of(change: Change) -> torch.Tensor | None:
-    """Returns what a change multiplies gradients by; None where it does anything else.
+    """Returns the factor by which a change multiplies gradients; None for any other change.
 
     Args:
-        change: Of this module, or a call bound to ``factor=``, which multiplies by that.
+        change: A change made in this module, or a partial function with ``factor=``.
     """
     given = change.keywords if isinstance(change, partial) else {}
     if given.get("func") is torch._foreach_mul_ and len(given["args"]) == 1:
@@ -290,7 +291,7 @@ ANSWERS[UNSCALE] = _unscale
 ANSWERS[LOOK] = _look
 ANSWERS.update({func: partial(_change, func) for func in _CHANGES})
 
-# torch then calls these functions for stand-ins, too, as it does for ordinary gradients: on CUDA
-# those for single tensors round differently
+# so that torch calls these functions for stand-ins as for ordinary gradients: on CUDA the functions
+# for single tensors round differently
 if LazyTensor not in _foreach_utils._foreach_supported_types:
     _foreach_utils._foreach_supported_types.append(LazyTensor)

@@ -23,10 +23,10 @@ class Member:
     Attributes:
         tensor: The parameter or buffer, always the same object.
         group: The group whose block holds its bytes.
-        index: Which tensor of the block.
-        placeholder: What it holds while released.
+        index: Its index among the tensors of the block.
+        placeholder: The tensor without memory at which it points while released.
         kind: Its class while it is held.
-        away: Its class while it is not.
+        away: Its class while it is not held.
         materialized: Whether a user has it as an ordinary tensor.
     """
 
@@ -71,21 +71,21 @@ class Entry(Member):
         param: The parameter, always the same object.
         name: Qualified name.
         unit: Block of its gradient, once gradients have a home.
-        unit_index: Which tensor of that block.
+        unit_index: Index of its gradient among the tensors of that block.
         has_grad: Whether a gradient is in the tiers.
-        displaced: Whether its stand-in made way for a new gradient that is not there yet.
-        tracked: Whether gradients of it are taken.
-        announced: Whether one was announced and has not come yet.
-        unheard: Whether one once came without being announced.
-        waits: Whether one has come, and waits for others of its unit.
-        shares: Whether one is added to an ordinary one whose memory other tensors look into.
-        hooks: Handles of the hooks that take them.
-        lazy: What stands for the gradient in ``param.grad``.
-        ways: How stand-ins get at the gradient, once there was one.
-        whole: Whether its gradient is to be in one block, or in runs, as who steps it asks for;
-            None for what there is room for.
-        sparse: Whether a module takes sparse gradients of it, which are stepped as a whole.
-        steps: How many steps of optimizers have written it, whichever they are.
+        displaced: Whether its stand-in was removed for a new gradient that has not arrived yet.
+        tracked: Whether its gradients are taken into the tiers.
+        announced: Whether a gradient was announced by a hook and has not arrived yet.
+        unheard: Whether a gradient has ever arrived without being announced.
+        waits: Whether a gradient has arrived and waits for others of its unit.
+        shares: Whether gradients are added to an ordinary tensor that shares memory with others.
+        hooks: Handles of the hooks that take its gradients.
+        lazy: The stand-in for the gradient in ``param.grad``.
+        ways: How stand-ins access the gradient, once there was one.
+        whole: Whether its gradient should be in one block or in runs, as the optimizer needs it;
+            None if that depends on the room only.
+        sparse: Whether a module computes sparse gradients of it, which are stepped as a whole.
+        steps: How many steps, of any optimizer, have written it.
     """
 
     __slots__ = (

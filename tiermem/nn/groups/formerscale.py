@@ -1,10 +1,10 @@
-"""A GradScaler's scale, undone the way it was undone last, without a pass over the gradients.
+"""Unscales gradients of a GradScaler without a sweep over them, if the scale has not changed.
 
-``unscale_()`` asks at once whether a gradient is not finite, so all of them had to come to HBM for
-it. But they are there as they arrive, and the scale is mostly that of the step before. So it is
-tried on copies of them then: whether they are finite does not depend on the scale, and their norms
-behind it are those that clipping asks for, if it is the same again. The gradients themselves are
-changed when they are next in HBM, by the scale that the program undoes.
+``unscale_()`` has to know at once whether a gradient is not finite, for which all gradients would
+have to be copied to HBM. But each is there when it arrives, and the scale is mostly that of the
+previous step. So copies are unscaled then: whether they are finite does not depend on the scale,
+and their norms are those that clipping needs, if the scale is the same again. The gradients
+themselves are unscaled when they are next in HBM, by the scale that the program uses.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from tiermem.nn.groups.gradunit import Change, GradUnit, Pending
 from tiermem.nn.tensors.lazy import UNSCALE
 
 _IN_VAIN = 16
-"""So many gradients of a parameter that were tried in a row, and no scale was undone: the program
-has none any more."""
+"""If this many gradients of a parameter in a row were unscaled in copies without a call of
+``unscale_()``, the program no longer uses a scale."""
 
 
 class FormerScale:
-    """What the scale was undone by last, and what was found of gradients that have arrived since.
+    """The last inverse scale, and what was found for gradients that have arrived since.
 
     Attributes:
-        inverse: What gradients were multiplied by, 0-d; None where no scale was undone lately.
-        is_one: Whether that is 1: somebody only looks whether gradients are finite.
-        change: What undoes the scale of gradients that wait for it; None before there is one.
+        inverse: The factor by which gradients were multiplied, 0-d; None if there was none lately.
+        is_one: Whether it is 1: the program only tests whether gradients are finite.
+        change: The pending change that unscales gradients; None before there is one.
     """
 
     def __init__(self) -> None:
@@ -38,19 +38,19 @@ class FormerScale:
         self.inverse: torch.Tensor | None = None
         self.is_one = False
         self.change: Change | None = None
-        # by the id of an entry: 1.0 where any is not finite of those that were tried together, and
-        # how many these were
+        # by the id of an entry: 1.0 if any gradient that was tested together with it is not finite,
+        # and how many these were
         self._infinite: dict[int, tuple[torch.Tensor, int]] = {}
-        self._first: Entry | None = None  # the first one that was tried, and how often it was
+        self._first: Entry | None = None  # the first one that was tested, and how often it was
         self._tried = 0
 
     @property
     def changes(self) -> bool:
-        """Whether a scale was undone lately that is not 1, so that gradients were written."""
+        """Whether the last scale is not 1, so that unscaling writes gradients."""
         return self.inverse is not None and not self.is_one
 
     def is_again(self, inverse: torch.Tensor) -> bool:
-        """Notes by what a scale is undone; returns whether it was the same before.
+        """Notes the inverse scale; returns whether it was the same before.
 
         Waits for the device, as a GradScaler does before a step.
         """
@@ -67,7 +67,7 @@ class FormerScale:
         self._infinite.clear()
 
     def invalidate(self, entries: Iterable[Entry]) -> None:
-        """Forgets what was found of gradients that may be written now."""
+        """Forgets what was found for gradients that may be written now."""
         if self._infinite:
             for entry in entries:
                 self._infinite.pop(id(entry), None)
@@ -75,14 +75,14 @@ class FormerScale:
     def try_on(
         self, entries: Sequence[Entry], gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Undoes the former scale in copies of gradients that have just arrived.
+        """Unscales copies of gradients that have just arrived, by the former scale.
 
         Args:
             entries: Their parameters.
-            gradients: In HBM; they are not written.
+            gradients: The gradients in HBM; they are not written.
 
         Returns:
-            The copies; none where there is no scale, no memory for them, or one of them is complex.
+            The copies; none if there is no scale, no memory for them, or one of them is complex.
         """
         if self.inverse is None or any(map(torch.is_complex, gradients)):  # no kernel scales those
             return []
@@ -102,9 +102,10 @@ class FormerScale:
         return copies
 
     def knows(self, unit: GradUnit, entries: Sequence[Entry]) -> bool:
-        """Whether it is known of gradients of a unit, as they are now, whether they are finite.
+        """Whether it is known whether the present gradients of a unit are finite.
 
-        Not where others were tried with them, which the program does not ask for or has written.
+        Not if they were tested together with others that the program does not unscale or has
+        written.
         """
         if unit.awaits or unit.runs:
             return False
@@ -119,25 +120,25 @@ class FormerScale:
         return asked == together
 
     def infinite(self, entries: Iterable[Entry]) -> torch.Tensor:
-        """Returns 1.0 where any of some gradients that are known is not finite, else 0.0."""
+        """Returns 1.0 if any of some gradients for which it is known is not finite, else 0.0."""
         found = {id(flag): flag for flag, _ in (self._infinite[id(entry)] for entry in entries)}
         return torch.stack(list(found.values())).amax(0)
 
     def new_change(self) -> Change:
-        """Returns the change that undoes the scale in gradients of which it is known."""
+        """Returns the change that unscales gradients that are known to be finite or not."""
         if self.inverse is None:
             raise RuntimeError("no scale was undone yet")
         self.change = partial(_undo, inverse=self.inverse)
         return self.change
 
     def is_awaited(self, unit: GradUnit, entry: Entry, inverse: torch.Tensor) -> bool:
-        """Whether a gradient of a unit awaits that change by an inverse, and the unit no other."""
+        """Whether that change, with an inverse, is pending for a gradient, and no other one."""
         if inverse is not self.inverse:
             return False
         return len(unit.pending) == 1 and self._is_of(unit.pending[0], entry)
 
     def _is_of(self, pending: Pending, entry: Entry) -> bool:
-        """Whether what is pending is that change, of this gradient too."""
+        """Whether a pending change is that one, and includes this gradient."""
         return pending.change is self.change and any(e is entry for e in pending.entries)
 
 

@@ -1,4 +1,4 @@
-"""Homes of gradients: one for each trainable parameter's, in the dtype that was asked for."""
+"""Homes of the gradients of trainable parameters, in the requested dtype."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class GradHomes:
     """Reserves homes for gradients and gives them back; moves none.
 
     Attributes:
-        dtypes: Those in which gradients are kept, by the id of the parameter; where there is none,
-            it is the parameter's own.
+        dtypes: Dtypes in which gradients are kept, by the id of the parameter; by default the
+            parameter's own.
     """
 
     def __init__(self, runtime: Passes, sync: Callable[[Entry], None]) -> None:
         """Starts with no homes.
 
         Args:
-            runtime: Has the parameters.
-            sync: Follows what users have made of ``param.grad``.
+            runtime: The runtime with the parameters.
+            sync: Follows users' changes of ``param.grad``.
         """
         self._runtime = runtime
         self._sync = sync
@@ -43,11 +43,11 @@ class GradHomes:
         ``param.grad`` shows that dtype.
 
         Args:
-            dtype: A floating dtype; None changes nothing.
-            params: Whose gradients; those that are not managed, or not floating, are passed over.
+            dtype: A floating-point dtype; None changes nothing.
+            params: The parameters; those that are not managed or not floating-point are ignored.
 
         Returns:
-            What undoes it, before there are any gradients.
+            A function that undoes it, before there are any gradients.
 
         Raises:
             StepError: If a gradient is there already in another dtype.
@@ -97,7 +97,7 @@ class GradHomes:
         """Reserves homes for the gradients of every trainable parameter that has none yet.
 
         Returns:
-            What is new.
+            The new units.
 
         Raises:
             CapacityError: Before anything is changed.
@@ -127,6 +127,6 @@ class GradHomes:
         self._runtime.manager.remove_blocks([block for unit in units for block in unit.blocks])
 
     def shape(self, entry: Entry) -> TensorShape:
-        """Describes an entry's gradient: laid out as the parameter, in the dtype asked for."""
+        """Describes a gradient: the layout of its parameter, in the requested dtype."""
         like = torch.empty(entry.param.shape, dtype=self.dtype_of(entry), device="meta")
         return shape_of(entry.name, like, entry.group.block.tensors[entry.index].stride)

@@ -1,4 +1,4 @@
-"""What is measured of gradients while they are in HBM: the norms that clipping goes by."""
+"""Norms of gradients for clipping, computed while the gradients are in HBM."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tiermem.runtime.memory.slots import Slot
 
 
 class GradNorms:
-    """Norms of gradients, taken as these arrive, and forgotten as they are written.
+    """Norms of gradients, computed when these arrive, and forgotten when they are written.
 
-    Where a program changes all gradients before it asks for norms (it undoes the scale of a
-    GradScaler, say), they are taken behind the change instead, or behind the same change of copies.
+    If a program changes all gradients before it needs norms (for example by unscaling them), the
+    norms are computed after the change, or after the same change of copies.
 
     Attributes:
-        scale: The scale that was undone last.
+        scale: The last scale of a GradScaler.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,16 +33,16 @@ class GradNorms:
         self._device = device
         self._measures: dict[int, Measure] = {}
         self._optimizers: list[Norms] = []  # those that are open
-        # by the id of an entry; last what undid the scale first, or None
+        # by the id of an entry; the last item is the inverse scale that was applied first, or None
         self._known: dict[int, tuple[Measure, torch.Tensor, torch.Tensor | None]] = {}
         self._changed_first = False
         self.scale = FormerScale()
 
     def ask(self, entries: Iterable[Entry], measure: Measure) -> None:
-        """Registers a measurement of every gradient to come, made while it is in HBM.
+        """Registers a function that is computed for every further gradient while it is in HBM.
 
         Args:
-            entries: Whose gradients.
+            entries: The parameters.
             measure: Returns a small tensor (a norm) for a gradient.
         """
         self._measures.update((id(entry), measure) for entry in entries)
@@ -55,8 +55,8 @@ class GradNorms:
         """Ends the measurements of these norms, except those that other norms use as well.
 
         Args:
-            norms: Of an optimizer that is closed.
-            entries: Whose gradients it used.
+            norms: The norms of an optimizer that is closed.
+            entries: Its parameters.
         """
         self._optimizers.remove(norms)
         measure = norms.measure
@@ -67,19 +67,19 @@ class GradNorms:
                 self.forget(entry)
 
     def forget(self, entry: Entry) -> None:
-        """Ends what is measured of the gradients of a parameter."""
+        """Ends the measurements of a parameter's gradients."""
         self._measures.pop(id(entry), None)
         self._known.pop(id(entry), None)
 
     def invalidate(self, entries: Collection[Entry]) -> None:
-        """Forgets what was measured of gradients that may be written now."""
+        """Forgets the norms of gradients that may be written now."""
         self.scale.invalidate(entries)
         if self._known:
             for entry in entries:
                 self._known.pop(id(entry), None)
 
     def known(self, entry: Entry, measure: Measure) -> torch.Tensor | None:
-        """Returns what was measured of a gradient as it is now, or None."""
+        """Returns what was measured for the present value of a gradient, or None."""
         found = self._known.get(id(entry))
         unit = entry.unit
         if found is None or found[0] is not measure or unit is None:
@@ -90,7 +90,7 @@ class GradNorms:
             return norm if entry.has_grad else None
         if behind is None:
             self._changed_first = False
-        elif not unit.awaits:  # it is asked for with the scale
+        elif not unit.awaits:  # the norm of a gradient that is still scaled is needed
             self.scale.forget()
         return None
 
@@ -131,7 +131,7 @@ class GradNorms:
                 self._known[id(entry)] = measure, measure(gradient), behind
 
     def take_whole(self, entry: Entry, gradient: torch.Tensor, dtype: torch.dtype) -> None:
-        """Measures a gradient that is kept in runs, in the dtype that it is kept in."""
+        """Measures a gradient that is kept in runs, in the dtype in which it is kept."""
         measure = self._measures.get(id(entry))
         if measure is not None:
             with quiet(self._device), unrecorded():

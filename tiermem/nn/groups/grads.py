@@ -1,4 +1,4 @@
-"""Gradients in the tiers: packed into blocks, added to, handed out lazily."""
+"""Gradients in the tiers: packed into blocks, accumulated, read lazily through stand-ins."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class GradStore:
     """Keeps gradients in the tiers and gives them back.
 
     Attributes:
-        manager: Where the gradients are.
-        homes: Where they are kept, and in which dtype.
-        norms: What is measured of them.
+        manager: The manager of the blocks.
+        homes: Homes and dtypes of gradients.
+        norms: Norms of gradients.
         watchers: Notified of every gradient that arrives.
-        host_shares: Return whether the host makes steps of an optimizer by now.
-        displaced: Whose stand-ins made way for gradients that are not there yet.
-        kept_for: By block of gradients, what takes them over before they are cleared.
+        host_shares: Functions that return whether the host performs steps of an optimizer by now.
+        displaced: Parameters whose stand-ins were removed for gradients that have not arrived yet.
+        kept_for: By block of gradients, the function that takes them over before they are cleared.
     """
 
     def __init__(self, runtime: Passes) -> None:
@@ -83,7 +83,7 @@ class GradStore:
         self.watchers: list[Watcher] = []
         self.host_shares: list[Callable[[], bool]] = []
         self.kept_for: dict[int, Callable[[], None]] = {}
-        self._stored: dict[int, GradUnit] = {}  # what may have gradients, by id
+        self._stored: dict[int, GradUnit] = {}  # units that may have gradients, by id
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """Forgets the gradients of parameters, which leave the tiers."""
@@ -101,7 +101,7 @@ class GradStore:
 
         Args:
             entry: The parameter.
-            whole: Whether in one block; else in runs, where that takes less of HBM.
+            whole: Whether in one block; otherwise in runs, if that takes less HBM.
 
         Raises:
             CapacityError: If there is no home for it.
@@ -134,7 +134,7 @@ class GradStore:
         return not self._dtypes
 
     def is_used(self, entry: Entry) -> bool:
-        """Whether a step has used a gradient already, and is made again where that changes."""
+        """Whether a step has used a gradient already, and has to be repeated if that changes."""
         return any(watcher.has_used(entry) for watcher in self.watchers)
 
     def await_change(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
@@ -145,7 +145,7 @@ class GradStore:
                 watcher.edited(entry)
 
     def change_now(self, unit: GradUnit, entries: Sequence[Entry], change: Change) -> None:
-        """Makes a change of stored gradients of a unit, all in one call, and measures them anew.
+        """Applies a change to stored gradients of a unit, in one call, and measures them again.
 
         Raises:
             CapacityError: If HBM has no room for them.
@@ -173,7 +173,7 @@ class GradStore:
             self.pay(unit)
         self.norms.invalidate(entries)
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
+            with torch._C.DisableTorchFunctionSubclass():  # once, not for every access
                 for entry in () if self._clear_unheld(entries) else entries:
                     stand_in: Any = entry.lazy
                     if isinstance(stand_in, LazyTensor):
@@ -183,7 +183,7 @@ class GradStore:
                         held = getrefcount(stand_in) > ALONE + 1 or stand_in._use_count() > 1
                         if held and entry.has_grad:
                             orphan(stand_in)
-                    entry.lazy = None  # after references to it have the value
+                    entry.lazy = None  # after other references to it have got the value
                     entry.has_grad = False
         finally:
             for unit in units:
@@ -191,7 +191,7 @@ class GradStore:
 
     @staticmethod
     def _clear_unheld(entries: Sequence[Entry]) -> bool:
-        """Clears gradients to whose stand-ins there are no references; returns whether it did."""
+        """Clears gradients if there are no references to their stand-ins; returns if it did."""
         stand_ins = [*map(_lazy, entries)]
         if not all_are(map(type, stand_ins), LazyTensor):
             return False
@@ -203,7 +203,7 @@ class GradStore:
         if any(map(gt, counts, repeat(ALONE_IN_LIST + 1))) or any(map(gt, uses, repeat(1))):
             return False
         ways = [*map(_ways, entries)]
-        set_all(entries, "has_grad", False)  # first: cut short here, they are used again
+        set_all(entries, "has_grad", False)  # first: after an interrupt here, this is repeated
         set_all(entries, "lazy", None)
         if any_none(ways) or any(map(getweakrefcount, stand_ins)):
             return True
@@ -213,7 +213,7 @@ class GradStore:
         return True
 
     def _clear_if_empty(self, unit: GradUnit) -> None:
-        """Gives up the blocks of a unit of which no gradient is there."""
+        """Drops the blocks of a unit that has no gradient any more."""
         if any(map(_has_grad, unit.entries)):
             return
         unit.forget_changes()
@@ -226,8 +226,8 @@ class GradStore:
     def drop_forgotten(self) -> None:
         """Clears gradients that users have set to None (``model.zero_grad()``).
 
-        Otherwise they would be written home to make room, and come back with the first new one.
-        Those that a step is still to use go when it is made.
+        Otherwise they would be written home to make room, and fetched again with the first new one.
+        Gradients that a deferred step still needs are cleared after that step.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for key, unit in list(self._stored.items()):
@@ -239,11 +239,12 @@ class GradStore:
                     self.clear(*gone)
 
     def hand_over(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """Clears the gradient of a parameter that leaves the tiers; cut short, it goes on.
+        """Clears the gradient of a parameter that leaves the tiers; may be called again.
 
         Args:
             entry: The parameter.
-            gradient: Its value in the dtype it was kept in; references to the stand-in get it.
+            gradient: Its value in the dtype in which it was kept; references to the stand-in get
+                it.
         """
         stand_in = entry.lazy
         held = is_held(stand_in, besides=1) or (stand_in is not None and is_elsewhere(stand_in))
@@ -253,11 +254,11 @@ class GradStore:
         entry.has_grad = False
 
     def owed(self, unit: GradUnit | None) -> bool:
-        """Whether a step that uses the gradients of a unit is still to be made."""
+        """Whether a step that uses the gradients of a unit is deferred."""
         return unit is not None and unit.block.id in self._deferred.owed
 
     def pay(self, unit: GradUnit | None) -> None:
-        """Makes the deferred step that uses the gradients of a unit, if there is one."""
+        """Performs the deferred step that uses the gradients of a unit, if there is one."""
         if unit is not None and unit.block.id in self._deferred.owed:
             with self.manager.lock:
                 self._deferred.pay(unit.block.id)
@@ -273,7 +274,7 @@ class GradStore:
             flush(entry.lazy)
 
     def sync_all(self, entries: Sequence[Entry]) -> None:
-        """Does what :meth:`sync` does with each of some parameters."""
+        """Calls :meth:`sync` for each parameter, but faster."""
         as_left = not self.displaced
         with torch._C.DisableTorchFunctionSubclass():  # once, not at every look
             calm = as_left and not any(map(_displaced, entries))
@@ -291,9 +292,9 @@ class GradStore:
             self.sync(entry)
 
     def follow(self, entry: Entry) -> None:
-        """Ends the stored gradient where ``param.grad`` is another tensor, or None.
+        """Ends the stored gradient if ``param.grad`` is another tensor, or None.
 
-        A stand-in put aside before, or another parameter's, becomes an ordinary gradient.
+        If that is a former stand-in, or another parameter's, it becomes an ordinary gradient.
         """
         current = entry.param.grad
         if current is entry.lazy:
@@ -305,12 +306,12 @@ class GradStore:
             entry.param.grad = current._load().to(entry.param.device, entry.param.dtype)
 
     def restore(self, *, unheard: bool = True) -> None:
-        """Puts stand-ins back that made way for a gradient that was never accumulated.
+        """Restores stand-ins that were removed for a gradient that was then not accumulated.
 
-        ``torch.autograd.grad`` computes gradients of parameters and leaves ``param.grad`` alone.
+        ``torch.autograd.grad`` computes gradients of parameters and does not change ``param.grad``.
 
         Args:
-            unheard: Whether also for those that come unannounced, and may still.
+            unheard: Whether also for gradients that arrive unannounced, which may still come.
         """
         waiting: list[Entry] = []
         for entry in self.displaced:
@@ -328,7 +329,7 @@ class GradStore:
 
         Args:
             entry: Its parameter.
-            dtype: Of the copy; None for the parameter's, as torch wants an ordinary gradient.
+            dtype: The dtype of the copy; None for the parameter's, which torch requires.
         """
         if entry.unit is None or not entry.has_grad:
             raise RuntimeError(f"parameter {entry.name!r} has no gradient any more")
@@ -351,14 +352,14 @@ class GradStore:
             self.manager.release(part.block)
 
     def _open_beside(self, part: GradUnit) -> Slot:
-        """Does what :meth:`open` does; an error says what optimizers need as well."""
+        """As :meth:`open`; an error message includes what optimizers need."""
         try:
             return self.open(part)
         except CapacityError as error:
             raise beside_optimizer(error) from None
 
     def settle_now(self, unit: GradUnit) -> None:
-        """Makes the changes that are pending on a unit, wherever it is."""
+        """Applies the pending changes of a unit, wherever it is."""
         for part in unit.parts:
             if part.pending:
                 self.open(part)
@@ -367,15 +368,15 @@ class GradStore:
             self.show(unit.entries[0])
 
     def show(self, entry: Entry) -> None:
-        """Shows a gradient in runs, which was written, in the views that users have of it."""
+        """Updates the views that users have of a gradient in runs after it was written."""
         if is_viewed(entry.lazy) and entry.has_grad:
             refresh(entry.lazy, self.load(entry, self.homes.dtype_of(entry)))
 
     def open(self, unit: GradUnit) -> Slot:
-        """Acquires a unit's block and makes the changes that are pending; release it after use.
+        """Acquires a unit's block and applies the pending changes; release it after use.
 
         Args:
-            unit: One in one block, or a run.
+            unit: A unit in one block, or a run.
         """
         slot = self.manager.acquire(unit.block)
         try:
@@ -386,7 +387,7 @@ class GradStore:
         return slot
 
     def settle(self, unit: GradUnit, slot: Slot) -> None:
-        """Makes the changes that are pending on a unit whose block has been acquired."""
+        """Applies the pending changes of a unit whose block has been acquired."""
         if unit.pending:
             with self.manager.lock:  # another thread that looks at a gradient would make them, too
                 self._settle(unit, slot)
@@ -403,7 +404,7 @@ class GradStore:
                     make_first(unit.pending, found)
         finally:
             for entry in () if isinstance(unit, GradRun) else unit.entries:
-                if id(entry) in changed:  # of others a program may have written a view
+                if id(entry) in changed:  # a program may have written a view of the others
                     refresh(entry.lazy, slot.views[entry.unit_index])
 
     def store(self, entry: Entry, gradient: torch.Tensor) -> None:
@@ -420,7 +421,7 @@ class GradStore:
             watcher.edited(entry)
 
     def _write(self, part: GradUnit, entry: Entry, gradient: torch.Tensor) -> None:
-        """Writes a gradient, or a run of it, where it is kept."""
+        """Writes a gradient, or a run of it, to its block."""
         slot = self.open(part)
         written = False
         try:
@@ -428,7 +429,7 @@ class GradStore:
                 view = slot.views[entry.unit_index]
                 written = True
                 if entry.has_grad and view.dtype is not gradient.dtype:
-                    follow(view, gradient.to(view.device))  # it was shown in fewer bits
+                    follow(view, gradient.to(view.device))  # the view has fewer bits
                 else:
                     view.copy_(gradient)
                 if not isinstance(part, GradRun):
@@ -449,7 +450,7 @@ class GradStore:
             self._store_runs(unit, *found[0])
             return
         stored = [*map(_first, found)]
-        again = in_a_row and not unit.pending  # a part of the last use of its block
+        again = in_a_row and not unit.pending  # then it belongs to the last use of its block
         slot = self.manager.again(unit.block) if again else self.open(unit)
         written = False
         try:
@@ -477,7 +478,7 @@ class GradStore:
     def _store_runs(self, unit: GradUnit, entry: Entry, gradient: torch.Tensor) -> None:
         """Adds a gradient to the one that is kept in runs, and shows it.
 
-        Its norm is taken where it is the first: of a sum there is no whole in HBM to take it of.
+        Its norm is computed only if it is the first: a sum is never in HBM as a whole.
         """
         self.norms.invalidate((entry,))
         for run in unit.runs:
@@ -496,7 +497,7 @@ class GradStore:
         self.expose(entry)
 
     def _unit_of(self, entry: Entry) -> GradUnit:
-        """Returns where the gradient of a parameter is kept.
+        """Returns the unit of a parameter's gradient.
 
         Raises:
             CapacityError: If there was no home for it.
@@ -523,7 +524,7 @@ class GradStore:
 
     @staticmethod
     def _expose_new(entries: Sequence[Entry]) -> bool:
-        """Does that for gradients that had none, in the parameters' dtypes; returns whether so."""
+        """As :meth:`expose`, for first stand-ins in the parameters' dtypes; returns if it did."""
         ways = [*map(_ways, entries)]
         if any_none(ways) or not all_none(map(_lazy, entries)):
             return False
@@ -535,21 +536,21 @@ class GradStore:
         return True
 
     def _ways_of(self, entry: Entry, dtype: torch.dtype) -> Ways:
-        """Returns how the stand-ins of a parameter's gradient get at it; they keep nothing."""
+        """Returns how the stand-ins of a parameter's gradient access it, without references."""
         device, formal = self.manager.parts.device, entry.param.dtype
         load, store = Weak(self._looked_at, entry, dtype), Weak(self._written, entry)
         return Ways(entry.param.shape, dtype, device, load, store, formal, Clippable(self, entry))
 
     @inside
     def _looked_at(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
-        """Loads a gradient for its stand-in, which a step that is owed clears once it is made."""
+        """Loads a gradient for its stand-in; a deferred step clears it afterwards."""
         stand_in: Any = entry.lazy
         self.pay(entry.unit)
         return self.load(entry, dtype) if entry.lazy is stand_in else stand_in._load()
 
     @inside
     def _written(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """Stores what a user wrote to a stand-in, which need not be in ``param.grad`` any more."""
+        """Stores a user's write to a stand-in, which need not be in ``param.grad`` any more."""
         stand_in = entry.lazy
         aside = entry.param.grad is not stand_in and not entry.displaced
         if aside and isinstance(stand_in, LazyTensor):
@@ -560,7 +561,7 @@ class GradStore:
 
 
 def is_stored_alone(entries: Sequence[Entry]) -> bool:
-    """Whether each gradient is in the tiers, shown by its stand-in, and nobody has a view of it.
+    """Whether each gradient is in the tiers, has its stand-in, and nobody has a view of it.
 
     Args:
         entries: The parameters; torch functions of subclasses are off.

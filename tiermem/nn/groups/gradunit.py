@@ -1,4 +1,4 @@
-"""Blocks of gradients, and the changes that these await."""
+"""Blocks of gradients, and the changes that are pending for them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Measure = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Pending:
-    """A change that gradients of one block await; applied once to each, also if interrupted.
+    """A pending change of gradients of one block; applied once to each, even if interrupted.
 
     Attributes:
-        entries: Whose gradients.
+        entries: The parameters of the gradients.
         change: Called with the gradients.
     """
 
@@ -32,7 +32,7 @@ class Pending:
         self._under_way: list[tuple[Entry, torch.Tensor, int]] = []
 
     def make(self, found: dict[int, torch.Tensor]) -> None:
-        """Changes the gradients that are there and not changed yet; it may be called again.
+        """Changes the gradients that exist and are not changed yet; may be called again.
 
         Args:
             found: Gradients by the id of their entry; each is changed in place with one call.
@@ -44,30 +44,30 @@ class Pending:
         self._under_way = [(e, found[id(e)], found[id(e)]._version) for e in left]
         try:
             self.change([found[id(entry)] for entry in left])
-        finally:  # Ctrl-C, no memory: torch has counted which are changed
+        finally:  # after Ctrl-C or out of memory: torch's version counters say which are changed
             self.note_written()
 
     def is_due_to(self, entries: Iterable[Entry]) -> bool:
-        """Whether it is still to be made to each of some gradients."""
+        """Whether it still has to be applied to each of some gradients."""
         left = {id(entry) for entry in self.entries} - {id(entry) for entry in self._done}
         return not self._under_way and left.issuperset(map(id, entries))
 
     def is_awaited(self) -> bool:
-        """Whether it is still to be made to a gradient that is there."""
+        """Whether it still has to be applied to any gradient that exists."""
         return any(entry.has_grad and entry not in self._done for entry in self.entries)
 
     def copy(self) -> Pending:
-        """Returns an independent copy, for gradients read anew, without the change under way."""
+        """Returns an independent copy without the call in progress, for gradients read again."""
         found = Pending(self.entries, self.change)
         found._done = list(self._done)
         return found
 
     def take_over(self, copy: Pending) -> None:
-        """Counts as changed what a copy has changed, where that is the gradient from now on."""
+        """Notes as changed what a copy has changed, if its gradients are used from now on."""
         self._done = [*self._done, *(e for e in copy._done if e not in self._done)]
 
     def note_written(self) -> None:
-        """Notes which gradients have been changed by a call that may have been cut short."""
+        """Notes which gradients were changed by a call that may have been interrupted."""
         written = [e for e, tensor, version in self._under_way if tensor._version != version]
         self._done = [*self._done, *(e for e in written if e not in self._done)]
         self._under_way = []
@@ -77,16 +77,17 @@ class GradUnit:
     """One block of gradients: those of consecutive parameters of one group.
 
     Attributes:
-        block: The block; of a gradient in runs the first of them.
+        block: The block; for a gradient in runs, the first one.
         blocks: All of its blocks.
-        nbytes: Of these.
+        nbytes: Bytes of these.
         entries: Its parameters, in the order of the block's specs.
-        group: The group they are from.
-        runs: Of the one gradient, where it is too large to be in HBM as a whole; else empty.
-        pending: Changes that every gradient of it awaits (the factor of a clipping); made when
-            the block is next in HBM, so that they cost no sweep of their own. Of a gradient in runs
-            each run has them.
-        usual: How many of its gradients came in a row in the last backward.
+        group: Their group.
+        runs: The runs of its only gradient, if that is too large to be in HBM as a whole; else
+            empty.
+        pending: Pending changes of its gradients (the factor of a clipping), applied when the block
+            is next in HBM, so that they need no sweep of their own. For a gradient in runs, each
+            run has its own list.
+        usual: How many of its gradients arrived in a row in the last backward.
     """
 
     __slots__ = ("block", "blocks", "entries", "group", "nbytes", "pending", "runs", "usual")
@@ -105,30 +106,30 @@ class GradUnit:
 
     @property
     def parts(self) -> Sequence[GradUnit]:
-        """What comes to HBM by itself: the runs, or the unit as a whole."""
+        """The parts that are in HBM separately: the runs, or the unit as a whole."""
         return self.runs or (self,)
 
     @property
     def awaits(self) -> bool:
-        """Whether any of it awaits a change."""
+        """Whether a change is pending for any part."""
         return any(run.pending for run in self.runs) if self.runs else bool(self.pending)
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns what it has of the gradient of one of its parameters."""
+        """Returns the elements that it has of the gradient of one of its parameters."""
         return gradient
 
     def await_change(self, entries: Sequence[Entry], change: Change) -> None:
-        """Adds a change of the gradients of some of its parameters."""
+        """Adds a pending change of the gradients of some of its parameters."""
         for part in self.parts:
             part.pending.append(Pending(entries, change))
 
     def forget_change(self, change: Change) -> None:
-        """Takes a change back that has not been made."""
+        """Removes a change that has not been applied."""
         for part in self.parts:
             part.pending[:] = [found for found in part.pending if found.change is not change]
 
     def forget_changes(self) -> None:
-        """Takes all changes back: there is nothing to change."""
+        """Removes all changes, as there are no gradients."""
         for part in self.parts:
             part.pending.clear()
 
@@ -153,14 +154,14 @@ class GradRun(GradUnit):
 
 
 def divide(group: Group, limit: int) -> list[list[Entry]]:
-    """Cuts a group's trainable parameters into units of at most ``limit`` bytes each."""
+    """Divides a group's trainable parameters into units of at most ``limit`` bytes each."""
     entries = [e for e in group.entries if e.param.requires_grad and e.unit is None]
     sizes = [e.param.numel() * e.param.element_size() for e in entries]
     return [[entries[i] for i in run] for run in split(sizes, limit)]
 
 
 def make_first(pending: list[Pending], found: dict[int, torch.Tensor]) -> None:
-    """Makes the first of some changes, which is pending no more then."""
+    """Applies the first of some pending changes and removes it."""
     first = pending[0]
     first.make(found)
     del pending[0]

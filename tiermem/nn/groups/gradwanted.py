@@ -1,9 +1,9 @@
-"""How gradients are laid out in blocks: some of a group together, or one in runs.
+"""How gradients are divided into blocks: several of a group together, or one in runs.
 
-One that would take most of what HBM has beside the blocks that calls hold is kept in runs, each a
-block of its own. autograd makes it whole, in the device's ordinary memory, as it makes every
-gradient; from there run after run goes to the tiers, so only one of them is in HBM at a time, in
-backward as in a step. Runs of the gradient are runs of the step: the parameter is stepped in parts
+A gradient that would take most of HBM beside the blocks that calls hold is kept in runs, each in a
+block of its own. autograd computes it as a whole, in ordinary device memory, like every gradient.
+From there one run after the other is copied to the tiers, so only one of them is in HBM at a time,
+in backward and in a step. The parameter is stepped in parts, one for each run
 (:mod:`tiermem.optim.units.parted`).
 """
 
@@ -32,7 +32,7 @@ class Wanted:
 
         Args:
             entries: The parameters.
-            shapes: Of their gradients.
+            shapes: Shapes of their gradients.
         """
         self.group: Group = entries[0].group
         self._entries = entries
@@ -40,7 +40,7 @@ class Wanted:
         self._runs: list[tuple[int, int]] = []
 
     def cut(self, runtime: Passes) -> None:
-        """Cuts a gradient into runs that would take most of HBM beside what calls hold."""
+        """Divides a gradient into runs if it would take most of HBM beside blocks in use."""
         (entry, *others), shape = self._entries, self._shapes[0]
         policy = runtime.manager.parts.settings.policy
         if others or entry.whole is True or self.group.resident or policy.home(Role.GRAD) == "hbm":
@@ -49,7 +49,7 @@ class Wanted:
             return
         table = runtime.manager.parts.table
         held = table.fixed_nbytes() + runtime.program.worst_chain
-        runtime.manager.can_hold(held + whole_gradient(shape.nbytes))  # it may grow for that
+        runtime.manager.can_hold(held + whole_gradient(shape.nbytes))  # HBM may grow for that
         room, least = max(0, table.hbm.capacity - held), entry.whole is False
         runs = gradient_parts(entry.param.numel(), shape.itemsize, room, least=least)
         self._runs = runs if len(runs) > 1 else []

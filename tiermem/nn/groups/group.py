@@ -1,4 +1,4 @@
-"""A block's parameters and buffers as the module sees them, held together and let go together."""
+"""A block's parameters and buffers as modules see them, held and released together."""
 
 from __future__ import annotations
 
@@ -29,49 +29,50 @@ from tiermem.runtime.services.verify import differs_from_home
 
 
 class Group(Holder):
-    """The parameters (or large buffers) of one block, held and let go together.
+    """The parameters (or large buffers) of one block, held and released together.
 
-    While *held* the block is leased and the tensors point at it. While *soft*
-    they point at it without a lease: it may leave, and then they let go. Once
-    let go they point at it still, and where it leaves, at where it was. No program
-    can see that, since every operation on them holds the block first; and a block that
-    stays, or comes back to the same place, need not be pointed at anew.
+    While *held*, the block is leased and the tensors point at it. While *soft*,
+    they point at it without a lease: the block may leave, and then they are pointed
+    elsewhere. After a hold they still point at the block, or at its former place
+    if it has left. Programs cannot see that, since every operation on the tensors
+    holds the block first. So if a block stays, or returns to the same place, its
+    tensors need not be pointed at it again.
 
     Attributes:
-        manager: Where the block is.
+        manager: The manager of the block.
         block: The block.
-        record: What is known of where it is.
-        pointing: Where its tensors point, and what intercepts their use.
+        record: Its row in the residency table.
+        pointing: Where its tensors point, and their classes.
         writes: What is known of writes to them.
         entries: Its parameters.
         buffers: Its buffers.
-        carried: Other tensors over the memory of its parameters, which go where these go.
+        carried: Other tensors over the memory of its parameters, which move with these.
         shells: Parameters that wrap some of its tensors.
         holds: How many calls hold it.
-        thread: The thread that holds it; 0, which no thread is called, where several do.
-        stream: The compute stream on which the first of those calls came.
+        thread: The thread that holds it; 0, which is no thread's id, if several do.
+        stream: The compute stream of the first of those calls.
         holders: The threads of those calls, once several threads are seen; a thread may be missing.
         users: The threads that have called its model, or used it apart, once several are seen.
         apart: Whether it is used outside its own modules' calls.
         soft: Whether it is pointed at without a lease.
-        lender: Brings it up for operations on tensors that are away.
-        insides: Of the modules that need it.
+        lender: Fetches it for operations on tensors while it is not held.
+        insides: The current calls of the modules that need it.
         freed: Whether its module was taken out of the tiers.
         stays: Whether it is held for as long as its module is in the tiers.
-        resident: Whether gradients and state of its parameters are at home in HBM as well.
-        in_place: Whether HBM has no room for it: kernels read it in DRAM, where it lies.
-        wanted: Where it is read there, the budget of HBM that would have room for it.
-        few: Whether its gradients are one unit if they can, since steps bind the host.
-        left_open: Puts the interceptors of its modules back; None where none were taken out.
-        graph_views: How many views graphs that are left to torch have of it; -1 where unknown.
-        pickled: Memory of copies in pickles, where several tensors have the same bytes, by index.
+        resident: Whether gradients and state of its parameters have HBM as their home, too.
+        in_place: Whether HBM has no room for it: kernels read it in place in DRAM.
+        wanted: If it is read there, the budget of HBM that would have room for it.
+        few: Whether its gradients are one unit if possible, since steps are host-bound.
+        left_open: Restores the interceptors of its modules; None if none were removed.
+        graph_views: How many views of it are in graphs that torch handles; -1 if unknown.
+        pickled: Memory of copies in pickles, if several tensors have the same bytes, by index.
     """
 
     def __init__(self, manager: BlockManager, block: Block, *, writes_hidden: bool = False) -> None:
         """Describes a block.
 
         Args:
-            manager: Where the block is.
+            manager: The manager of the block.
             block: The block.
             writes_hidden: Whether its tensors may be written without torch counting it
                 (buffers, by C++ kernels), so that every use counts as a write.
@@ -108,19 +109,19 @@ class Group(Holder):
         for shell in self.shells:
             group_of[id(shell.param)] = self
         self.pointing.begin(members, self.shells)
-        # of buffers it only says that one has another form; of those that stay, nothing is moved
+        # for buffers, counters only show that one has another form; those that stay never move
         buffers = () if self.stays else self.buffers
         counted = [member.tensor for member in (*self.entries, *self.carried, *buffers)]
-        # what is written inside an operation on a parameter around them, torch counts there alone
+        # writes in an operation on a parameter that wraps them are counted by torch only there
         self.writes.begin([*counted, *(shell.param for shell in self.shells)])
         self.pointing.away()
         self.follow()
 
     def watch(self, user: int = 0) -> None:
-        """Has uses by one thread seen while another holds the block; under the manager's lock.
+        """Intercepts uses by one thread while another holds the block; under the manager's lock.
 
-        The tensors are of ordinary classes then, for every thread, and are overwritten where they
-        are once the other one has let the block go.
+        Otherwise the tensors would have ordinary classes for every thread while the block is held,
+        and another thread's use would read memory that may be overwritten once it is released.
 
         Args:
             user: The only thread of the program so far, if there was any.
@@ -141,20 +142,20 @@ class Group(Holder):
                 self.note_user()
 
     def _forget_holder(self) -> None:
-        """Notes that a call does no longer; of several, it may not be the thread that began it."""
+        """Notes that a call no longer holds it, perhaps not of the thread that began the hold."""
         if get_ident() in self.holders:
             self.holders.remove(get_ident())
         else:
-            self.holders.clear()  # which of them it was is not known
+            self.holders.clear()  # it is not known which of them ended
 
     def note_user(self) -> None:
         """Notes that the calling thread uses its model; the caller has the manager's lock.
 
-        Where a thread may use the tensors while another one holds the block, they stay hidden.
+        If a thread may use the tensors while another one holds the block, they stay hidden.
         """
         pointing = self.pointing
         if not pointing.watched or torch._C._current_graph_task_id() != -1:
-            return  # autograd's threads are none of the program's
+            return  # autograd's threads do not count as the program's
         self.users.add(get_ident())
         if self.apart and len(self.users) > 1 and not (pointing.veiled or self.resident):
             pointing.veiled = True
@@ -162,9 +163,9 @@ class Group(Holder):
             pointing.hide()
 
     def _lift_veil(self) -> None:
-        """Has tensors shown again while their block is held, if the other threads have ended.
+        """Shows tensors again while their block is held, if the other threads have ended.
 
-        A dispatch mode of the user's, such as ``make_fx``, takes those of ordinary classes only.
+        A user's dispatch mode, such as ``make_fx``, only accepts tensors of ordinary classes.
         """
         self.users &= {thread.ident for thread in enumerate_threads()}
         if self.users <= {get_ident()}:
@@ -172,31 +173,31 @@ class Group(Holder):
             self.pointing.sort()
 
     def add_names(self, names: Iterable[HeldDict]) -> None:
-        """Enters modules' dictionaries, all of whose managed names are tensors of this group."""
+        """Adds modules' dictionaries whose managed names are all tensors of this group."""
         self.pointing.add_names(names)
         if self.holds:
             self.pointing.show()
 
     def recapture(self, member: Member) -> None:
-        """Takes a tensor back that was freed."""
+        """Takes back a tensor that was freed."""
         current = self.manager.parts.slots.current.get(self.block.id)
         self.pointing.recapture(member, current, held=self.holds > 0)
 
     def hold(self) -> None:
         """Leases the block and points its tensors at it."""
-        self.manager.gate.guard()  # before the lock: a forked child may find it taken for ever
+        self.manager.gate.guard()  # before the lock: in a forked child it may be locked for ever
         with self.manager.lock:  # threads may evaluate one model together
             self.hold_locked()
 
     def hold_locked(self, *, again: bool = False) -> None:
-        """Does what :meth:`hold` does; the caller has the manager's lock.
+        """As :meth:`hold`; the caller has the manager's lock.
 
         Args:
-            again: Whether a hold is a part of the use before, if the tensors are pointed softly.
+            again: Whether the hold is a part of the previous use, if the tensors are soft.
         """
         if self.holds:
             deferred = self.manager.parts.deferred
-            if deferred.owed:  # of a step that could not be taken back
+            if deferred.owed:  # a step that could not be undone
                 deferred.pay(self.block.id)
             self.holds += 1
             if self.pointing.watched:
@@ -204,9 +205,9 @@ class Group(Holder):
             parts = self.manager.parts
             other = self.thread != get_ident()
             if other:
-                self.thread = 0  # until all have let it go
+                self.thread = 0  # until all have released it
             if other or self.stream != self._stream():
-                # it may be on its way still, for which this stream does not wait yet
+                # the copy may still be in progress, and this stream does not wait for it yet
                 parts.copy.use(parts.transfers.ready.get(self.block.id))
             return
         if self.writes.merging:
@@ -229,15 +230,15 @@ class Group(Holder):
         self.holds, self.thread, self.stream = 1, get_ident(), self._stream()
 
     def hold_as_it_is(self, stream: int) -> bool:
-        """Does what :meth:`hold_locked` does for a block that is where it was, with no wait.
+        """As :meth:`hold_locked`, for a block that is where it was, without waiting.
 
-        It has no place in the order of use then: nothing comes or leaves for it.
+        It does not count as a use in the schedule: no block is fetched or evicted for it.
 
         Args:
             stream: The current compute stream.
 
         Returns:
-            Whether it could be done; else nothing was.
+            Whether it was possible; if not, nothing was changed.
         """
         pointing, record, parts = self.pointing, self.record, self.manager.parts
         slot, ready = pointing.slot, parts.transfers.ready.get(self.block.id)
@@ -260,12 +261,12 @@ class Group(Holder):
         return True
 
     def let_go(self, *, dirty: bool = False, soft: bool = False, views_wait: bool = False) -> None:
-        """Gives one hold back; the last one points the tensors away.
+        """Ends one hold; the last one hides the tensors.
 
         Args:
-            dirty: Whether it was certainly written.
+            dirty: Whether the block is known to have been written.
             soft: Whether to leave the tensors pointed at the block, without a lease.
-            views_wait: Whether :meth:`settle_views` will find out what views have written.
+            views_wait: Whether :meth:`settle_views` will find out later if views have written it.
         """
         with self.manager.lock:
             self.let_go_locked(dirty=dirty, soft=soft, views_wait=views_wait)
@@ -280,15 +281,15 @@ class Group(Holder):
         result: Any = None,
         given: Sequence[Any] = (),
     ) -> None:
-        """Does what :meth:`let_go` does; the caller has the manager's lock.
+        """As :meth:`let_go`; the caller has the manager's lock.
 
         Args:
-            dirty: As there.
-            soft: As there.
-            views_wait: As there.
-            seen: Whether a graph has views of the block, which are no sign of replaced data.
-            result: Of the call that ends, whose functions may keep views of it.
-            given: What that call was given.
+            dirty: As for :meth:`let_go`.
+            soft: As for :meth:`let_go`.
+            views_wait: As for :meth:`let_go`.
+            seen: Whether a graph has views of the block, which do not mean replaced data.
+            result: Result of the call that ends, whose autograd functions may keep views of it.
+            given: Arguments of that call.
         """
         if self.holds > 1:
             self.holds -= 1
@@ -301,7 +302,7 @@ class Group(Holder):
             return
         pointing, writes, record = self.pointing, self.writes, self.record
         if pointing.veiled and torch._C._is_torch_function_enabled():
-            with Plain():  # what is looked at here is not to be held for that
+            with Plain():  # reading attributes here must not hold the block
                 self.let_go_locked(
                     dirty=dirty,
                     soft=soft,
@@ -336,7 +337,7 @@ class Group(Holder):
         self.holds = 0
         if pointing.watched:
             self.holders.clear()
-        change(pointing.hidden)  # every operation on them is to bring the block first
+        change(pointing.hidden)  # from now on every operation on them fetches the block first
         if slot is not None:
             slot.idle = not soft
             self.soft = soft
@@ -352,8 +353,8 @@ class Group(Holder):
     def _count_graph_views(self, slot: Slot) -> None:
         """Counts the views that a graph has of the block.
 
-        Masters need not follow where there are as many as the graph had before: a user's would be
-        one more.
+        If there are as many as the graph had before, masters need not be updated: a user's view
+        would be one more.
         """
         views = use_count(slot.storage) - slot.baseline - slot.pointed
         self.writes.stepped += views == self.graph_views
@@ -363,23 +364,23 @@ class Group(Holder):
     def _look_for_writes(
         self, slot: Slot | None, versions: int, written: bool, result: Any, given: Sequence[Any]
     ) -> tuple[bool, Exception | None]:
-        """Looks at tensors that were written, or whose bytes something else may write.
+        """Checks tensors that were written, or whose bytes other code may write.
 
         Args:
             slot: Where they point.
-            versions: The sum of their counters.
+            versions: The sum of their version counters.
             written: Whether they are known to be written.
-            result: As in :meth:`let_go_locked`.
-            given: As there.
+            result: As for :meth:`let_go_locked`.
+            given: As for :meth:`let_go_locked`.
 
         Returns:
-            Whether they are to be taken for written, and the error of what cannot be taken over.
+            Whether they count as written, and the error about values that cannot be copied.
         """
         if slot is not None and versions != self.writes.versions:
             for shell in self.shells:
                 shell.take_in()
             versions = self.writes.count() if self.shells else versions
-        # what was written while the block was not held counts as well, which does no harm
+        # writes while the block was not held count as well, which does no harm
         before, self.writes.versions = self.writes.versions, versions
         refused = None
         if slot is not None and versions != before:
@@ -394,12 +395,12 @@ class Group(Holder):
         return written or versions != before or others, None  # an alias may write the bytes
 
     def _put_away(self, slot: Slot, result: Any, given: Sequence[Any]) -> bool:
-        """Has views that functions keep hold the block no longer; returns if others are left.
+        """Releases the block from views that functions keep; returns whether others are left.
 
         Args:
             slot: Where the block is.
-            result: As in :meth:`let_go_locked`.
-            given: As there.
+            result: As for :meth:`let_go_locked`.
+            given: As for :meth:`let_go_locked`.
         """
         aliases = use_count(slot.storage) - slot.baseline - slot.pointed
         if aliases > 0 and not (self.record.fixed or self.writes.always):
@@ -408,22 +409,22 @@ class Group(Holder):
         return aliases != 0
 
     def may_be_written(self) -> bool:
-        """Whether other code can write the bytes, or has written them since their last use."""
+        """Whether other code can write the bytes, or has written them since the last use."""
         slot = self.pointing.slot
         if slot is not None and use_count(slot.storage) != slot.baseline + slot.pointed:
             return True
         return self.writes.count() != self.writes.versions
 
     def settle_views(self) -> None:
-        """Takes the block for written if views have written it that an operation returned.
+        """Marks the block as written if views that an operation returned have written it.
 
-        Or if they are still there, and may do so later. The caller has the manager's lock.
+        Also if such views still exist and may write it later. The caller has the manager's lock.
         """
         slot = self.pointing.slot
         if slot is None or not slot.viewed:
             return
         slot.viewed = False
-        with torch._C.DisableTorchFunctionSubclass():  # they may be away
+        with torch._C.DisableTorchFunctionSubclass():  # they may not be held
             versions = self.writes.count()
         if versions != self.writes.versions or slot.others():
             self.writes.versions = versions
@@ -431,7 +432,7 @@ class Group(Holder):
             self.manager.parts.table.release(self.block.id, dirty=True)
 
     def point_softly(self, *, dirty: bool) -> None:
-        """Points the tensors at the block without holding it there.
+        """Points the tensors at the block without holding it.
 
         Args:
             dirty: Whether to assume that they will be written.
@@ -454,7 +455,7 @@ class Group(Holder):
                 self.record.leases -= 1  # the same in line
 
     def unpoint(self) -> None:
-        """Points tensors without a lease elsewhere; the caller has the manager's lock.
+        """Points soft tensors elsewhere; the caller has the manager's lock.
 
         Called before the block leaves HBM.
         """
@@ -463,7 +464,7 @@ class Group(Holder):
             self.pointing.away()
 
     def rest(self) -> None:
-        """Ends the soft hold; tensors that point at the block do so until it leaves.
+        """Ends the soft state; the tensors keep pointing at the block until it leaves.
 
         The caller has the manager's lock.
         """
@@ -473,7 +474,7 @@ class Group(Holder):
                 self.pointing.slot.idle = True
 
     def forked(self) -> None:
-        """Hides the tensors in a forked child, where every operation on them is refused."""
+        """Hides the tensors in a forked child, so that every operation on them is refused."""
         self.pointing.hide()
         self.pointing.away()
 
@@ -520,7 +521,7 @@ class Group(Holder):
         return 1 if self.holds else 0
 
     def is_held_here(self) -> bool:
-        """Whether a call of the calling thread may hold it; a call of any, while one is seen."""
+        """Whether a call of this thread (or of any, while only one is seen) may hold it."""
         return not self.pointing.watched or get_ident() in self.holders
 
     def read_elsewhere(self) -> bool:
@@ -533,7 +534,7 @@ class Group(Holder):
         return [m.tensor for m in (*self.entries, *self.buffers)]
 
     def values(self) -> list[tuple[Member, torch.Tensor]]:
-        """Returns the tensors with their values: ordinary ones as they are, others on the host.
+        """Returns the tensors with their values: materialized ones as they are, others on the host.
 
         Raises:
             StorageError: If the block cannot be read.
@@ -550,14 +551,14 @@ class Group(Holder):
         return found
 
     def part(self, tensor: torch.Tensor, index: int, old: torch.Tensor) -> None:
-        """Parts a parameter, which gets other data, from what was carried along with it.
+        """Separates a parameter that gets other data from the tensors over the same memory.
 
-        That keeps the values of before then, as with torch; or it is what gets other data.
+        As with torch, the tensors that do not get other data keep the former values.
 
         Args:
-            tensor: Which of them gets other data.
-            index: Which tensor of the block they are.
-            old: Its values.
+            tensor: The one of them that gets other data.
+            index: Their index among the tensors of the block.
+            old: The former values.
         """
         alike = self.carried_with(index)
         mine = [m for m in alike if m.tensor is tensor]
@@ -567,14 +568,14 @@ class Group(Holder):
             group_of.pop(id(member.tensor), None)
 
     def carried_with(self, index: int) -> list[Member]:
-        """Returns what is carried along with a parameter, by which tensor of the block it is."""
+        """Returns the tensors over the memory of a parameter, by its index in the block."""
         return [m for m in self.carried if m.index == index and not m.materialized]
 
     def follow(self) -> None:
-        """Makes parameters around tensors ones of the device where these are by now.
+        """Moves parameters that wrap tensors to the device on which these are by now.
 
         Raises:
-            WrapError: If something else refers to one in a way that keeps it as it is.
+            WrapError: If other references prevent changing one of them.
         """
         for shell in self.shells:
             if len({member.materialized for member in shell.members}) == 1:
@@ -582,10 +583,10 @@ class Group(Holder):
         (self.pointing.show if self.holds else self.pointing.hide)()
 
     def take_in(self) -> None:
-        """Copies into the block what programs have put in the place of tensors inside parameters.
+        """Copies into the block tensors with which programs have replaced those inside parameters.
 
         Raises:
-            ParameterError: If that is of another form.
+            ParameterError: If one has another form.
         """
         changed = [shell for shell in self.shells if shell.is_changed()]
         if changed:
@@ -597,11 +598,11 @@ class Group(Holder):
                 self.let_go(dirty=True)
 
     def shell_of(self, tensor: torch.Tensor | None) -> ShellParam | None:
-        """Returns what is known of a parameter that wraps tensors of the block, if it is one."""
+        """Returns the description of a parameter that wraps tensors of the block, or None."""
         return next((shell for shell in self.shells if shell.param is tensor), None)
 
     def copy_into(self, memo: dict[int, Any]) -> None:
-        """Enters ordinary copies of the tensors into a deepcopy's memo."""
+        """Adds ordinary copies of the tensors to a deepcopy's memo."""
         copies, with_names = dict[int, torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         for member, value in self.values():
             own = copies[member.index] = value.clone()

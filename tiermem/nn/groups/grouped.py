@@ -1,8 +1,8 @@
-"""Products of groups of rows with the matrices of the experts that have a group.
+"""Grouped products: of groups of rows with the matrices of the experts that have a group.
 
-A group's product does not depend on the other groups: it is made alone, or with some, of matrices
-that are in seats of HBM just then. Where gradients are taken, backward asks for the matrices anew,
-and autograd keeps nothing of them.
+A group's product does not depend on the other groups, so it is computed alone or with some others,
+from matrices that are in seats of HBM at the moment. If gradients are computed, backward fetches
+the matrices again, and autograd keeps no reference to them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tiermem.nn.compat.hookpair import stand_in
 from tiermem.runtime.base.functorch import outside_inference
 
 _FEW = 32
-"""Tokens for each chosen expert, on average, up to which one kernel for all of them, over copies of
-their rows, is better than a kernel for each."""
+"""Average tokens per chosen expert up to which one kernel for all experts, on copies of their
+matrices, is faster than a kernel for each."""
 _COUNTED = 256
-"""Groups of one row each whose ends are kept on the device: those of one token."""
+"""How many groups of one row have their ends kept on the device, for calls with one token."""
 _AT_ONCE = 64 << 20
-"""Bytes of rows that are concatenated for one kernel: small ones are not worth one each."""
+"""Bytes of matrices that are concatenated for one kernel, as small ones are not worth one each."""
 
 
 class Matrices(Protocol):
@@ -31,12 +31,12 @@ class Matrices(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of the parameter."""
+        """The dtype of the parameter."""
         ...
 
     @property
     def shape(self) -> torch.Size:
-        """Of all of them."""
+        """The shape of all of them."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Matrices(Protocol):
         ...
 
     def matrices(self, experts: Sequence[int]) -> torch.Tensor | None:
-        """Returns those of some experts; None where only all can be had."""
+        """Returns those of some experts; None if only all are available together."""
         ...
 
     def whole(self) -> torch.Tensor:
@@ -53,11 +53,11 @@ class Matrices(Protocol):
         ...
 
     def at_hand(self) -> tuple[int, int]:
-        """Returns how many can be had together, and the bytes of one."""
+        """Returns how many are available at once, and the bytes of one."""
         ...
 
     def save(self, experts: Sequence[int]) -> None:
-        """Notes that backward will ask for those of some experts."""
+        """Notes that backward will need those of some experts."""
         ...
 
     def turned_again(self) -> Matrices:
@@ -69,10 +69,10 @@ class Groups:
     """A grouped product with the matrices of some experts.
 
     Attributes:
-        matrices: Of all experts.
+        matrices: The matrices of all experts.
 
     Args:
-        matrices: Of all experts.
+        matrices: The matrices of all experts.
         function: ``torch.nn.functional.grouped_mm`` or one like it.
         counts: The rows of each expert's group, by expert, of those that have any, ascending.
     """
@@ -90,8 +90,8 @@ class Groups:
         """Returns the products.
 
         Args:
-            rows: Of ``[tokens, features]``, group by group.
-            offsets: Of ``[experts]``: the end of each group.
+            rows: ``[tokens, features]``, group by group.
+            offsets: ``[experts]``, the end of each group.
         """
         if torch.is_grad_enabled() and rows.requires_grad:
             self.matrices.save([*self._counts])
@@ -99,14 +99,14 @@ class Groups:
         return self.product(rows, offsets)
 
     def product(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns the products, which autograd does not see."""
+        """Returns the products, without autograd."""
         found = self._by_parts(rows, offsets)
         if found is None:
             found = self._function(rows, self.matrices.whole(), offs=offsets)
         return found
 
     def turned_again(self) -> Groups:
-        """Returns the product that the gradient of the rows is."""
+        """Returns the grouped product that computes the gradient of the rows."""
         return Groups(self.matrices.turned_again(), self._function, self._counts)
 
     def _by_parts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
@@ -134,11 +134,11 @@ class Groups:
 
 
 def ends_of(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Returns where groups end that follow each other, without the host waiting for the device.
+    """Returns the ends of consecutive groups, without making the host wait for the device.
 
     Args:
-        sizes: Of the groups.
-        like: Has the dtype and device.
+        sizes: Sizes of the groups.
+        like: A tensor with the dtype and device of the result.
     """
     few = len(sizes)
     if max(sizes) == 1 and few <= _COUNTED:
@@ -149,16 +149,16 @@ def ends_of(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _counted(few: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns 1, 2, 3 and so on: where the groups of one token end."""
+    """Returns 1, 2, 3 and so on: the ends of groups of one row."""
     with outside_inference():
         return torch.tensor(range(1, few + 1), dtype=dtype, device=device)
 
 
 class _Product(torch.autograd.Function):
-    """A grouped product with matrices of which no gradients are taken.
+    """A grouped product with matrices that get no gradients.
 
-    It saves the offsets, as torch's own does after the matrices: what recomputes a layer may take
-    the one or the other, and has to find the same saved tensors as before.
+    It saves the offsets, as torch's own function does after the matrices: a recomputed layer may
+    use either function, and has to save the same tensors as before.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Whether the host or the link binds a forward, before anything is measured.
+"""Estimates whether a forward is host-bound or link-bound, before anything is measured.
 
-A use of a block that is copied costs the host about as much whatever the block's size. Where the
-model's own code leaves the host no time for many of them, few large blocks are better; where copies
-take longer, small ones are, as what is in use and on its way takes HBM that could spare copies.
+A use of a block that is copied costs the host about the same time for any size. If the model's own
+code leaves the host no time for many uses, few large blocks are better. If copies take longer,
+small blocks are better, as blocks in use or being copied take HBM in which others could stay.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from tiermem.nn.tensors.shells import Shell
 from tiermem.runtime.metrics.pass_timer import LINK_UP
 
 _FASTEST = FASTEST_UP
-"""Of a link from DRAM of which nothing is known: copies are not thought to take longer than they
-do, where no machine profile says it."""
-_COPY = 64 << 20  # bytes of a copy whose speed is asked for
+"""Assumed for a link from DRAM if there is no machine profile, so that the time of copies is not
+overestimated."""
+_COPY = 64 << 20  # bytes of a copy, whose speed is looked up
 SHARES = (16, 12, 10, 8)
-"""Parts of HBM that coarser blocks are no larger than, the finer first."""
+"""Coarser blocks take at most one of these parts of HBM; the finer ones are tried first."""
 _HOSTS = (1.0, 2.0)
-"""How long a quick and a slow host take: those of one kind of machine differ by that, and change by
-it from minute to minute where others use them as well."""
+"""Relative times of a fast and a slow host: machines of one kind differ by this much, and shared
+ones change by it from minute to minute."""
 _OPERATION = 8e-6
 """Seconds of the host for a call or an operator in a forward's code: 3 to 14 us, 8 in the mean, for
 23 architectures of transformers in HBM at one token on H100 machines."""
 _AROUND = 12
-"""As many operations does a use of a parameter cost that wraps others (torchao, eight bits)."""
+"""Operations that a use of a parameter costs that wraps others (torchao, eight bits)."""
 _USE = 130e-6
-"""Seconds of the host for a use of a block with its copy, and for what it costs the code around it,
-whose caches it empties: 110 to 250 us on H100 and H200 machines, 130 where the host is quick."""
-_SLOTS = 2  # one in use and one on its way
-_FAR_LARGER = 2  # as many blocks stay rather than set the size of slots: an embedding and a head
-_MOST_WRAPPERS = 16  # of a function that is decorated, one in another
+"""Seconds of the host for a use of a block with its copy, including the slowdown of other code by
+cache misses: 110 to 250 us on H100 and H200 machines, 130 on fast hosts."""
+_SLOTS = 2  # one in use and one being fetched
+_FAR_LARGER = 2  # this many largest blocks stay if they are far larger: an embedding and a head
+_MOST_WRAPPERS = 16  # nested decorators of a function
 
 
 def rate_up(known: Callable[[str, int], float | None] | None = None, *, files: bool) -> float:
-    """Returns the bytes a second at which weights are expected to come to HBM.
+    """Returns the bytes per second at which weights are expected to be copied to HBM.
 
     Args:
-        known: Returns what is known of a link for copies of so many bytes, or None.
-        files: Whether weights are at home in files.
+        known: Returns the known speed of a link for copies of a size, or None.
+        files: Whether weights have files as their home.
     """
     link = LINK_UP[Tier.NVME if files else Tier.DRAM]
     found = None if known is None else known(link, _COPY)
@@ -58,11 +58,11 @@ def rate_up(known: Callable[[str, int], float | None] | None = None, *, files: b
 
 @dataclass(frozen=True)
 class Streamed:
-    """What moves in a forward of a model that is divided into blocks.
+    """The blocks that may stream in a forward of a model.
 
     Attributes:
-        sizes: Bytes of the blocks that are not at home in HBM.
-        room: Bytes of HBM beside what is.
+        sizes: Bytes of the blocks whose home is not HBM.
+        room: Bytes of HBM beside those whose home it is.
     """
 
     sizes: Sequence[int]
@@ -73,7 +73,7 @@ class Streamed:
 
         Args:
             host: Seconds of the host for the model's own code.
-            rate: Bytes a second of the link.
+            rate: Bytes per second of the link.
         """
         total = sum(self.sizes)
         beside = sorted(self.sizes)[:-_FAR_LARGER]
@@ -83,25 +83,24 @@ class Streamed:
         return host + _USE * copies, moved / rate
 
     def on_hosts(self, host: float, rate: float) -> tuple[float, bool]:
-        """Returns the seconds of a pass on a quick and a slow host together.
+        """Returns the sum of the seconds of a pass on a fast and on a slow host.
 
         Args:
-            host: As there, on a quick one.
-            rate: As there.
+            host: Seconds of a fast host for the model's own code.
+            rate: Bytes per second of the link.
 
         Returns:
-            The sum, and whether the link binds on both.
+            The sum, and whether the pass is link-bound on both.
         """
         host, link = self.seconds(host, rate)
         return sum(max(slower * host, link) for slower in _HOSTS), _HOSTS[-1] * host <= link
 
 
 def host_seconds(model: nn.Module) -> float:
-    """Returns about how long a forward's own code takes the host: each of the modules once.
+    """Returns about how long a forward's own code takes the host, with each module called once.
 
-    Counted are the calls and operators that stand in the code of the modules' forwards, and of the
-    functions and methods of the same file which that names. Parameters that wrap others have
-    functions of their own.
+    It counts the calls and operators in the source of the modules' forwards, and of the functions
+    and methods of the same file that they name. Parameters that wrap others are counted extra.
     """
     known: dict[type[nn.Module], int] = {}
     total = 0
@@ -134,9 +133,9 @@ def _operations(called: Any, kind: type[nn.Module], seen: set[CodeType]) -> int:
 
 
 def _plain(found: Any) -> FunctionType | None:
-    """Returns the function in Python behind a function or method; None for any other object.
+    """Returns the Python function of a function or method; None for any other object.
 
-    Other objects are asked for nothing: one that a forward names may make attributes up.
+    No attributes of other objects are read, as an object may invent them.
     """
     if isinstance(found, (staticmethod, classmethod)):
         found = found.__func__

@@ -41,19 +41,19 @@ class IncomingGradients:
     """Takes the gradients that autograd accumulates, and hands them to the store.
 
     Attributes:
-        manager: Of the blocks that they go to.
-        left: Of how many forwards in a row they were left to torch, as ordinary tensors, since HBM
-            has room for everything; 0 where they go to the tiers.
-        new: Those that were accumulated and are not in the tiers yet.
-        staying: The same of parameters that stay in HBM, between those of all others.
+        manager: The manager of their blocks.
+        left: For how many forwards in a row they were left to torch, as ordinary tensors, since HBM
+            has room for everything; 0 if they go to the tiers.
+        new: Gradients that were accumulated and are not in the tiers yet.
+        staying: The same for parameters that stay in HBM, whose gradients arrive between others.
     """
 
     def __init__(self, runtime: Passes, backward: Backward) -> None:
         """Serves ``runtime``.
 
         Args:
-            runtime: Of the modules.
-            backward: Accumulates them.
+            runtime: The runtime of the modules.
+            backward: The backward that accumulates them.
         """
         self._runtime = runtime
         self._backward = backward
@@ -65,7 +65,7 @@ class IncomingGradients:
         self.staying = NewGradients(self.manager.parts.device, self.take_over)
         self._arriving: GradUnit | None = None
         self._pipeline: BlockSweep | None = None
-        self._unheard: dict[int, Entry] = {}  # whose gradients once came without being announced
+        self._unheard: dict[int, Entry] = {}  # parameters with gradients that came unannounced
 
     def track(self, entry: Entry) -> None:
         """Watches the gradients of a parameter from now on."""
@@ -87,11 +87,11 @@ class IncomingGradients:
             self._unheard.pop(id(entry.param), None)
 
     def begin_backward(self) -> None:
-        """Prepares, as a backward begins, for hooks of users and gradients that come unannounced.
+        """Prepares, when a backward begins, for users' hooks and unannounced gradients.
 
-        torch 2.6 forgets the hooks of a parameter when Python code (a compiled block's backward,
-        a ``torch.autograd.Function``) has looked at what was saved of it, under any pair of
-        saved-tensor hooks; what runs after it was accumulated is still called.
+        torch 2.6 loses the hooks of a parameter if Python code (a compiled block's backward, a
+        ``torch.autograd.Function``) reads a saved tensor of it while saved-tensor hooks are active.
+        Hooks that run after accumulation are still called.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for group in self._runtime.groups:
@@ -105,28 +105,28 @@ class IncomingGradients:
             self.announce(entry)
 
     def take_rest(self) -> None:
-        """Takes in all that have come and are not in the tiers: nothing arrives any more."""
+        """Takes all gradients that have arrived into the tiers: no more arrive."""
         self.new.end_backward()
         self.staying.end_backward()
 
     def forget_new(self) -> None:
-        """Leaves what waits where it is, as ordinary gradients, after an exception anywhere."""
+        """Leaves waiting gradients as ordinary gradients, after an exception anywhere."""
         self.new.forget()
         self.staying.forget()
 
     def end_backward(self) -> None:
-        """Called as a backward ends, and all that came is taken in."""
+        """Called when a backward ends and all its gradients are in the tiers."""
         self._store.restore()
         self._arrives(None)
         self._pipeline = None
 
     def forget_backward(self) -> None:
-        """Forgets what is under way in a backward, which an exception has ended."""
+        """Forgets the state of a backward that an exception has ended."""
         self._arriving = self._pipeline = None
         self._store.displaced = []
 
     def take_over(self, entries: Sequence[Entry]) -> None:
-        """Takes ordinary gradients of parameters of one unit into the tiers, where that can be."""
+        """Takes ordinary gradients of parameters of one unit into the tiers, if possible."""
         with torch._C.DisableTorchFunctionSubclass():
             stored = self._take_in(entries)
         for watcher in self._store.watchers if stored else ():
@@ -143,7 +143,7 @@ class IncomingGradients:
         self._backward.enter()
         if entry.unit is None and accumulates(entry):
             check_gradients(self._runtime)
-        self._store.pay(entry.unit)  # while param.grad is what it was
+        self._store.pay(entry.unit)  # before param.grad changes
         for watcher in self._store.watchers:
             if watcher.listens and watcher.arriving(entry):
                 return
@@ -152,7 +152,7 @@ class IncomingGradients:
 
     @inside
     def arrived(self, entry: Entry) -> None:
-        """Takes a gradient that was accumulated, announced or not."""
+        """Handles a gradient that was accumulated, announced or not."""
         if not entry.announced:
             entry.unheard = True
             self._unheard[id(entry.param)] = entry
@@ -167,7 +167,7 @@ class IncomingGradients:
     # -- inside ----------------------------------------------------------
 
     def _waiting(self, entry: Entry) -> NewGradients:
-        """Returns what the gradient of a parameter waits among."""
+        """Returns the waiting gradients to which a parameter's belongs."""
         return self.staying if entry.group.resident else self.new
 
     def _make_way(self, entry: Entry) -> None:
@@ -179,7 +179,7 @@ class IncomingGradients:
         self._store.follow(entry)
         current = entry.param.grad
         if isinstance(current, LazyTensor):
-            if is_caught(entry):  # other hooks may look at it meanwhile
+            if is_caught(entry):  # other hooks may read it meanwhile
                 return
             flush(current)
             entry.param.grad = None
@@ -190,21 +190,21 @@ class IncomingGradients:
             entry.shares = type(current) is torch.Tensor and is_shared(current)
 
     def _take_in(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Stores new gradients of parameters of one unit; returns whose are in the tiers now.
+        """Stores new gradients of parameters of one unit; returns whose were stored.
 
-        One that a program has got hold of meanwhile is to stay the same tensor as ``param.grad``,
-        and so is one that was added to a part of a buffer for all gradients.
+        A gradient to which the program has a reference has to stay ``param.grad``, and so does one
+        that is a part of a buffer for all gradients.
         """
         gradients = _new_alone(entries)
         found = [] if gradients is None else [*zip(entries, gradients, strict=True)]
-        del gradients  # references are counted
+        del gradients  # as references are counted
         for entry in entries if not found else ():
             made_way, entry.displaced = entry.displaced, False
             shares, entry.shares = entry.shares, False
             gradient = entry.param.grad
             if gradient is None or entry.materialized:
                 if made_way and entry.has_grad and not entry.materialized:
-                    self._store.expose(entry)  # it was frozen after forward: nothing was added
+                    self._store.expose(entry)  # frozen after forward, so nothing was accumulated
                 continue
             if (
                 gradient.layout is not torch.strided
@@ -220,20 +220,20 @@ class IncomingGradients:
         unit = found[0][0].unit
         self._store.add(found, in_a_row=unit is self._arriving)
         stored = [*map(_first, found)]
-        if unit is not self._arriving and not stored[0].group.resident:  # else it stays in HBM
+        if unit is not self._arriving and not stored[0].group.resident:  # those stay in HBM
             self._arrives(unit)
         return stored
 
     def _join(self, entry: Entry, gradient: torch.Tensor) -> None:
-        """Leaves a gradient that the tiers cannot take to torch, which adds the part they have."""
+        """Leaves a gradient that the tiers cannot store to torch, and adds what they have of it."""
         joined = self._store.load(entry) + gradient
         self._store.clear(entry)
         entry.param.grad = joined
 
     def _arrives(self, unit: GradUnit | None) -> None:
-        """Begins to write home the block filled before ``unit``, where its gradients are kept.
+        """Begins to write home the previous unit's block, when gradients of ``unit`` arrive.
 
-        Otherwise that would happen when its room is needed, and copies up would wait for it.
+        Otherwise that would begin when its room is needed, and fetches would wait for it.
         """
         before, self._arriving = self._arriving, unit
         if before is None or not any(entry.has_grad for entry in before.entries):
@@ -264,11 +264,11 @@ def _new_alone(entries: Sequence[Entry]) -> list[torch.Tensor] | None:
 
 
 class _Before(Hook[IncomingGradients, Entry]):
-    """Runs before autograd accumulates: gets the lazy stand-in out of its way.
+    """Runs before autograd accumulates: removes the lazy stand-in from ``param.grad``.
 
-    Mostly a backward is under way, nothing stands there and nobody waits for it. So that is looked
-    at here: it is called for every parameter. A stand-in that a program has kept, or another
-    parameter's, may be put there at any time.
+    Mostly a backward has begun already, ``param.grad`` is None, and nothing has to be done. This is
+    tested here, in line, as it is called for every parameter. A program may put a former stand-in,
+    or another parameter's, into ``param.grad`` at any time.
     """
 
     __slots__ = ()
@@ -308,7 +308,7 @@ class _After(Hook[IncomingGradients, Entry]):
     __slots__ = ()
 
     def __call__(self, _param: torch.Tensor) -> None:
-        """Takes the gradient."""
+        """Handles the gradient."""
         incoming, entry = self._owner(), self._entry()
         if incoming is None or entry is None:
             return
@@ -328,7 +328,7 @@ class _After(Hook[IncomingGradients, Entry]):
 
 
 def _come_last(entry: Entry, hooks: Any) -> None:
-    """Puts the hook behind those of users: they are to see the gradient that is added to.
+    """Puts the hook behind those of users, which may need ``param.grad`` before accumulation.
 
     Args:
         entry: The parameter.
@@ -336,11 +336,11 @@ def _come_last(entry: Entry, hooks: Any) -> None:
     """
     key = entry.hooks[0].id
     if key in hooks and next(reversed(hooks)) != key:
-        hooks[key] = hooks.pop(key)  # torch goes by the order of the dictionary itself
+        hooks[key] = hooks.pop(key)  # torch calls hooks in the order of the dictionary
 
 
 def _come_first(entry: Entry) -> None:
-    """Puts the hook before those that users have added so far: they are to see the whole sum."""
+    """Puts the hook before those that users have added so far, which need the whole sum."""
     hooks: Any = entry.param._post_accumulate_grad_hooks
     others = [key for key in hooks if key != entry.hooks[1].id]
     for key in others:

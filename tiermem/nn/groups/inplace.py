@@ -1,4 +1,4 @@
-"""What is said of a block that HBM has no room for, where it cannot be read in DRAM either."""
+"""The error about a block that is too large for HBM and cannot be read in place in DRAM."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tiermem.errors import WrapError
 from tiermem.nn.tensors.shells import insides, why_not_wrapped
 
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter to the id of the manager that has it."""
+"""For each managed parameter, the id of its manager."""
 
 _OR_AS_ONE = "or wrap models that share it as one: tier.wrap(nn.ModuleList([first, second]))"
 OR_SHARDED = (
@@ -31,12 +31,12 @@ class Found:
 
     Attributes:
         tensor: The parameter or buffer.
-        name: The qualified name it was met under first.
+        name: The first qualified name under which it was found.
         places: Every (module name, attribute) that holds it.
-        same_as: Another that looks at exactly the same memory, if there is one.
-        sparse: Whether a module takes sparse gradients of it.
-        shell: The parameter that wraps it, if it is a tensor inside another; where parameters have
-            one together, the first of them for all that is inside them.
+        same_as: Another one over exactly the same memory, if there is one.
+        sparse: Whether a module computes sparse gradients of it.
+        shell: The parameter that wraps it, if it is a tensor inside another one. If parameters
+            share an inner tensor, the first of them for all of their inner tensors.
     """
 
     tensor: torch.Tensor
@@ -53,7 +53,7 @@ def find(model: nn.Module, which: str) -> list[Found]:
     for module_name, module in model.named_modules():
         sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         named = getattr(module, which).items()
-        if isinstance(module, nn.RNNBase):  # as cuDNN wants them: else each call copies them all
+        if isinstance(module, nn.RNNBase):  # in cuDNN's order, or each call would copy them all
             named = sorted(named, key=lambda item: not item[0].startswith("weight"))
         for name, tensor in named:
             if tensor is not None:
@@ -65,7 +65,7 @@ def find(model: nn.Module, which: str) -> list[Found]:
 
 
 def opened(found: Iterable[Found]) -> list[Found]:
-    """Returns the tensors with bytes: in the place of those that wrap others, the others.
+    """Returns the tensors with bytes: parameters that wrap others are replaced by these.
 
     Args:
         found: Parameters, each once.
@@ -73,7 +73,7 @@ def opened(found: Iterable[Found]) -> list[Found]:
     inside: dict[int, Found] = {}
     for one in found:
         own = insides(one.tensor)
-        # what has a tensor together with another parameter is in that one's block
+        # a parameter that shares a tensor with another one is in that one's block
         lead = next((inside[id(tensor)] for _, tensor in own if id(tensor) in inside), one)
         for path, tensor in own:
             if id(tensor) in inside:
@@ -88,19 +88,19 @@ def opened(found: Iterable[Found]) -> list[Found]:
 
 
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
-"""Classes of modules that FSDP has made; not imported, as they take long."""
+"""Classes of modules that FSDP has changed; not imported, as that takes long."""
 
 
 def runtime_of(module: nn.Module) -> Any:
-    """Returns the runtime of the manager that a module is wrapped in, None where it is in none."""
+    """Returns the runtime of the manager in which a module is wrapped, or None."""
     return getattr(module.__dict__.get("load_state_dict"), "runtime", None)
 
 
 def check_module(model: object, manager_id: int) -> nn.Module:
-    """Refuses what cannot be wrapped.
+    """Refuses a model that cannot be wrapped.
 
     Raises:
-        WrapError: Saying why, and what to do instead.
+        WrapError: With the reason, and what to do instead.
     """
     if not isinstance(model, nn.Module):
         raise WrapError(f"tier.wrap takes a torch.nn.Module, not {type(model).__name__}")
@@ -153,9 +153,9 @@ def _check_taken_away(model: nn.Module, found: Found) -> None:
 def _check_hooks(module: nn.Module, what: str) -> None:
     """Refuses a module that another library moves in and out of memory.
 
-    Such a library keeps what it does in an attribute of the module (``_hf_hook``, say): one hook,
-    or an object with several in ``hooks``. It may have copies of the weights, which would take
-    the place of the trained ones with every call.
+    Such a library keeps its hooks in an attribute of the module (such as ``_hf_hook``): one hook,
+    or an object with several in ``hooks``. It may have copies of the weights, which would replace
+    the trained ones with every call.
     """
     for name, value in vars(module).items():
         if not name.endswith("_hook"):
@@ -224,7 +224,7 @@ def can_move(found: Found) -> bool:
 
 
 def may_grow(found: Found) -> bool:
-    """Whether a buffer may be made longer in place, in a block over what is beside it.
+    """Whether a buffer may be resized in place, which in a block would overwrite its neighbours.
 
     An observer's minima have no elements before it has seen its channels, and the scale of its fake
     quantization has one.
@@ -233,7 +233,7 @@ def may_grow(found: Found) -> bool:
 
 
 def is_made_in(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is a plain one on a device."""
+    """Whether a tensor is a plain tensor on a device."""
     there = tensor.device
     return (
         type(tensor) is torch.Tensor
@@ -258,10 +258,10 @@ def is_ordinary(found: Found) -> bool:
 def link_shared(params: list[Found]) -> None:
     """Finds distinct parameters over the same memory.
 
-    Sets ``same_as`` where they cover exactly the same elements.
+    Sets ``same_as`` if they cover exactly the same elements.
 
     Raises:
-        WrapError: If two overlap in part.
+        WrapError: If two overlap partly.
     """
     for (start, end, first), (start2, end2, second) in _overlaps(params):
         a, b = first.tensor, second.tensor
@@ -275,10 +275,10 @@ def link_shared(params: list[Found]) -> None:
 
 
 def carried(found: Found, model: nn.Module) -> list[torch.Tensor]:
-    """Returns tensors over exactly the memory of a parameter that it and its modules carry along.
+    """Returns tensors over exactly the memory of a parameter, which have to move with it.
 
-    Such are attributes of the parameter, of its modules, and of plain objects that these have: the
-    codes of a quantized weight, say. Left where they are, they would keep the memory.
+    They are attributes of the parameter, of its modules, and of plain objects in these (such as the
+    codes of a quantized weight). Otherwise they would keep the parameter's memory allocated.
     """
     param = found.tensor
     if param.is_meta or not param.numel():
@@ -312,16 +312,16 @@ def _is_alias(value: Any, param: torch.Tensor) -> bool:
 
 
 def of_scripts(model: nn.Module) -> set[int]:
-    """Returns the ids of buffers of scripted code: it uses them where no operation is seen."""
+    """Returns the ids of buffers of scripted code, whose operations cannot be intercepted."""
     scripts = [part for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
     return {id(buffer) for part in scripts for buffer in part._buffers.values()}
 
 
 def set_apart(params: list[Found], buffers: list[Found]) -> set[int]:
-    """Returns the ids of buffers that look into each other's memory, which they keep.
+    """Returns the ids of buffers that share memory with each other; these do not move.
 
     Raises:
-        WrapError: If one looks into that of a parameter, which moves.
+        WrapError: If one shares memory with a parameter, which moves.
     """
     found = set[int]()
     own = {id(buffer.tensor) for buffer in buffers}
@@ -342,7 +342,7 @@ _Span = tuple[int, int, Found]
 
 
 def _overlaps(tensors: list[Found]) -> Iterator[tuple[_Span, _Span]]:
-    """Yields tensors that overlap, each with the first of those before it that reaches furthest."""
+    """Yields tensors that overlap, each with the one before it that reaches furthest."""
     spans: dict[int, list[_Span]] = {}
     for found in tensors:
         tensor = found.tensor

@@ -1,12 +1,12 @@
-"""Views of frozen weights that a function of autograd keeps on its ``ctx``, without their bytes.
+"""Views of frozen weights that an autograd function keeps as attributes of its ``ctx``.
 
-``save_for_backward`` shows what it is given to hooks; an attribute of ``ctx`` is seen by nobody. A
-view of a weight there would hold its block in HBM until backward. So the nodes that a call has made
-are looked through for them as its block is let go, and they are *put away*: the same tensors, over
-placeholders, of a class that intercepts operations. As backward comes to their node they show the
-block's bytes, as ordinary tensors do, until the node is done. Where the block has no other alias,
-nothing can have written it unseen. What else uses one of them, wherever the program got it from,
-makes it an ordinary alias for good, which holds the block as long as it lives.
+Saved-tensor hooks see what ``save_for_backward`` gets, but not attributes of ``ctx``. A view of a
+weight there would hold its block in HBM until backward. So when a block is released, the graph
+nodes of the call are searched for such views, and these are *put away*: the same tensor objects are
+pointed at placeholders and get a class that intercepts operations. When backward reaches their
+node, they are ordinary tensors over the block's bytes until the node is done. If the block has no
+other alias, nothing can have written it unnoticed. Any other use of such a view makes it an
+ordinary alias, which holds the block as long as it exists.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
 
 _WHERE = "_tiermem_where"
-"""In the ``__dict__`` of a view that is put away: gone with it, whoever holds it to the end."""
+"""Attribute name in the ``__dict__`` of a view that is put away, so that it ends with the view."""
 _doubtful: list[Group] = []
-"""Groups that a cut call has let go, of which aliases were left."""
+"""Groups that an interrupted recomputation has released while aliases of their block existed."""
 _MOST_NODES = 4096
 _DEPTH = 4
 _references = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 
 
 class _Where:
-    """What a view that is put away shows of which block.
+    """The block and the elements of a view that is put away.
 
     Attributes:
-        group: Of the block.
-        owner: The parameter whose bytes they are.
-        index: Which tensor of the block that is.
-        view: What is seen of the block's storage.
-        times: How often weights had been given other data by then.
-        uses: By how many nodes it is used just now, in which backward has arrived.
+        group: The group of the block.
+        owner: The parameter to which the bytes belong.
+        index: Its index among the tensors of the block.
+        view: Shape, strides and offset in the block's storage.
+        times: How often weights had been given other data when it was put away.
+        uses: How many nodes that backward has reached use it at the moment.
     """
 
     __slots__ = ("group", "index", "owner", "times", "uses", "view")
@@ -68,7 +68,7 @@ class _Where:
         return type(None), ()
 
     def of_owner(self) -> torch.Tensor | None:
-        """Returns the view of a parameter that a program has as an ordinary tensor; else None.
+        """Returns the view of the parameter if that is materialized; else None.
 
         Raises:
             RuntimeError: If the parameter was given other data since, so that the bytes are gone.
@@ -95,23 +95,23 @@ class _Where:
 
 
 _Shown = tuple[torch.Tensor, _Where, int]
-"""A view that shows the block's bytes, and its version before it was used."""
+"""A view that is pointed at the block's bytes, and its version before it was used."""
 
 
 class KeptView(StandIn, torch.Tensor):
-    """A view of a frozen weight, of which the bytes are not there."""
+    """A view of a frozen weight whose block is not held."""
 
     __slots__ = ()
 
     def set_(self, *source: Any, **kwargs: Any) -> Any:
-        """Does what torch's does; which never gets to a torch function."""
+        """As torch's; torch does not dispatch ``set_`` itself."""
         self._open()
         return self.set_(*source, **kwargs)
 
     def _open(self) -> Opened:
-        """Makes it an ordinary tensor for good, through which the block may be written."""
+        """Makes it an ordinary tensor permanently, through which the block may be written."""
         where = self.__dict__.get(_WHERE)
-        if where is None:  # what torch has made of this class
+        if where is None:  # a tensor that torch has made of this class
             self.__class__ = torch.Tensor  # type: ignore[assignment]
         else:
             _show(self, where, for_good=True)
@@ -122,21 +122,21 @@ class KeptView(StandIn, torch.Tensor):
 
 
 class _Node:
-    """What is done as backward comes to one node, and after it."""
+    """Hooks that run before and after backward executes one node."""
 
     __slots__ = ("_shown", "_views")
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
-        """Serves the views that the node's ``ctx`` keeps.
+        """Handles the views that the node's ``ctx`` keeps.
 
         Args:
-            views: Of any shapes and dtypes.
+            views: The views, of any shapes and dtypes.
         """
         self._views = views
         self._shown: list[tuple[int, list[_Shown]]] = []
 
     def before(self, _gradients: Any) -> None:
-        """Shows the bytes.
+        """Points the views at their bytes.
 
         Raises:
             CapacityError: If HBM has no room for the block.
@@ -146,7 +146,7 @@ class _Node:
         for view in self._views:
             where = view.__dict__.get(_WHERE)
             if where is None:
-                continue  # an ordinary one by now
+                continue  # it is an ordinary tensor by now
             if type(view) is KeptView:
                 _show(view, where, for_good=False)
             if _WHERE in view.__dict__:
@@ -154,7 +154,7 @@ class _Node:
                 shown.append((view, where, view._version))
 
     def after(self, _gradients: Any, _outputs: Any) -> None:
-        """Puts the views away again, but for those that something else has come to use."""
+        """Puts the views away again, except those that other code uses now."""
         mine = [n for n, (thread, _) in enumerate(self._shown) if thread == get_ident()]
         _, shown = self._shown.pop(mine[-1])
         idle = []
@@ -175,13 +175,13 @@ class _Node:
 
 
 def put_off(group: Group) -> bool:
-    """Puts the question off whether aliases may write a block, where a call was cut short.
+    """Defers the check for aliases of a block, if a recomputation was stopped early.
 
-    A checkpoint that computes a part again stops in the middle of it. What that has made is gone
-    when its unpack hook returns, which is when those blocks are looked at again (:func:`unpacked`).
+    Activation checkpointing stops a recomputation in the middle of a call. The tensors of that call
+    are freed when its unpack hook returns; then the blocks are checked again (:func:`unpacked`).
 
     Args:
-        group: Of the block.
+        group: The group of the block.
 
     Returns:
         Whether it was such a call.
@@ -194,14 +194,13 @@ def put_off(group: Group) -> bool:
 
 
 def unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
-    """Returns what an unpack hook returns, which may compute a part again.
+    """Calls an unpack hook, which may recompute a part, and returns its result.
 
-    Blocks of which the question was put off meanwhile count as written if there are aliases of
-    them after all.
+    Blocks whose check was deferred meanwhile count as written if aliases of them still exist.
 
     Args:
         unpack: The hook.
-        packed: What it is given.
+        packed: Its argument.
     """
     try:
         return unpack(packed)
@@ -211,7 +210,7 @@ def unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
 
 
 def _look_again() -> None:
-    """Takes those blocks for written of which there are aliases after all."""
+    """Marks the blocks of ``_doubtful`` as written if aliases of them still exist."""
     while _doubtful:
         group = _doubtful.pop()
         slot = group.pointing.slot
@@ -220,16 +219,16 @@ def _look_again() -> None:
 
 
 def put_away(group: Group, aliases: int, result: Any, given: Sequence[Any]) -> bool:
-    """Puts views of a block away that functions of a call keep.
+    """Puts away views of a block that autograd functions of a call keep.
 
     Args:
-        group: Of the block, which its tensors point at; the caller has the manager's lock.
-        aliases: How many tensors look into it beside its own.
-        result: Of a call that has used the block: a tensor, or tensors in lists, tuples and dicts.
-        given: What the call was given. Nodes that are older are not looked at.
+        group: The group of the block; its tensors point at it. The caller has the manager's lock.
+        aliases: How many tensors share the block's memory beside the group's own.
+        result: Result of a call that used the block: a tensor, or tensors in lists, tuples, dicts.
+        given: Arguments of the call. Nodes that are older than these are not visited.
 
     Returns:
-        Whether none of the aliases is left.
+        Whether no alias is left.
     """
     slot = group.pointing.slot
     if slot is None or transforming():
@@ -261,13 +260,13 @@ def put_away(group: Group, aliases: int, result: Any, given: Sequence[Any]) -> b
 
 
 def _alone(views: list[tuple[torch.Tensor, _Where]]) -> list[tuple[torch.Tensor, _Where]]:
-    """Returns those of the views that nothing in C++ has, but for others of them as their base."""
+    """Returns those of the views that C++ code does not refer to, except as base of others."""
     bases = [id(view._base) for view, _ in views]
     return [each for each in views if _references(each[0]) == 1 + bases.count(id(each[0]))]
 
 
 def _nodes(result: Any, given: Sequence[Any]) -> Iterator[Any]:
-    """Yields the nodes of Python functions of a call, those that were made last first."""
+    """Yields the nodes of Python functions of a call, the newest first."""
     oldest = max(
         (t.grad_fn._sequence_nr() for t in _tensors(given, _DEPTH) if t.grad_fn is not None),
         default=-1,
@@ -293,7 +292,7 @@ def _nodes(result: Any, given: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_torchs(node: Any) -> bool:
-    """Whether a function is torch's own; compiled ones hand tensors to kernels by themselves."""
+    """Whether a function is torch's own; compiled ones pass tensors to kernels directly."""
     made_by = getattr(type(node), "_forward_cls", type(node)).__module__
     return made_by == "torch" or made_by.startswith("torch.")
 
@@ -311,11 +310,11 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
 
 
 def _where(group: Group, storage: int, tensor: torch.Tensor) -> _Where | None:
-    """Returns what a tensor shows of one parameter of a block; None if it is no such view.
+    """Returns the elements of one parameter that a tensor is a view of; None if it is not one.
 
     Args:
-        group: Of the block.
-        storage: Handle of the storage through which the block is seen.
+        group: The group of the block.
+        storage: Handle of the block's storage.
         tensor: Any tensor.
     """
     if (
@@ -329,7 +328,7 @@ def _where(group: Group, storage: int, tensor: torch.Tensor) -> _Where | None:
         return None
     try:
         handle = tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # one that has no memory of its own
+    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
         return None
     if handle != storage:
         return None
@@ -356,7 +355,7 @@ def _put_away(view: torch.Tensor, where: _Where) -> None:
 
 
 def _set_data(view: torch.Tensor, data: torch.Tensor) -> None:
-    """Sets what a tensor shows, of whatever class it is."""
+    """Sets the data of a tensor of any class."""
     if torch.is_inference_mode_enabled():
         with outside_inference():
             return _set_data(view, data)
@@ -374,9 +373,9 @@ def _show(view: torch.Tensor, where: _Where, *, for_good: bool) -> None:
     """Makes a view that is put away an ordinary tensor.
 
     Args:
-        view: It.
-        where: What it shows.
-        for_good: Whether it may be written from now on; else it is put away again soon.
+        view: The view.
+        where: Its block and elements.
+        for_good: Whether it may be written from now on; otherwise it is put away again soon.
 
     Raises:
         CapacityError: If HBM has no room for the block.

@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from tiermem.nn.groups.group import Group
 
 _SWAPS = "torch.nn.utils._named_member_accessor"
-"""Where ``torch.func.functional_call`` puts other tensors in a module's, for one call."""
+"""Module in which ``torch.func.functional_call`` swaps a module's tensors for one call."""
 _FUNCTIONS = "torch.nn.utils.parametrize"
-"""Where a function of a parameter is put in its place; peft's ``target_parameters`` do in calls."""
+"""Module that replaces parameters by functions of them; peft's ``target_parameters`` use it."""
 
 _REMOVERS = {f"torch.nn.utils.{name}" for name in ("prune", "weight_norm", "spectral_norm")}
-"""Where functions of a parameter that hooks put in its place are taken out again."""
+"""Modules that remove the functions of parameters that hooks compute."""
 
-_item = dict.__getitem__  # every use of a weight may come by: a name is found sooner than super()
+_item = dict.__getitem__  # faster than super(), for every use of a weight
 
 
 class HeldDict(dict[str, Any]):
     """A module's ``_parameters`` or ``_buffers`` while the block of all its names is held.
 
-    Looking a name up is torch's own code then: it happens a dozen times in every layer.
+    Look-ups, of which every layer makes a dozen, then use the built-in code of ``dict``.
     """
 
     def __init__(self, plain: dict[str, Any], groups: dict[str, Group], lender: Lender) -> None:
         """Copies ``plain``.
 
         Args:
-            plain: The dictionary it takes the place of.
+            plain: The dictionary that it replaces.
             groups: The group of each managed name.
-            lender: Brings blocks up that are not held.
+            lender: Fetches blocks that are not held.
         """
         super().__init__(plain)
         self.groups = groups
         self.lender = lender
-        self.behind: dict[str, Any] = {}  # parameters that are out, with functions in their place
+        self.behind: dict[str, Any] = {}  # parameters that are replaced by functions
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.groups and value is not self.get(name):
@@ -60,13 +60,13 @@ class HeldDict(dict[str, Any]):
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Removes a name that is not managed, or is a buffer's."""
+        """Removes a name that is not managed, or a buffer."""
         if name in self.groups:
             self._let_go(name)
         return super().pop(name, *default)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Sets several names; torch's own would not ask whether they are managed."""
+        """Sets several names; the built-in method would not check whether they are managed."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
@@ -87,10 +87,10 @@ class HeldDict(dict[str, Any]):
         return name, self.pop(name)
 
     def refuse_outside(self, name: str) -> None:
-        """Refuses, outside of calls, to let a parameter make way for a function of it.
+        """Refuses, outside of calls, to replace a parameter by a function of it.
 
         Args:
-            name: The parameter's, or one that is not managed.
+            name: Name of the parameter, or one that is not managed.
 
         Raises:
             ParameterError: If it lives in the tiers.
@@ -99,9 +99,9 @@ class HeldDict(dict[str, Any]):
             raise self._replaced(name)
 
     def _takes(self, name: str, value: Any) -> bool:
-        """Whether a parameter around other tensors has taken a new one's values over.
+        """Whether a parameter that wraps other tensors has copied the values of a new one.
 
-        Libraries load their quantized weights so.
+        Libraries load their quantized weights in this way.
         """
         group = self.groups[name]
         shell = group.shell_of(self.get(name))
@@ -123,21 +123,21 @@ class HeldDict(dict[str, Any]):
         if self.groups[name].block.role is not Role.PARAM:
             del self.groups[name]
         elif value is not None and self.behind.get(name) is value:
-            del self.behind[name]  # the function in its place is gone
+            del self.behind[name]  # the function that replaced it is gone
         elif value is None and self.lender.here.is_in_pass() and _puts_function(sys._getframe(3)):
             self.behind[name] = _item(self, name)
         elif not _is_swap(sys._getframe(2)):
-            second = f"{name}_orig"  # pruning gives it this name as well, and then takes it out
+            second = f"{name}_orig"  # pruning adds this name, too, and then removes it
             if second not in self.groups and self.get(second, self) is self.get(name):
                 super().pop(second)
             raise self._replaced(name)
 
     def _undo(self, name: str, remover: types.FrameType) -> None:
-        """Undoes what has been done of a removal by the time that it comes to a managed tensor.
+        """Undoes what a removal has done before it comes to a managed tensor.
 
         Args:
-            name: Of the tensor.
-            remover: The removal.
+            name: Name of the tensor.
+            remover: The call that removes it.
         """
         here, group = remover.f_locals, self.groups[name]
         hook = here["self"]
@@ -172,18 +172,18 @@ class HeldDict(dict[str, Any]):
 
 
 def _is_swap(frame: types.FrameType) -> bool:
-    """Whether a tensor is taken out for a call or put back: it is not used, and need not be there.
+    """Whether a tensor is only swapped out or in for a call, so that its block is not needed.
 
-    Putting back must not fail for want of room, else the other call's tensors would stay.
+    Swapping it in must not fail for lack of room, or the tensors of the call would stay.
     """
     return frame.f_globals.get("__name__") == _SWAPS
 
 
 def _remover(frame: types.FrameType) -> types.FrameType | None:
-    """Returns the call that takes a function of a parameter out, if one deletes a name.
+    """Returns the call that removes a function of a parameter, if one is deleting a name.
 
     Args:
-        frame: Of that call, or of the ``del`` of a module's attribute in it.
+        frame: Frame of that call, or of the ``del`` of a module's attribute in it.
     """
     if frame.f_code.co_name == "__delattr__" and frame.f_back is not None:
         frame = frame.f_back
@@ -192,17 +192,17 @@ def _remover(frame: types.FrameType) -> types.FrameType | None:
 
 
 def _puts_function(frame: types.FrameType) -> bool:
-    """Whether a parameter makes way for a function of it, which uses it as any other code does."""
+    """Whether a parameter is replaced by a function of it, which uses it like any other code."""
     return frame.f_globals.get("__name__") == _FUNCTIONS
 
 
 class TieredDict(HeldDict):
     """A :class:`HeldDict` whose block is not held, or that has names of several blocks.
 
-    Looking a name up fetches its block. So a parameter that is used outside its own module's call
-    (``F.linear(x, self.embedding.weight)``) is there as well. A group changes the class of its
-    dictionaries when it is held and when it is let go. Once several threads use the block, it is
-    one of these while it is held, too: the thread that looks may be another than those that hold.
+    Looking up a name fetches its block, so that a parameter can be used outside its own module's
+    call (``F.linear(x, self.embedding.weight)``). A group changes the class of its dictionaries
+    when it is held and when it is released. Once several threads use the block, the class stays
+    this one, as a thread that does not hold the block may look up a name.
     """
 
     def __getitem__(self, name: str) -> Any:
@@ -220,7 +220,7 @@ class TieredDict(HeldDict):
         if group is not None and not held:
             rows, lender = group.pointing.rows, self.lender
             if not rows and group.soft and group.apart and lender.here.inside:
-                return _item(self, name)  # it points at its block
+                return _item(self, name)  # it points at its block already
             user = sys._getframe(1)
             where = user.f_globals.get("__name__")
             if where != _SWAPS:  # _is_swap, in line

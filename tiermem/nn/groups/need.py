@@ -1,8 +1,8 @@
-"""What a program needs of each budget: its models and optimizers, simulated.
+"""How much of each budget a program needs, found by simulating its models and optimizers.
 
-Budgets are checked with real blocks; only where one is too small, the whole program is simulated
-to say how much would do: forward, backward and step, with the blocks that the larger budget would
-have. As long as no optimizer was made, AdamW stands for the one that will be.
+Budgets are checked with real blocks. Only if one is too small, the whole program (forward, backward
+and step) is simulated to say how much would be enough, with the blocks that would be chosen for the
+larger budget. As long as no optimizer was made, AdamW is assumed.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _GRADIENTS = (
 
 DtypeFor = Callable[[torch.Tensor], torch.dtype]
 
-_GRADIENT = 2  # times the bytes of a bfloat16 parameter has its gradient in float32
+_GRADIENT = 2  # bytes of a float32 gradient over those of its bfloat16 parameter
 _READ = (nn.Linear, nn.Embedding)
 _TABLE = ", or, if it is a vocabulary's, have it in an nn.Embedding, which is used in DRAM then"
-"""What to do about a large parameter that a module uses itself."""
+"""Advice about a large parameter that a module uses itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Kept:
         state: Returns the shapes of a parameter's state in the tiers, given the parameter and its
             shape.
         master: Returns the shape of its master, or None.
-        overlap: Whether steps are made while a forward holds blocks.
+        overlap: Whether steps are performed while a forward holds blocks.
         elementwise: Whether a large parameter may be stepped in parts.
-        grad_itemsize: Bytes of an element that gradients have at least; 0 for what is known.
+        grad_itemsize: Least bytes of a gradient's element; 0 for the actual dtype.
     """
 
     params: frozenset[int]
@@ -89,7 +89,7 @@ class Program:
     """The models and optimizers of one manager so far.
 
     Attributes:
-        models: The wrapped models, in the order of ``wrap``.
+        models: The wrapped models, in the order in which they were wrapped.
         optimizers: What their optimizers keep.
     """
 
@@ -97,7 +97,7 @@ class Program:
         """Starts without models and optimizers.
 
         Args:
-            settings: Of the manager.
+            settings: The manager's settings.
             dtype_for: Returns the dtype of a parameter's gradient.
         """
         self._settings = settings
@@ -172,7 +172,7 @@ class Program:
     def _units(
         self, plan: BlockPlan, wide: int, cuts: _Cuts, optimizers: Sequence[Kept]
     ) -> list[_Unit]:
-        """Returns the units of a model, the elements of gradients of ``wide`` bytes at least."""
+        """Returns the units of a model; elements of gradients have at least ``wide`` bytes."""
         found = []
         known, dtype_of = plan.inventory, self._dtype_for
         weights_at = self._settings.policy.home(Role.PARAM)
@@ -203,20 +203,20 @@ class Program:
                 mine = _Unit(part, shapes, 0 if fixed else block, kept, runs, stays)
                 here.append(mine)
             frozen = [f for f in entries if not f.tensor.requires_grad]
-            if frozen:  # an optimizer may keep state for them all the same, together
+            if frozen:  # an optimizer may still keep state for them, all together
                 shapes = [known.shape(f) for f in frozen]
                 here.append(_Unit(frozen, shapes, 0 if fixed else block, [], [], stays))
             found += sorted(here, key=lambda unit: order[id(unit.members[0])])
         return found
 
     def _in_runs(self, unit: _Unit, optimizers: Sequence[Kept], room: int, cuts: _Cuts) -> _Unit:
-        """Returns a unit whose gradient is in runs where a step would have no room for it whole.
+        """Returns the unit with its gradient in runs, if a step has no room for it as a whole.
 
         Args:
             unit: The unit.
-            optimizers: Those that make steps.
-            room: Bytes of HBM beside what stays there.
-            cuts: Cuts gradients.
+            optimizers: The optimizers that perform steps.
+            room: Bytes of HBM beside the blocks that stay there.
+            cuts: Divides gradients.
         """
         if unit.runs or not unit.gradients:
             return unit
@@ -269,7 +269,7 @@ class Program:
         less: Mapping[str, int] = _NONE,
         left: Sequence[tuple[Home, int]] = (),
     ) -> dict[str, int]:
-        """Returns the budgets that do not do for the program, with the least bytes that would.
+        """Returns the budgets that are too small for the program, with the least bytes needed.
 
         Args:
             gradients: Whether gradients are kept.
@@ -301,7 +301,7 @@ class Program:
 
         def needed(budget: int) -> int:
             wanted = budget + align_up(played.short_of_dram(homes(budget), files=files))
-            # the staging has to be there even where no home is
+            # staging is needed even if no home is in DRAM
             return max(wanted, staging_size(budget)) if files else wanted
 
         found = least(needed, dram)
@@ -330,7 +330,7 @@ class Program:
         )
 
     def refuse_model(self, error: CapacityError) -> CapacityError:
-        """Returns the error of a model that does not fit, with what would do for all of it."""
+        """Returns the error about a model that does not fit, with the budgets that are enough."""
         forward = self.budgets(gradients=False)
         kept = self._adamw()
         if not kept.params:
@@ -351,7 +351,7 @@ class Program:
         return _refusal(error, "To train the model with AdamW", whole, advice)
 
     def _undivided(self) -> str:
-        """Returns what to do about a parameter that is larger than HBM; nothing without one."""
+        """Returns advice about a parameter that is larger than HBM; empty if there is none."""
         sizes = {f.name: m.shape(f).nbytes for m in self.models for f in (*m.params, *m.buffers)}
         name = max(sizes, key=sizes.__getitem__)
         if sizes[name] <= self._settings.hbm:
@@ -367,7 +367,7 @@ class Program:
         )
 
     def _together(self) -> str:
-        """Returns what to do about a module whose parameters are together larger than HBM."""
+        """Returns advice about a module whose parameters are together larger than HBM."""
         hbm, sizes = self._settings.hbm, dict[str, tuple[int, int]]()
         for model in self.models:
             plan = model.plan(hbm)
@@ -386,7 +386,7 @@ class Program:
         )
 
     def _wrapped_to_read(self) -> str:
-        """Returns what to do about embeddings that are only read, as the model was evaluated."""
+        """Returns advice about embeddings that can only be read, as wrapped for evaluation."""
         if not any(model.only_read for model in self.models):
             return ""
         return (
@@ -395,7 +395,7 @@ class Program:
         )
 
     def refuse_optimizer(self, error: CapacityError, kept: Kept) -> CapacityError:
-        """Returns the error of an optimizer that does not fit, with what would do for it all."""
+        """Returns the error about an optimizer that does not fit, with sufficient budgets."""
         optimizers = [*self.optimizers, kept]
         found = self.budgets(gradients=True, optimizers=optimizers)
         return _refusal(error, "For all steps", found, self._wrapped_to_read())
@@ -424,11 +424,11 @@ class _Unit:
 
     Attributes:
         members: The parameters.
-        shapes: Of these parameters.
-        block: Bytes of their block of weights; 0 where that is fixed in HBM.
+        shapes: Shapes of these parameters.
+        block: Bytes of their block of weights; 0 if that is fixed in HBM.
         kept: Shapes of their gradients; none for frozen ones.
-        runs: Of elements, that these blocks have, of a gradient that is too large to be whole.
-        resident: Whether weights, gradients and state are all at home in HBM.
+        runs: Runs of elements of a gradient that is too large to be whole, one for each block.
+        resident: Whether weights, gradients and state all have HBM as their home.
         gradients: Bytes of the blocks of their gradients.
     """
 
@@ -441,14 +441,14 @@ class _Unit:
     gradients: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Adds up the gradients: they are asked for again and again."""
+        """Adds up the bytes of gradients, which are needed again and again."""
         sizes = [packed_nbytes([_run(self.kept[0], end - begin)]) for begin, end in self.runs]
         if not sizes and self.kept:
             sizes = [packed_nbytes(self.kept)]
         object.__setattr__(self, "gradients", sizes)
 
     def home(self, policy: Home) -> Home:
-        """Returns the home of their blocks, given that of such blocks in general."""
+        """Returns the home of their blocks, given the policy's for such blocks."""
         return "hbm" if self.resident else policy
 
 
@@ -457,10 +457,10 @@ class _Cuts:
     """Which gradients are kept in runs.
 
     Attributes:
-        room: Bytes of HBM beside what calls hold.
-        chain: What they hold.
+        room: Bytes of HBM beside the blocks that calls hold.
+        chain: Bytes of the blocks that calls hold.
         whole: Ids of the parameters that are stepped as a whole.
-        home: Of gradients in general.
+        home: The policy's home of gradients.
     """
 
     room: int
@@ -476,7 +476,7 @@ class _Cuts:
         *,
         least: bool = False,
     ) -> list[tuple[int, int]]:
-        """Returns the runs of the gradient of some parameters; none where it is whole."""
+        """Returns the runs of the gradient of some parameters; none if it is whole."""
         shape = shapes[0]
         if (
             len(members) > 1
@@ -498,7 +498,7 @@ def _may_be_parted(
     mine: Sequence[tuple[torch.Tensor, TensorShape]],
     states: Sequence[TensorShape],
 ) -> bool:
-    """Whether a unit, some parameters of which an optimizer steps, can be stepped in parts."""
+    """Whether a unit can be stepped in parts by an optimizer."""
     if not kept.elementwise or unit.resident or not unit.gradients or unit.members[0].sparse:
         return False
     if not len(mine) == len(unit.members) == 1 or not mine[0][1].nbytes:
@@ -512,7 +512,7 @@ def _may_be_parted(
 def _cut(
     shapes: Sequence[TensorShape], runs: Sequence[tuple[int, int]]
 ) -> list[Sequence[TensorShape]]:
-    """Returns the tensors of each part; nothing where there are none."""
+    """Returns the tensors of each part; nothing if there are none."""
     if len(runs) == 1 or not shapes:
         return [shapes] if shapes else []
     return [[_run(shape, end - begin) for shape in shapes] for begin, end in runs]
@@ -537,7 +537,7 @@ def _run(shape: TensorShape, elements: int) -> TensorShape:
 def _refusal(
     error: CapacityError, wish: str, budgets: dict[str, int], more: str = ""
 ) -> CapacityError:
-    """Returns an error that names what would do; the same one where the budgets do, as played."""
+    """Returns an error with sufficient budgets; the same error if the given ones are enough."""
     if not budgets:
         return error
     refused = CapacityError(f"{error.what}. {wish}, give {_at_least(budgets)}{error.hint}{more}")
@@ -546,7 +546,7 @@ def _refusal(
 
 
 def check_calls(runtime: Passes) -> None:
-    """Refuses budgets in which what stays in HBM leaves no room for what nested calls hold.
+    """Refuses budgets if blocks that stay in HBM leave no room for those that nested calls hold.
 
     Raises:
         CapacityError: Naming the least budget of HBM.
@@ -563,7 +563,7 @@ def check_calls(runtime: Passes) -> None:
 
 
 def check_gradients(runtime: Passes) -> list[GradUnit]:
-    """Refuses budgets in which a backward could not run; homes of all gradients are reserved.
+    """Reserves homes for all gradients; refuses budgets in which a backward could not run.
 
     Returns:
         The units whose homes are new.
@@ -617,9 +617,9 @@ def _of_frozen(runtime: Passes) -> list[tuple[Home, int]]:
 
 
 def beside_optimizer(error: CapacityError) -> CapacityError:
-    """Returns an error that names ``tier.optimizer`` where a plain optimizer asks for the blocks.
+    """Returns an error that names ``tier.optimizer`` if a plain optimizer needs the blocks.
 
-    Some of torch's optimizers give a kernel all parameters at once (``fused=True``).
+    Some of torch's optimizers pass all parameters to one kernel (``fused=True``).
     """
     found: list[torch.optim.Optimizer] = []
     frame: FrameType | None = sys._getframe(1)
@@ -630,7 +630,7 @@ def beside_optimizer(error: CapacityError) -> CapacityError:
         frame = frame.f_back
     if not found or any(hasattr(one, "clip_grad_norm_") for one in found):  # a TieredOptimizer
         return error
-    cls = type(found[0])  # not what an integration has put around it
+    cls = type(found[0])  # not the wrapper of an integration
     module = "torch.optim" if cls.__module__.startswith("torch.optim.") else cls.__module__
     name = f"{module}.{cls.__name__}"
     what = f"{error.what}, while a plain {name} asks for many parameters at once"
@@ -646,17 +646,17 @@ def beside_optimizer(error: CapacityError) -> CapacityError:
 
 
 def accumulates(entry: Entry) -> bool:
-    """Whether the backward under way adds to the gradient of a parameter."""
+    """Whether the current backward accumulates the gradient of a parameter."""
     if entry.materialized or not entry.param.requires_grad:
         return False
     try:
         return _will_be_added(entry.param)
-    except RuntimeError:  # it is autograd.grad that asks for this one
+    except RuntimeError:  # `autograd.grad` computes this one
         return False
 
 
 def is_caught(entry: Entry) -> bool:
-    """Whether ``autograd.grad`` asks for a gradient that is computed just now: nothing is added."""
+    """Whether the current gradient is computed for ``autograd.grad``, so is not accumulated."""
     if not entry.param.requires_grad:
         return False
     try:
@@ -667,10 +667,10 @@ def is_caught(entry: Entry) -> bool:
 
 
 def _will_be_added(param: torch.Tensor) -> bool:
-    """Whether the backward under way comes to where a parameter's gradient is accumulated.
+    """Whether the current backward will execute a parameter's accumulation node.
 
     Raises:
-        RuntimeError: If it catches the gradient there instead; there are other reasons.
+        RuntimeError: If the gradient is captured there instead, and for other reasons.
     """
     with torch._C.DisableTorchFunctionSubclass(), outside_inference():
         node = get_gradient_edge(param).node

@@ -1,8 +1,8 @@
-"""What users got as ``weight.data``: it keeps its values where ``weight.data = ...`` follows.
+"""Keeps the values of tensors that users got as ``weight.data`` when ``weight.data = ...`` follows.
 
-torch gives the weight other memory then, and leaves the old one to whoever has it. Programs rely on
-that: an average of weights is put in their place, and they are put back. Here the memory has to
-stay the block's, so that it is the other tensors that get memory of their own.
+torch gives the weight other memory then, and tensors over the old memory keep it. Programs rely on
+that: they replace weights by an average, and restore them later. Here the weight has to keep the
+block's memory, so the other tensors get memory of their own.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 _given: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Managed tensor to references to those that were given out as its ``data``."""
+"""For each managed tensor, references to the tensors that users got as its ``data``."""
 
 
 class Replaced:
-    """Which managed tensors were given other data, in the order in which they were.
+    """Which managed tensors were given other data, in order.
 
-    A view that autograd has saved keeps the old values with torch. Here these are gone.
+    With torch, a view that autograd has saved keeps the old values. Here these are lost.
 
     Attributes:
-        times: How often any was.
+        times: How often any tensor was given other data.
     """
 
     __slots__ = ("_last", "times")
@@ -36,7 +36,7 @@ class Replaced:
         self._last[tensor] = self.times
 
     def since(self, tensor: torch.Tensor, times: int) -> bool:
-        """Whether a tensor was given other data when any had been ``times`` times."""
+        """Whether a tensor was given other data since :attr:`times` had that value."""
         return bool(self._last.get(tensor, 0) > times)
 
 
@@ -51,12 +51,12 @@ def give(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def keep_old(tensor: torch.Tensor, own: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives memory of their own to those that were given out, before ``own`` is written.
+    """Gives the tensors that users got memory of their own, before ``own`` is written.
 
     Args:
         tensor: The managed tensor.
         own: Its memory.
-        value: What is written; where it is one of them, the memory stays the same.
+        value: The value to be written; if it is one of them, the memory stays the same.
     """
     given = [data for ref in _given.get(tensor, ()) if (data := ref()) is not None]
     if not given or any(data is value and share(own, data) for data in given):
@@ -66,7 +66,7 @@ def keep_old(tensor: torch.Tensor, own: torch.Tensor, value: torch.Tensor) -> No
     for data in given:
         alike = data.shape == own.shape and data.stride() == own.stride()
         if alike and share(own, data):
-            old = own.clone() if old is None else old  # they are one memory, as they were
+            old = own.clone() if old is None else old  # they share memory, as before
             data.data = old
 
 

@@ -1,7 +1,8 @@
 """Parametrizations of parameters in the tiers, refused before torch has written anything.
 
-It first gives a parameter the values that the parametrization's right inverse says, and takes it
-out of its module then: refused there, the weight would have other values by now.
+torch first gives the parameter the values that the parametrization's right inverse returns, and
+then removes it from its module. If only that was refused, the weight would have other values
+already.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _followed: list[str] = []
 
 
 def follow_parametrizations() -> None:
-    """Replaces torch's function that puts a parametrization on; may be called twice."""
+    """Replaces torch's function that registers a parametrization; may be called twice."""
     if _followed:
         return
     _followed.append(parametrize.__name__)

@@ -1,9 +1,9 @@
 """Which modules share a block.
 
-The automatic choice looks at three things only: what repeats (the layers of a
-stack, the experts of a mixture), what a block may weigh at most, and what is
-called as one. A *territory* is a module together with its descendants, less
-the territories inside it; its parameters form one block.
+The automatic choice depends on three things only: which modules repeat (the
+layers of a stack, the experts of a mixture), how large a block may be, and which
+modules are called as one. A *territory* is a module together with its
+descendants, without the territories inside it; its parameters form one block.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, *PARAMETERS)
 """Modules that are not called themselves."""
 MOST_PLACES = 4
-"""Of a module, on average, that are gone through."""
+"""How many places of a module are visited, on average."""
 _SMALL = 1 << 16
 _FINEST = 16 << 20
 _COARSEST = 96 << 20
 TRAINED = 16
-"""Bytes of a parameter that is trained by Adam: weight, gradient, master and two states, the weight
-of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
+"""Bytes per parameter that is trained by Adam: weight, gradient, master and two states, with a
+weight of two bytes or of four (Rajbhandari et al., ZeRO, 2020, section 3.1)."""
 _AT_ONCE = 21
-"""In so many pieces HBM is divided, between the finest and the coarsest: a block is not more than
-gradients of one unit may be (:mod:`tiermem.core.need`)."""
+"""HBM is divided into this many pieces, between the finest and the coarsest: a block is not larger
+than the gradients of one unit may be (:mod:`tiermem.core.need`)."""
 _STEP, _MOVED = 6e-3, 4
 """Seconds of a slow host for a training step of one block (uses, copies and its update: 3 to 6 ms
-on H200 machines, what torch does for it included), and how often a block's bytes move one way for
-the update: gradient, weights and two states."""
+on H200 machines, including torch's part), and how many times a block's bytes are copied in each
+direction for the update: gradient, weights and two states."""
 _RUN = 20 << 20
 """Bytes of layers that are fetched together: 0.37 ms at 57 GB/s, a few times the host's work."""
-_PARTS = 48 << 20  # likewise of parts of one layer, which are used at about the same time
+_PARTS = 48 << 20  # the same for parts of one layer, which are used at about the same time
 _RUN_TRAINED = 64 << 20
-"""Bytes of layers, and of parts of one, that are fetched and stepped together where the link takes
+"""Bytes of layers, and of parts of one, that are fetched and stepped together if the link takes
 longer for a step than the host."""
 _LEFT = 4
-"""HBM may become less by so many times until blocks that were joined where all fits are coarser
-than they would be chosen then."""
+"""If everything fits, blocks are joined; they are not coarser than the blocks that would be chosen
+if HBM shrank by this factor."""
 
 
 def largest_block(model_nbytes: int, hbm: int, coarse: int = 0) -> int:
     """Returns the bytes above which the automatic choice divides a block if it can.
 
-    Where the model streams, what is in use and what is on its way take room from what could
-    stay, so blocks shall be small beside the budget. They need not be smaller than what hides
-    the work of asking for them: 16 MiB take a bus of 57 GB/s 0.3 ms.
+    If the model streams, blocks that are in use or being fetched take room in which others could
+    stay, so blocks should be small compared with the budget. They need not be smaller than a copy
+    that hides the host's work for it: 16 MiB take 0.3 ms on a bus with 57 GB/s.
 
     Args:
-        model_nbytes: Bytes of all parameters, and of what training adds to them.
+        model_nbytes: Bytes of all parameters, and of all that training adds to them.
         hbm: Device budget in bytes.
         coarse: Bytes up to which blocks are not divided in any case.
     """
@@ -75,7 +75,7 @@ def steps_bind(hbm: int, rate: float) -> bool:
 
     Args:
         hbm: Device budget in bytes.
-        rate: Bytes a second of the link.
+        rate: Bytes per second of the link.
     """
     fine = min(max(_FINEST, hbm // _AT_ONCE), _RUN_TRAINED)
     return whole_block(hbm) > fine and _MOVED * fine < _STEP * rate
@@ -103,7 +103,7 @@ def _each_bytes(module: nn.Module, known: dict[int, dict[int, int]]) -> dict[int
 
 
 def training_bytes(module: nn.Module) -> int:
-    """Returns what :func:`parameter_bytes` does, with gradients and state of what is trained."""
+    """As :func:`parameter_bytes`, including gradients and state of trained parameters."""
     return sum(
         max(nbytes_of(p), p.numel() * TRAINED if p.requires_grad else 0)
         for p in module.parameters()
@@ -124,15 +124,15 @@ def territories(
         blocks: ``"auto"``, qualified names of modules, or a predicate of name and module.
         largest: Bytes above which a block is divided if it can be.
         coarse: Bytes up to which lists of steps inside a layer are not divided either.
-        lists: Bytes above which a list of parameters is no part of the block around it; None where
+        lists: Bytes above which a list of parameters is not a part of the block around it; None if
             it always is.
 
     Returns:
-        Modules by qualified name; the root (``""``) is always among them, and none inside a module
-        whose kernel takes the weights of all that is in it: that one is, in its place.
+        Modules by qualified name. The root (``""``) is always among them. If a module's kernel
+        takes all weights inside it, that module is returned instead of modules inside it.
 
     Raises:
-        ConfigError: If a name is not one of a module.
+        ConfigError: If a name is not that of a module.
     """
     modules = dict(model.named_modules())
     if blocks == "auto":
@@ -152,14 +152,14 @@ def territories(
 
 
 def _around(name: str, whole: set[str]) -> str:
-    """Returns the outermost module around one of which no part is a block; else itself."""
+    """Returns the outermost module around one that must not be divided, or the module itself."""
     return next(reversed([above for above in names_above(name) if above in whole]), name)
 
 
 def looks_up_its_own(module: nn.Module) -> bool:
-    """Whether a module is no kind of torch's, whose kernels take all of its parameters at once.
+    """Whether a module is not one of torch's own, whose kernels take all parameters at once.
 
-    Its code looks its parameters up one by one, as far as is known.
+    Other modules are assumed to look up their parameters one by one.
     """
     kinds = [kind for kind in type(module).__mro__ if kind not in (nn.Module, object)]
     ours = not any(kind.__module__.partition(".")[0] == "torch" for kind in kinds)
@@ -177,15 +177,15 @@ def runs(
 ) -> dict[str, str]:
     """Chooses layers that share a block with those called just before and after them.
 
-    These are the items of a list, or of a sequence, of which each is one block; and the parts of a
-    layer that was divided, as long as they are no larger than blocks need be. Whether they are
-    called in order cannot be known beforehand: a wrong guess costs time. Experts are not taken for
-    layers in a row, nor are lists inside layers, unless no two of their items are alike.
+    These are the items of a list or of a sequence, if each is one block, and the parts of a layer
+    that was divided, as long as joined blocks are not too large. Whether they are called in order
+    is not known beforehand; a wrong guess costs time. Experts do not count as consecutive layers,
+    and lists inside layers only if no two of their items are alike.
 
     Args:
         model: The model.
         roots: Modules at which a block begins, by qualified name.
-        sizes: Bytes of the block of each that has one.
+        sizes: Bytes of the block of each, if it has one.
         hbm: Device budget in bytes.
         trained: Whether most of the weights will be trained.
         coarse: Bytes up to which blocks are shared in any case.
@@ -197,7 +197,7 @@ def runs(
     found: dict[str, str] = {}
     room = hbm // _AT_ONCE
     of_layers, of_parts = (_RUN_TRAINED, _RUN_TRAINED) if trained else (_RUN, _PARTS)
-    if trained and training_bytes(model) <= hbm:  # nothing moves as long as that is so
+    if trained and training_bytes(model) <= hbm:  # then nothing moves
         of_layers = of_parts = max(_RUN_TRAINED, room // _LEFT)
     layers = [(name, container, of_layers) for name, container in _lists("", model)]
     inner = {name for name in divided if name} - {name for name, _, _ in layers}
@@ -208,9 +208,9 @@ def runs(
         for key, child in container.named_children():
             item = f"{name}.{key}" if name else key
             if item not in sizes and item not in divided:
-                continue  # it has nothing that moves
+                continue  # it has no block that moves
             fits = item in roots and item in sizes and item not in divided
-            # not what is read by rows, or expert by expert
+            # not blocks of which single rows or experts are copied
             fits = fits and not (isinstance(child, nn.Embedding) or experts_of(child))
             if not fits or nbytes + sizes[item] > max(coarse, min(most, room)):
                 run, nbytes = [], 0
@@ -223,7 +223,7 @@ def runs(
 
 
 def _differ(name: str, module: nn.Module) -> bool:
-    """Whether the children of a module are steps of its own: not those of a list of alike ones."""
+    """Whether the children of a module are different steps, not items of a list of alike ones."""
     kinds = [type(child) for child in module.children()]
     unlike = len(set(kinds)) == len(kinds) and "expert" not in name.rpartition(".")[2]
     return not isinstance(module, CONTAINERS) or unlike
@@ -237,7 +237,7 @@ def names_above(name: str) -> Iterator[str]:
 
 
 def places(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[tuple[nn.Module, ...]]:
-    """Yields the places of a module and of those below it: what is around each, and itself."""
+    """Yields the places of a module and of those below it, as the path of modules to each."""
     place = (*above, module)
     yield place
     for child in module._modules.values():
@@ -246,14 +246,14 @@ def places(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[tup
 
 
 def other_places(model: nn.Module) -> list[list[str]]:
-    """Returns where modules of several places are besides the first, and what is below them.
+    """Returns the further places of modules that have several, and of the modules below them.
 
     Args:
         model: The model.
 
     Returns:
-        Of each such place the modules around it, outermost first, and the one that is there; by
-        the qualified names of their first places.
+        For each such place the modules around it, outermost first, and the module itself; by the
+        qualified names of their first places.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found, seen = list[list[str]](), set[int]()
@@ -265,7 +265,7 @@ def other_places(model: nn.Module) -> list[list[str]]:
 
 
 def _lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields what holds layers that are called one by one, with its qualified name."""
+    """Yields containers of layers that are called one by one, with their qualified names."""
     ordered = isinstance(module, nn.Sequential)
     if ordered or isinstance(module, nn.ModuleList):
         if "expert" not in name.rpartition(".")[2]:
@@ -283,7 +283,7 @@ def checked_homes(
     """Returns homes of modules' weights by qualified name.
 
     Raises:
-        ConfigError: If one is of a module that the model does not have, or no tier.
+        ConfigError: If the model does not have such a module, or a home is not a tier.
     """
     if homes is not None and not isinstance(homes, Mapping):
         raise ConfigError(f"homes={homes!r}: give homes by modules' names, as in {{'0': 'dram'}}")
@@ -307,7 +307,7 @@ def home_of(name: str, homes: Mapping[str, Home]) -> Home | None:
 
 
 class _Automatic:
-    """Walks down from the root and marks where blocks begin."""
+    """Descends from the root and marks where blocks begin."""
 
     def __init__(self, largest: int, coarse: int, lists: int | None) -> None:
         self._largest, self._coarse = largest, coarse
@@ -328,7 +328,7 @@ class _Automatic:
         Args:
             name: Qualified name.
             module: Where to look.
-            inside: Whether a block has begun at it or above it, other than the root's.
+            inside: Whether a block other than the root's begins at it or above it.
         """
         whole = inside and self._size(module) <= self._largest
         one_block = whole and self._size(module) <= self._coarse
@@ -337,10 +337,10 @@ class _Automatic:
             if not self._size(child):
                 continue
             if isinstance(child, PARAMETERS) and self._size(child) > self._lists:
-                self._begin(path, child)  # what is in it is looked up one by one
+                self._begin(path, child)  # its parameters are looked up one by one
             elif isinstance(child, CONTAINERS) and not (one_block and _differ(path, child)):
                 self._visit_list(path, child, inside=inside)
-            elif experts_of(child):  # of which few may be used
+            elif experts_of(child):  # few of the experts may be used
                 self._begin(path, child)
             elif whole:
                 self._visit(path, child, inside=True)

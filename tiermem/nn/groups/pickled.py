@@ -1,8 +1,8 @@
-"""What pickles have in the place of managed tensors: ordinary ones, with the values of now.
+"""Pickling of managed tensors, as ordinary tensors with their present values.
 
-``torch.save(model, path)`` and ``pickle`` ask each tensor by itself, and keep what they are told
-until they are done: as with a state dict, that is a copy of every weight in host memory. What is
-pickled by its own identity (tied weights, attributes that are weights) is one thing in the pickle.
+``torch.save(model, path)`` and ``pickle`` pickle each tensor separately, and keep all objects until
+they are done: as with a state dict, that is a copy of every weight in host memory. A tensor with
+several references (tied weights, attributes that are weights) is one object in the pickle.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _stands: WeakValueDictionary[int, Pickled] = WeakValueDictionary()
 
 
 class Pickled:
-    """Stands in a pickle for a tensor of an ordinary class over memory of the tiers or the device.
+    """Replaces, in a pickle, a tensor of an ordinary class over memory of the tiers or the device.
 
-    The pickler tells things apart by their identity, and keeps them: so there is one for a tensor
-    as long as there is a pickler that has met it.
+    The pickler identifies objects by their ids, and keeps them. So there is one such object for a
+    tensor as long as a pickler that has seen it exists.
     """
 
     __slots__ = ("__weakref__", "_group", "_tensor")
@@ -45,13 +45,13 @@ class Pickled:
 
         Args:
             tensor: The tensor.
-            group: Its group; None where it lives in no block.
+            group: Its group; None if it is not in a block.
         """
         self._tensor, self._group = tensor, group
 
     @classmethod
     def of(cls, tensor: torch.Tensor, group: Group | None) -> Pickled:
-        """Returns the one of a tensor."""
+        """Returns the object for a tensor."""
         found = _stands.get(id(tensor))
         if found is None:
             found = _stands[id(tensor)] = cls(tensor, group)
@@ -68,15 +68,15 @@ class Pickled:
 
 
 def as_pickled(value: Any, group: Group | None) -> Any:
-    """Returns what stands in a pickle for something that a module has.
+    """Returns the object to pickle for a value that a module has.
 
     Args:
-        value: Anything.
+        value: Any value.
         group: Its group, if it is a tensor of the tiers.
 
     Returns:
-        The value itself, unless it is a tensor that shows memory of the tiers just now, which
-        would be pickled as a whole. One that is away says by itself how it is pickled.
+        The value itself, unless it is a tensor that is held now, with which its whole storage would
+        be pickled. The class of a tensor that is not held defines how it is pickled.
     """
     if group is None or isinstance(value, StandIn):
         return value
@@ -88,12 +88,12 @@ def as_pickled(value: Any, group: Group | None) -> Any:
 
 
 def reduced(group: Group, tensor: torch.Tensor, protocol: Any) -> Any:
-    """Returns what makes an ordinary tensor from a pickle, as its own class says it.
+    """Returns the reduced form of an ordinary tensor with the same values, by its own class.
 
     Args:
-        group: Of the tensor.
-        tensor: One of its block, or a parameter around such.
-        protocol: Of the pickle.
+        group: The group of the tensor.
+        tensor: A tensor of its block, or a parameter that wraps some.
+        protocol: The protocol of the pickle.
 
     Raises:
         StorageError: If the block cannot be read.
@@ -110,13 +110,13 @@ def reduced(group: Group, tensor: torch.Tensor, protocol: Any) -> Any:
 
 
 def refuse_processes(frame: types.FrameType | None) -> None:
-    """Refuses to be pickled for another process, which would share memory with this one.
+    """Refuses pickling for another process, which would share memory with this one.
 
     Args:
-        frame: What has called the pickler.
+        frame: The frame that has called the pickler.
 
     Raises:
-        WrapError: Saying what to do instead.
+        WrapError: With what to do instead.
     """
     for _ in range(_FRAMES):
         if frame is None:
@@ -131,7 +131,7 @@ def refuse_processes(frame: types.FrameType | None) -> None:
 
 
 def _around(group: Group, shell: ShellParam) -> Any:
-    """Returns an ordinary parameter around copies of the tensors inside, with its attributes."""
+    """Returns an ordinary parameter that wraps copies of the tensors inside, with attributes."""
     inside = {id(member.tensor): _value(group, member) for member in shell.members}
     made = shell.copy(shell.values(inside))
     given = vars(shell.param)
@@ -157,7 +157,7 @@ def _ordinary(group: Group, tensor: torch.Tensor) -> Any:
 
 
 def _value(group: Group, member: Member) -> torch.Tensor:
-    """Returns a tensor's value: an ordinary one's as it is, another's copied to the host."""
+    """Returns a tensor's value: a materialized one as it is, another one copied to the host."""
     manager = group.manager
     with unrecorded():
         if member.materialized:
@@ -168,10 +168,10 @@ def _value(group: Group, member: Member) -> torch.Tensor:
 
 
 def _tied(group: Group, member: Member, value: torch.Tensor) -> torch.Tensor:
-    """Returns the value over the memory of that of another tensor over the same bytes.
+    """Returns the value, in the memory of another tensor's value if both have the same bytes.
 
-    Such tensors share memory where both are in one file that ``torch.save`` writes. What was made
-    for another file before is taken as well if it still exists, and has the same bits.
+    Such tensors share memory in a file that ``torch.save`` writes. The memory of an earlier pickle
+    is reused if it still exists and has the same bits.
     """
     alike = [m for m in group.pointing.members if m.index == member.index and not m.materialized]
     if len(alike) < 2 or member.materialized:

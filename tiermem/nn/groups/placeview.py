@@ -1,9 +1,9 @@
-"""Views of weights that HBM has no room for, which kernels read where they lie in DRAM.
+"""Views of weights that are too large for HBM, which kernels read in place in DRAM.
 
-``x @ self.embedding.weight.T`` is two operations. What the first returns would be a view of the
-home, which another block may have later, and through which nobody would see a write. So programs
-get a stand-in: it knows where in the weight it looks, and each operation on it looks there anew,
-as operations on the weight itself do.
+``x @ self.embedding.weight.T`` is two operations. The first would return a view of the home, which
+may belong to another block later, and writes through it would go unnoticed. So programs get a
+stand-in that knows which elements of the weight it refers to. Each operation on it accesses the
+weight again, like operations on the weight itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlaceView(StandIn, torch.Tensor):
     _offset: int
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        """Refuses what torch shows to no ``__torch_function__``.
+        """Refuses ``set_``, which torch does not dispatch to ``__torch_function__``.
 
         Raises:
             ParameterError: Always.
@@ -42,7 +42,7 @@ class PlaceView(StandIn, torch.Tensor):
         )
 
     def _open(self) -> Opened:
-        """Opens the weight, and looks at the same part of it."""
+        """Opens the weight, and takes the same part of it."""
         weight: Any = self._weight
         use = weight._open() if isinstance(weight, StandIn) else Opened(weight.detach())
         try:
@@ -62,7 +62,7 @@ class PlaceView(StandIn, torch.Tensor):
             self._weight._cut_short()
 
     def _in_a_pass(self) -> Any:
-        return self  # no graph has it
+        return self  # it is not in a graph
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         copy = memo[id(self)] = self.clone()
@@ -87,20 +87,20 @@ class _Part(Opened):
         self.whole.close(func)
 
     def given(self, result: Any) -> Any:
-        """Returns what the program gets: of a view, a stand-in as well."""
+        """Returns the result for the program: views become stand-ins, too."""
         return self.whole.given(result)
 
 
 def place_view(weight: torch.Tensor, whole: torch.Tensor, found: torch.Tensor) -> PlaceView | None:
-    """Returns what stands for a view.
+    """Returns the stand-in for a view.
 
     Args:
-        weight: What it is a view of, as the program has it.
-        whole: The same with its bytes.
+        weight: The weight, as the program has it.
+        whole: The weight with its bytes.
         found: The view, over memory of ``whole``.
 
     Returns:
-        The stand-in; None where it looks at something else than elements of the weight.
+        The stand-in; None if it is not a view of elements of the weight.
     """
     if (
         type(found) is not torch.Tensor

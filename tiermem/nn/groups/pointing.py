@@ -1,4 +1,4 @@
-"""Where the tensors of a block point, and of which class they and their dictionaries are."""
+"""Where the tensors of a block point, and which classes they and their dictionaries have."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from tiermem.runtime.memory.slots import Slot, in_own_storage
 ORDINARY = (nn.Parameter, torch.Tensor)
 """Classes that add nothing to what torch does with a tensor."""
 Classes = tuple[Sequence[Any], Sequence[type]]
-"""Tensors and dictionaries, and as many classes."""
+"""Tensors and dictionaries, and the class of each."""
 Plain = torch._C.DisableTorchFunctionSubclass
-"""Within it ``data`` of a tensor that is away can be set."""
+"""Context in which ``data`` of a tensor that is not held can be set."""
 _address = torch._C.TensorBase.data_ptr
 
 
 class Pointing:
-    """What modules see of one block: where its tensors point, and what intercepts their use.
+    """The tensors of one block as modules see them: where they point, and their classes.
 
-    Tensors point at a slot, or at their placeholders. They are *shown* while the block is held,
-    of their own classes, and *hidden* while it is not: then every operation on them brings the
-    block first. The dictionaries that modules have them in change with them.
+    Tensors point at a slot, or at their placeholders. While the block is held, they are *shown*,
+    with their own classes. While it is not, they are *hidden*: then every operation on them fetches
+    the block first. The classes of the modules' dictionaries change with them.
 
-    What is done to them at every use is laid out beforehand, so that it takes a loop each.
+    The data of these changes is prepared beforehand, so that each change is one loop.
 
     Attributes:
-        members: What lives in the block: parameters, then buffers.
-        tensors: Those that are not materialized, which point here or there.
-        plain: Whether those are of classes that intercept nothing while they are shown.
-        shown: Them and each dictionary, and of which class each is while the block is held.
-        hidden: The same for while it is not.
-        slot: Where they point; None where that is their placeholders.
-        watched: Whether look-ups of them are seen although the block is held.
+        members: The tensors in the block: parameters, then buffers.
+        tensors: Those that are not materialized.
+        plain: Whether the classes of these intercept nothing while they are shown.
+        shown: These and each dictionary, with the class of each while the block is held.
+        hidden: The same while it is not.
+        slot: The slot at which they point; None if they point at their placeholders.
+        watched: Whether look-ups of them are intercepted although the block is held.
         veiled: Whether they stay hidden although the block is held: a thread may use them while
-            another one holds it, and each of their operations holds the block itself then.
-        alone: Whether each tensor has a storage of its own over its bytes, so that no code can make
-            one longer in place, over those beside it; for a block that stays where it is.
-        rows: While experts come up one by one: what stands for each parameter, by the thread whose
-            call it is and the name in the module.
+            another one holds it, so each operation on them has to hold the block itself.
+        alone: Whether each tensor has its own storage over its bytes, so that no code can resize
+            one in place over its neighbours; for a block that never moves.
+        rows: While experts are copied one by one: the stand-in of each parameter, by the thread of
+            the call and the name in the module.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Pointing:
         """Describes no tensor yet.
 
         Args:
-            block: Where their bytes are.
+            block: The block with their bytes.
         """
         self._block = block
         self.members: Sequence[Member] = ()
@@ -75,7 +75,7 @@ class Pointing:
         self._placeholders: Sequence[torch.Tensor] = ()  # of the tensors
 
     def begin(self, members: Sequence[Member], shells: Sequence[ShellParam] = ()) -> None:
-        """Takes the tensors, all of which point at memory of their own.
+        """Sets the tensors, all of which point at memory of their own.
 
         Args:
             members: The tensors.
@@ -85,22 +85,22 @@ class Pointing:
         self.sort()
 
     def add_names(self, names: Iterable[HeldDict]) -> None:
-        """Enters modules' dictionaries, all of whose managed names are tensors of the block."""
+        """Adds modules' dictionaries whose managed names are all tensors of the block."""
         self._names += names
         self.sort()
 
     def member_of(self, tensor: torch.Tensor) -> Member | None:
-        """Returns the member that a tensor is, None where it is none of the block's."""
+        """Returns the member of a tensor; None if it is not in the block."""
         return next((member for member in self.members if member.tensor is tensor), None)
 
     def is_replaced(self) -> bool:
-        """Whether modules have other tensors just now (``torch.func.functional_call``)."""
+        """Whether modules have other tensors at the moment (``torch.func.functional_call``)."""
         own = {id(tensor) for tensor in self.tensors}
         values = [value for names in self._names for value in names.values()]
         return bool(values) and not any(id(value) in own for value in values)
 
     def sort(self) -> None:
-        """Lays out what is done to the tensors at every use, once other ones are materialized."""
+        """Prepares the data of changes, after other tensors were materialized."""
         managed = [member for member in self.members if not member.materialized]
         self.tensors = [member.tensor for member in managed]
         indices = [member.index for member in managed]
@@ -123,8 +123,8 @@ class Pointing:
         """Points the tensors at the block.
 
         Args:
-            slot: Where it is.
-            plain: Whether they are of torch's own classes just now, which intercept nothing.
+            slot: Where the block is.
+            plain: Whether they have torch's own classes at the moment, which intercept nothing.
         """
         if is_inference_mode_enabled():
             with outside_inference():
@@ -147,12 +147,12 @@ class Pointing:
         self.slot = slot
 
     def all_at(self, slot: Slot, *, forms: bool = False) -> bool:
-        """Whether each tensor, shown just now, is where it was pointed.
+        """Whether each tensor, shown at the moment, still points where it was pointed.
 
         Args:
-            slot: Where that was.
-            forms: Whether to look at shapes and strides as well (``weight.data = weight.data.t()``
-                leaves the memory as it was).
+            slot: The slot at which it was pointed.
+            forms: Whether to compare shapes and strides, too (``weight.data = weight.data.t()``
+                does not change the memory).
         """
         views = slot.views
         if self._indices is not None:
@@ -166,7 +166,7 @@ class Pointing:
         )
 
     def has_bytes_of(self, member: Member) -> bool:
-        """Whether a tensor shows its bytes of the block, and was not given other memory.
+        """Whether a tensor points at its bytes in the block, and was not given other memory.
 
         Args:
             member: A tensor of a block that is in HBM.
@@ -180,7 +180,7 @@ class Pointing:
         )
 
     def restore_sizes(self) -> None:
-        """Gives tensors their sizes back, which torch changes before it finds no room for more."""
+        """Restores sizes of tensors, which torch changes before a resize fails."""
         slot = self.slot
         if slot is None:
             return
@@ -207,14 +207,14 @@ class Pointing:
     def free(self, member: Member, data: torch.Tensor) -> None:
         """Makes a tensor an ordinary one over ``data``; it is one once it is ``materialized``."""
         member.point(data, member.kind)
-        if self.slot is not None:  # not one less: cut short after this, it is called again
+        if self.slot is not None:  # not one less: after an interrupt this is called again
             others = [m for m in self.members if m is not member and not m.materialized]
             self.slot.pointed = len(others)
-        member.materialized = True  # after the tensor has its data: it gets none later
+        member.materialized = True  # only after the tensor has got its data
         self.sort()
 
     def recapture(self, member: Member, current: Slot | None, *, held: bool) -> None:
-        """Takes a tensor back that was freed.
+        """Takes back a tensor that was freed.
 
         Args:
             member: The tensor.
@@ -225,7 +225,7 @@ class Pointing:
         self.sort()
         slot = self.slot
         if slot is not current:
-            slot = self.slot = None  # nothing pointed at it: a departure was not reported
+            slot = self.slot = None  # nothing pointed at the slot, so no departure was reported
         if slot is None:
             member.point(member.placeholder, member.away)
         else:
@@ -234,13 +234,13 @@ class Pointing:
             slot.pointed += 1
 
     def plain_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns a tensor of a plain class, for code that asks a hidden one for its class.
+        """Returns a tensor of a plain class, for code that tests the class of a hidden one.
 
-        It would go another way, which rounds differently.
+        Otherwise that code would use another kernel, which rounds differently.
 
         Returns:
-            None where the tensor itself will do: where gradients are taken, or its own class
-            intercepts operations, all go the same way.
+            The tensor; None if the tensor itself can be used, since the kernel is the same anyway:
+            if gradients are computed, or its own class intercepts operations.
         """
         member = self.member_of(tensor)
         with Plain():
@@ -251,7 +251,7 @@ class Pointing:
         return member.placeholder
 
     def hide(self) -> None:
-        """Intercepts every operation on the tensors, whether or not their block is held."""
+        """Hides the tensors even while their block is held."""
         change(self.hidden)
 
     def show(self) -> None:
@@ -260,7 +260,7 @@ class Pointing:
 
 
 def _intercepts(kind: Any) -> bool:
-    """Whether a class of tensors is one whose operations are intercepted."""
+    """Whether operations on tensors of a class are intercepted."""
     plain = torch._C._disabled_torch_function_impl
     return kind is not torch.Tensor and kind.__torch_function__ is not plain
 

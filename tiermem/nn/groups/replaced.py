@@ -1,8 +1,8 @@
 """Assignments of other memory to a tensor by users: ``weight.data = ...``.
 
-The memory has to stay the block's, so the values are copied. Values of another shape, dtype, device
-or other strides are refused: another library that moves weights to a device for each call would
-find them where they were, and put copies of its own in the place of trained ones.
+The memory has to stay the block's, so the values are copied. Values with another shape, dtype,
+device or strides are refused. They may come from another library that moves weights to a device for
+each call; it would not find them there, and would replace trained weights by copies of its own.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 def why_not(
     group: Group, tensor: torch.Tensor, own: torch.Tensor, value: torch.Tensor
 ) -> ParameterError | None:
-    """Returns why the values of ``value`` cannot be taken over, or None where they can.
+    """Returns why the values of ``value`` cannot be copied to a tensor, or None if they can.
 
     Args:
-        group: The tensor's.
-        tensor: A parameter or buffer that lives in the tiers.
-        own: Of its shape and dtype.
-        value: What ``tensor.data`` was set to, or is about to be.
+        group: The tensor's group.
+        tensor: A parameter or buffer in the tiers.
+        own: A tensor of its shape and dtype.
+        value: The value to which ``tensor.data`` was set, or will be.
     """
     what, here = named(group, tensor), group.manager.parts.device
     if value.shape != own.shape or value.dtype is not own.dtype:
@@ -61,11 +61,11 @@ def why_not(
 
 
 def laid_alike(value: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor lies in memory as strides say; else torch would round otherwise.
+    """Whether a tensor has the given strides; with others, torch may round differently.
 
     Args:
         value: The tensor.
-        strides: Those of another one of its shape.
+        strides: The strides of another tensor of its shape.
     """
     shape, own = value.shape, value.stride()
     if _channels_last(shape, own) is not _channels_last(shape, strides):
@@ -74,9 +74,9 @@ def laid_alike(value: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def _channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether torch takes strides for those of channels last: convolutions choose by that.
+    """Whether torch considers strides to be channels last, which selects convolution kernels.
 
-    It looks at dimensions of one element as well (those of a 1x1 convolution).
+    Strides of dimensions with one element (those of a 1x1 convolution) count, too.
     """
     if len(shape) not in (4, 5) or 0 in shape:
         return False
@@ -89,18 +89,18 @@ def _channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def _steps(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns the dimensions that have more than one element, and their strides, if two have."""
+    """Returns size and stride of the dimensions with more than one element, if there are two."""
     found = [(n, strides[n]) for n, size in enumerate(shape) if size > 1]
     return found if len(found) > 1 else []
 
 
 def reshaped(group: Group, slot: Slot) -> ParameterError | None:
-    """Returns why an operation's change of a tensor's form is refused, None where none did.
+    """Returns the error about an operation that changed a tensor's form, or None.
 
-    ``resize_``, ``t_``, ``squeeze_`` and the like change what a tensor says of itself.
+    ``resize_``, ``t_``, ``squeeze_`` and the like change shape or strides.
 
     Args:
-        group: Of the tensors.
+        group: The group of the tensors.
         slot: Where its block is.
     """
     with torch._C.DisableTorchFunctionSubclass():
@@ -125,14 +125,14 @@ def named(group: Group, tensor: torch.Tensor) -> str:
 
 
 def bring_home(group: Group, slot: Slot) -> ParameterError | None:
-    """Copies into the block values of tensors pointed elsewhere (``w.data = w.data * 2``).
+    """Copies into the block the values of tensors that were given other data (``w.data = ...``).
 
     Args:
-        group: Of the tensors.
+        group: The group of the tensors.
         slot: Where its block is.
 
     Returns:
-        Why those of one cannot be; it has the values of before then.
+        The error about one that cannot be copied, or None; that tensor keeps its former values.
     """
     refused: ParameterError | None = None
     moved: list[tuple[Member, torch.Tensor]] = []
@@ -161,16 +161,16 @@ def bring_home(group: Group, slot: Slot) -> ParameterError | None:
 
 
 def given_in_call(group: Group, member: Member) -> torch.Tensor | None:
-    """Returns what a tensor was given in the call under way (``weight.data = ...``).
+    """Returns the data that a tensor was given in the current call (``weight.data = ...``).
 
     It is copied into the block when the call ends.
 
     Args:
-        group: Of the tensor; the caller has the manager's lock.
+        group: The group of the tensor; the caller has the manager's lock.
         member: The tensor.
 
     Returns:
-        It, in host memory; None where the tensor has the block's data.
+        The data, in host memory; None if the tensor has the block's data.
     """
     slot = group.pointing.slot
     if not group.holds or slot is None:
@@ -183,10 +183,10 @@ def given_in_call(group: Group, member: Member) -> torch.Tensor | None:
 
 
 def take_home(group: Group, slot: Slot) -> bool:
-    """Does what :func:`bring_home` does, after an exception anywhere.
+    """As :func:`bring_home`, after an exception anywhere.
 
     Returns:
-        Whether values were taken over.
+        Whether values were copied.
     """
     arena = group.manager.parts.slots.arena
     base = arena.address

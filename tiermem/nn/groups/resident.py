@@ -1,14 +1,14 @@
-"""Which parameters stay in HBM with all that training adds to them, while the others stream.
+"""Which parameters stay in HBM with gradients and state, while the others stream.
 
-Adapters (LoRA's, say) are small, and trained in every step; the weights around them are large and
-frozen. In one block with those, a step would write all of it, and so send frozen bytes home. Where
-they are too large to stay they have blocks of their own (:func:`apart_from_frozen`).
+Adapters (such as LoRA's) are small and trained in every step; the weights around them are large and
+frozen. If they shared a block, each step would mark all of it as written, so frozen bytes would be
+copied home. If adapters are too large to stay, they have blocks of their own
+(:func:`apart_from_frozen`).
 
-Blocks of a few KB (the norms of a layer whose matrices are blocks of their own) stay as well: their
-copy takes a thousandth of the host's work for it.
+Blocks of a few KB (the norms of a layer whose matrices are blocks of their own) stay, too: their
+copy takes a thousandth of the time of the host's work for it.
 
-All of them are held by a pass as a whole, so that modules which use nothing else need not be
-intercepted.
+A pass holds all of them throughout, so that modules which use nothing else need not be intercepted.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tiermem.nn.groups.partition import TRAINED
 Resident = Literal["auto"] | Callable[[str, nn.Parameter], bool] | None
 """Parameters that stay: ``"auto"``, a predicate of qualified name and parameter, or none."""
 
-_SHARE = 8  # "auto": so many times the bytes of what is trained are frozen, at least
-_OF_HBM = 8  # likewise: that part of HBM is what it may take with gradients and state
-_APART = 2  # as that many times the bytes of what is trained are frozen in a block, it has its own
+_SHARE = 8  # "auto": frozen parameters take at least this many times the bytes of trained ones
+_OF_HBM = 8  # "auto": trained ones, with gradients and state, take at most this part of HBM
+_APART = 2  # trained ones get their own block if frozen ones have this many times their bytes
 _TRAINED = "(trained)"
 _TOGETHER = 64
-"""Parameters of one block: a step costs the host as much for a block of few as for many."""
+"""Parameters of one block: a step of a block with few costs the host as much as with many."""
 _PREFIX = "."
 _LITTLE = 1 << 20
-"""Bytes of a block at most that costs more to ask for than to copy: 18 us at 57 GB/s."""
-_BESIDE = 16  # so many times the bytes of such a block has the largest one, at least
-_OF_WEIGHTS = 64  # that part of all weights such blocks may be together
-_LITTLE_OF_HBM = 64  # likewise of HBM, with gradients and state
+"""Most bytes of a block that takes less time to copy than to request: 18 us at 57 GB/s."""
+_BESIDE = 16  # the largest block has at least this many times the bytes of such a block
+_OF_WEIGHTS = 64  # all such blocks together take at most this part of all weights
+_LITTLE_OF_HBM = 64  # and at most this part of HBM, with gradients and state
 _PAGES = 4  # whole pages of weights, gradients, masters and state
 
 
@@ -50,13 +50,13 @@ def residents(
     resident: Resident,
     hbm: int,
 ) -> list[Found]:
-    """Returns the parameters that stay in HBM, of those over the same memory one.
+    """Returns the parameters that stay in HBM; one of those over the same memory.
 
     Args:
         model: The model.
         params: Its parameters.
         nbytes: Returns the bytes of one.
-        resident: Which; see :data:`Resident`.
+        resident: Which parameters; see :data:`Resident`.
         hbm: The budget in bytes.
     """
     own = [found for found in params if found.same_as is None]
@@ -77,7 +77,7 @@ def residents(
 def little(
     blocks: Mapping[str, Sequence[Found]], nbytes: Callable[[Sequence[Found]], int], hbm: int
 ) -> list[str]:
-    """Returns the blocks that are too little to be moved, by name.
+    """Returns the blocks that are too small to be worth moving, by name.
 
     Args:
         blocks: Parameters of each block.
@@ -101,9 +101,9 @@ def little(
 def apart_from_frozen(
     root: str, members: Sequence[Found], nbytes: Callable[[Sequence[Found]], int]
 ) -> dict[str, list[Found]]:
-    """Returns the blocks of what would be one: what is trained apart, if it is little beside it.
+    """Divides a block into trained and frozen parameters, if the trained ones are much smaller.
 
-    A step would send all of it home otherwise, the frozen part as well.
+    Otherwise the frozen ones would be copied home after each step, too.
 
     Args:
         root: The name of the block.
@@ -118,18 +118,18 @@ def apart_from_frozen(
 
 
 def trained_bytes(found: Found) -> int:
-    """Returns the bytes of a parameter with what training by Adam adds to it."""
+    """Returns the bytes of a parameter with gradient, master and state of Adam."""
     tensor = found.tensor
     return tensor.numel() * (TRAINED if tensor.requires_grad else tensor.element_size())
 
 
 def _whole(found: Found) -> Found:
-    """Returns the parameter that a tensor is a part of, or the parameter that it is."""
+    """Returns the parameter that wraps a tensor, or the tensor itself if it is a parameter."""
     return found.shell or found
 
 
 def _named(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that modules want in HBM: names in ``resident_names``."""
+    """Returns the ids of the parameters that modules name in ``resident_names``."""
     return {
         id(module._parameters.get(name))
         for module in model.modules()
@@ -142,7 +142,7 @@ def checked_resident(resident: Resident) -> Resident:
     """Returns ``wrap``'s argument ``resident``, checked.
 
     Raises:
-        ConfigError: If it is none of what :data:`Resident` allows.
+        ConfigError: If it is not a value that :data:`Resident` allows.
     """
     if resident is None or resident == "auto" or callable(resident):
         return resident
@@ -152,7 +152,7 @@ def checked_resident(resident: Resident) -> Resident:
 
 
 def divided(members: Sequence[Found]) -> dict[str, list[Found]]:
-    """Returns the blocks of parameters that stay, by names that no module has."""
+    """Divides parameters that stay into blocks, with names that no module has."""
     blocks: list[list[Found]] = []
     for parts in by_parameter(members):
         if not blocks or len(blocks[-1]) >= _TOGETHER:
@@ -162,16 +162,16 @@ def divided(members: Sequence[Found]) -> dict[str, list[Found]]:
 
 
 def by_parameter(members: Sequence[Found]) -> Iterator[list[Found]]:
-    """Yields what is in one parameter, for each of them: none is divided between blocks."""
+    """Yields the tensors inside each parameter, which are not divided between blocks."""
     for _, parts in groupby(members, lambda found: id(_whole(found))):
         yield [*parts]
 
 
 def together(members: Sequence[Found]) -> dict[str, list[Found]]:
-    """Returns the block of all parameters that are too little to be moved, if there are any."""
+    """Returns the block of all parameters that are too small to be worth moving, if any."""
     return {f"{_PREFIX}small": list(members)} if members else {}
 
 
 def is_resident(root: str) -> bool:
-    """Whether a name of :func:`divided` or :func:`together` is given, rather than a module's."""
+    """Whether a name is one of :func:`divided` or :func:`together`, rather than a module's."""
     return root.startswith(_PREFIX)

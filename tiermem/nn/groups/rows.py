@@ -1,8 +1,9 @@
 """A stand-in for a stacked parameter in a call that reads a few of its rows.
 
-``weight[expert]`` is that expert's row, in HBM on its own; ``weight[experts]`` is a copy of those
-rows; a grouped product is made of the groups that have members. Every other operation fetches the
-whole block, and gives what it would give on the parameter itself.
+A *row* is the slice of one expert. ``weight[expert]`` is that expert's row, which is in HBM by
+itself; ``weight[experts]`` is a copy of those rows; a grouped product is computed for the groups
+that have members. Every other operation fetches the whole block, and returns what it would return
+for the parameter itself.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from tiermem.runtime.services.expert_store import ExpertStore
 from tiermem.runtime.services.expert_tensors import Lent
 
 _LONGEST = 0.2
-"""Seconds for which a product waits until other threads have submitted theirs."""
+"""Seconds for which a product waits for other threads to submit theirs."""
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
 _DERIVED = _GROUPED[:2]
-"""Of these, those of which the gradient is such a product again."""
+"""Functions among these whose gradient is such a product again."""
 _INDICES = (torch.int64, torch.int32)
 _OPERATORS = (
     "__add__",
@@ -68,12 +69,13 @@ class Choice:
     """The experts of one layer in one call, and where their rows are.
 
     Attributes:
-        store: Has the rows in HBM.
+        store: The store of rows in HBM.
         stack: The layer.
         use: The call.
-        indices: The choices as they lie, on the host; None where the forward may change them.
-        exact: Whether groups are as large as the choices say.
-        saving: What knows of rows that autograd saves.
+        indices: The choices in their original order, on the host; None if the forward may change
+            them.
+        exact: Whether the sizes of groups follow from the choices.
+        saving: Knows of rows that autograd saves.
     """
 
     __slots__ = ("_call", "exact", "indices", "manager", "saving", "stack", "store", "use")
@@ -92,13 +94,13 @@ class Choice:
         """Stores the arguments.
 
         Args:
-            manager: Of the blocks.
-            store: Has the rows.
+            manager: The manager of the blocks.
+            store: The store of rows.
             use: The call.
-            indices: The choices, where they are as the call will use them.
-            exact: Whether groups are as large as the choices say.
-            saving: What knows of rows that autograd saves.
-            call: That in which the choice was made; ``use`` where it is not backward's.
+            indices: The choices, if the call will use them unchanged.
+            exact: Whether the sizes of groups follow from the choices.
+            saving: Knows of rows that autograd saves.
+            call: The call in which the choice was made; ``use`` unless this is for a backward.
         """
         self.manager = manager
         self.store = store
@@ -117,13 +119,13 @@ class Choice:
         )
 
     def copied(self, tensor: int, experts: Sequence[int], copy: torch.Tensor) -> None:
-        """Notes copies of rows, which autograd may save."""
+        """Notes copies of rows that autograd may save."""
         if torch.is_grad_enabled():
             self.saving.copied(self.use, tensor, experts, copy)
 
     @inside
     def copies(self, tensor: int, experts: Sequence[int]) -> torch.Tensor | None:
-        """Returns copies of rows; None where they have no seats at once."""
+        """Returns copies of rows; None if there are not enough seats for them at once."""
         self.manager.gate.guard()
         with self.manager.lock:
             found = self.store.together(self.use, self.stack, tensor, experts)
@@ -139,20 +141,20 @@ class Choice:
     def whole(
         self, tensor: int, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor | None:
-        """Reads a whole tensor, where the pass under way brings it into HBM as one.
+        """Reads a whole tensor, if the current pass copies it to HBM as one.
 
         Args:
-            tensor: Which tensor of the block.
-            read: Submits what reads it, and keeps no view of it.
+            tensor: Index of the tensor in the block.
+            read: Submits kernels that read it, and keeps no view of it.
 
         Returns:
-            What ``read`` returns; None where the tensor is not there.
+            The result of ``read``; None if the tensor is not in HBM.
         """
         if torch.is_grad_enabled():
             return None
         lent, began = self._lend(tensor), time.monotonic()
         while lent is None and time.monotonic() - began < _LONGEST and self._is_read(tensor):
-            time.sleep(1e-4)  # else HBM may be too small for a whole block for each thread
+            time.sleep(1e-4)  # as HBM may be too small for a whole block for each thread
             lent = self._lend(tensor)
         if lent is None:
             return None
@@ -178,7 +180,7 @@ class Choice:
             self.store.tensors.take_back(lent)
 
     def row(self, tensor: int, expert: int) -> torch.Tensor | None:
-        """Returns a row; None where it cannot be had by itself."""
+        """Returns a row; None if it is not available by itself."""
         found = self.rows(tensor, (expert,))
         return None if found is None else found[0]
 
@@ -187,10 +189,10 @@ class Rows:
     """Stands for one parameter of ``[experts, ...]``.
 
     Args:
-        choice: Whose rows.
-        tensor: Which tensor of the block.
+        choice: The choice of experts.
+        tensor: Index of the tensor in the block.
         param: The parameter itself.
-        turned: Whether its last two dimensions have changed places.
+        turned: Whether its last two dimensions are transposed.
     """
 
     __slots__ = ("_choice", "_param", "_tensor", "_turned", "_version")
@@ -209,7 +211,7 @@ class Rows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """As of the parameter, which is away and not asked: programs look before each product."""
+        """The parameter's, without an access to it; programs read this before each product."""
         return self._choice.stack.forms[self._tensor][0]
 
     @property
@@ -241,7 +243,7 @@ class Rows:
     # -- rows ------------------------------------------------------------
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns one expert's row, copies of several, or what the whole gives."""
+        """Returns one expert's row, copies of several, or the result for the whole parameter."""
         if self._takes_gradients():
             return self.whole()[index]
         if self._tensor not in self._choice.stack.rows:
@@ -260,23 +262,23 @@ class Rows:
         return self.whole()[index]
 
     def transpose(self, first: int, second: int) -> Any:
-        """Turns the last two dimensions, or the whole."""
+        """Transposes the last two dimensions, or the whole parameter."""
         ndim = self.ndim
         if {first % ndim, second % ndim} == {ndim - 1, ndim - 2} and ndim == 3:
             return Rows(self._choice, self._tensor, self._param, turned=not self._turned)
         return self.whole().transpose(first, second)
 
     def _takes_gradients(self) -> bool:
-        """Whether gradients are taken of the parameter, in a call that began without any."""
+        """Whether the parameter needs gradients now, in a call that began without them."""
         if not torch.is_grad_enabled():
             return False
         with torch._C.DisableTorchFunctionSubclass():  # it is away
             return self._param.requires_grad
 
     def _row(self, expert: int) -> torch.Tensor | None:
-        """Returns a row in place; None where the whole parameter is needed."""
+        """Returns a row in place; None if the whole parameter is needed."""
         if not 0 <= expert < self._choice.stack.experts:
-            return None  # the whole parameter counts from the end, or raises
+            return None  # the whole parameter handles negative indices, or raises
         return self._choice.row(self._tensor, expert)
 
     def _gathered(self, index: torch.Tensor) -> torch.Tensor | None:
@@ -298,15 +300,15 @@ class Rows:
     ) -> torch.Tensor | None:
         """Returns the products of groups of rows with their experts' matrices.
 
-        A group's product does not depend on the other groups: it is made alone, or with some.
+        A group's product does not depend on the other groups: it is computed alone, or with some.
 
         Args:
             function: ``torch.nn.functional.grouped_mm`` or one like it.
-            rows: Of ``[tokens, features]``, group by group.
-            offsets: Of ``[experts]``: the end of each group.
+            rows: ``[tokens, features]``, group by group.
+            offsets: ``[experts]``, the end of each group.
 
         Returns:
-            ``[tokens, outputs]``; None where the whole parameter is needed.
+            ``[tokens, outputs]``; None if the whole parameter is needed.
         """
         choice = self._choice
         if choice.store.tensors:
@@ -336,7 +338,7 @@ class Rows:
         return function(rows, turned, offs=offsets)  # type: ignore[no-any-return]
 
     def matrices(self, experts: Sequence[int]) -> torch.Tensor | None:
-        """Returns those of some experts, the only one as it lies; None where none can be had."""
+        """Returns copies of some experts' rows, a single one in place; None if not available."""
         if len(experts) > 1:
             matrices = self._choice.copies(self._tensor, experts)
         else:
@@ -347,12 +349,12 @@ class Rows:
         return matrices.transpose(-2, -1) if self._turned else matrices
 
     def at_hand(self) -> tuple[int, int]:
-        """Returns how many rows can be had together, and the bytes of one."""
+        """Returns how many rows are available at once, and the bytes of one."""
         stack = self._choice.stack
         return self._choice.store.seats_for(stack, self._tensor), stack.nbytes(self._tensor)
 
     def save(self, experts: Sequence[int]) -> None:
-        """Notes that backward will ask for the rows of some experts, as they are now."""
+        """Notes that backward will need the present rows of some experts."""
         choice = self._choice
         self._version = choice.saving.version(self._param)
         choice.use.saved.update((choice.stack.piece(self._tensor, e), None) for e in experts)
@@ -369,7 +371,7 @@ class Rows:
     # -- everything else -------------------------------------------------
 
     def whole(self) -> torch.Tensor:
-        """Returns the parameter, every operation on which brings the block."""
+        """Returns the parameter; every operation on it fetches the block."""
         return self._param.transpose(-2, -1) if self._turned else self._param
 
     def __getattr__(self, name: str) -> Any:
@@ -383,7 +385,7 @@ class Rows:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Makes a grouped product of rows, or runs the function on the whole parameter."""
+        """Computes a grouped product with rows, or runs the function on the whole parameter."""
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in _GROUPED and len(args) == 2 and isinstance(args[1], Rows):
@@ -410,12 +412,12 @@ def gather(
     """Returns copies of rows.
 
     Args:
-        rows: Returns rows of experts as they lie.
-        experts: Of each copy; some may be equal.
-        seats: How many rows can be had together.
+        rows: Returns rows of experts in place.
+        experts: The expert of each copy; some may be equal.
+        seats: How many rows are available at once.
 
     Returns:
-        ``[len(experts), ...]``; None where a row cannot be had.
+        ``[len(experts), ...]``; None if a row is not available.
     """
     kinds = sorted(set(experts))
     if len(kinds) < seats:
@@ -450,7 +452,7 @@ for _name in _OPERATORS:
 
 
 def _real(value: Any) -> Any:
-    """Returns a value with the whole parameters in it."""
+    """Returns a value in which stand-ins are replaced by the whole parameters."""
     if isinstance(value, Rows):
         return value.whole()
     if type(value) in (list, tuple):
@@ -459,7 +461,7 @@ def _real(value: Any) -> Any:
 
 
 def _number(index: Any) -> int | None:
-    """Returns which row an index asks for, where it asks for one."""
+    """Returns the number of the row that an index selects, if it selects one."""
     if type(index) is int:
         return index
     if type(index) is torch.Tensor and index.dim() == 0 and index.dtype in _INDICES:

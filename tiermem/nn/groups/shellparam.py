@@ -1,9 +1,9 @@
 """Parameters of tensor subclasses that wrap plain tensors: quantized weights, for the most part.
 
-Such a parameter (torchao's, quanto's) has no bytes. The tensors inside, codes and scales say, have
-them: these are in a block and move, each as any other tensor of the block. The parameter stays the
-same object around the same tensors, so that functions of its class run as they do without tiers.
-While the block is not held its class is one whose operations bring the block first, as theirs is.
+Such a parameter (torchao's, quanto's) has no bytes itself. The inner tensors (codes, scales) have
+them: these are in a block and move like any other tensor of the block. The parameter stays the same
+object and wraps the same tensors, so that functions of its class run as they do without tiers.
+While the block is not held, its class is one whose operations fetch the block first, like theirs.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 _METADATA = ("dtype", "device", "shape")
 Place = tuple[nn.Module, str]
-"""A module and the name that it has a parameter by."""
+"""A module, and the name under which it has a parameter."""
 
 
 class _IsParameter(IsParameter):
-    """``tensor._is_param`` of a class below: what torch makes of it is of its own class then."""
+    """``tensor._is_param`` of a class below: a result of ``nn.Parameter`` gets its own class."""
 
     def __set__(self, tensor: Any, value: Any) -> None:
         if id(tensor) not in group_of:
@@ -53,7 +53,7 @@ class _IsParameter(IsParameter):
 
 
 class AwayShell(Away):
-    """A parameter around other tensors, whose block is not held."""
+    """A parameter that wraps other tensors, whose block is not held."""
 
     __slots__ = ()
 
@@ -61,7 +61,7 @@ class AwayShell(Away):
     _has_functions = True
 
     def set_(self, *source: Any, **kwargs: Any) -> Any:
-        """Refuses other memory, which such a tensor has none of.
+        """Refuses other memory, as such a tensor has no memory itself.
 
         Raises:
             ParameterError: Always.
@@ -76,7 +76,7 @@ class AwayShell(Away):
         if func is torch.Tensor.stride:  # its own: classes ask for it as they are taken apart
             return True, func(*args, **kwargs)
         if func is torch.Tensor.requires_grad_ or func == SET_REQUIRES_GRAD:
-            return True, func(*args, **kwargs)  # its gradients are no business of the tiers
+            return True, func(*args, **kwargs)  # its gradients are not in the tiers
         # the callers: nn.Parameter(), StandIn.__torch_function__(), dispatch(), this
         if func is torch.Tensor.detach and sys._getframe(3).f_code is NEW_PARAMETER:
             made = self._opened(lambda tensor: tensor.detach())
@@ -94,7 +94,7 @@ class AwayShell(Away):
         )
 
     def _opened(self, function: Callable[[Any], Any]) -> Any:
-        """Returns what a function makes of the tensor, of its own class and with its bytes."""
+        """Returns the result of a function for the tensor with its own class and its bytes."""
         use = self._open()
         try:
             with torch._C._EnableTorchFunction():
@@ -120,9 +120,9 @@ class AwayShell(Away):
 
 
 def _methods(kind: type) -> dict[str, Any]:
-    """Returns the methods that a class and its bases add to those of tensors, on the real one.
+    """Returns the methods that a class and its bases add to a tensor's, for the real parameter.
 
-    They may ask for its very class, or go around torch's functions.
+    They may test its exact class, or bypass torch's functions.
     """
     found: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -150,15 +150,15 @@ class _HeldShell(Held):
         super().__init__(away)
         shell = self.group.shell_of(away)
         if shell is not None and type(away) is not shell.kind:
-            # another thread holds the block as well, or what is inside is ordinary in part: the
-            # operation is made on one beside it
+            # another thread holds the block, too, or some inner tensors are materialized: the
+            # operation runs on a second parameter over the same tensors
             views = self.group.manager.parts.slots.current[self.group.block.id].views
             managed = [member for member in shell.members if not member.materialized]
             known = {id(member.tensor): views[member.index] for member in managed}
             self.tensor = shell.around([known.get(id(t), t) for *_, t in parts(away)])
 
     def close(self, func: Callable[..., Any]) -> None:
-        """Releases the block; what took the place of a tensor inside is copied to it."""
+        """Releases the block; tensors that replaced inner ones are copied to these first."""
         shell = self.group.shell_of(self.tensor)
         if shell is not None and writes(func):
             shell.take_in()
@@ -166,14 +166,14 @@ class _HeldShell(Held):
 
 
 class ShellParam:
-    """One parameter around tensors of a block.
+    """One parameter that wraps tensors of a block.
 
     Attributes:
         param: The parameter, always the same object.
         kind: Its class while the block is held.
         away: Its class while it is not.
         members: The tensors inside, in the order of :func:`tiermem.nn.tensors.shells.insides`.
-        places: The modules that have it, and by which names.
+        places: The modules that have it, with its name in each.
     """
 
     __slots__ = ("away", "kind", "members", "param", "places")
@@ -190,19 +190,19 @@ class ShellParam:
         self.places = places
 
     def around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns such a tensor around others, one for each that is inside by now."""
+        """Returns such a parameter that wraps other tensors, one for each inner tensor."""
         with outside_inference(), torch.no_grad():
             return self._shell().around(tensors)
 
     def _shell(self) -> Shell:
-        """Returns what the parameter says of itself by now, as one of its own class."""
+        """Returns the present inner tensors and metadata of the parameter, by its own class."""
         shell = Shell.of(self.param)
         if shell is None:
             raise TypeError(f"{self.kind.__name__} wraps no tensors")
         return replace(shell, kind=self.kind)
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns another such parameter around other tensors, without attributes of programs."""
+        """Returns such a parameter that wraps other tensors, without attributes set by programs."""
         made: Any = self.around(tensors)
         made.requires_grad_(self.param.requires_grad)
         made._is_param = True
@@ -210,7 +210,7 @@ class ShellParam:
         return copied
 
     def copy_into(self, memo: dict[int, Any]) -> None:
-        """Enters a copy into a deepcopy's memo, which has those of the tensors inside."""
+        """Adds a copy to a deepcopy's memo, which already has copies of the inner tensors."""
         made: Any = self.copy(self.values(memo))
         memo[id(self.param)] = made
         given = {name: v for name, v in vars(self.param).items() if name not in vars(made)}
@@ -219,11 +219,11 @@ class ShellParam:
             made.grad = deepcopy(self.param.grad, memo).to(made.device)
 
     def values(self, known: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the values of the tensors inside, on the host.
+        """Returns the values of the inner tensors, on the host.
 
         Args:
-            known: Those of tensors of the block, by their ids. What code has put in the place of
-                one of them is copied.
+            known: Values of tensors of the block, by their ids. A tensor with which other code has
+                replaced one of them is copied.
         """
         inside = [tensor for _, _, tensor in parts(self.param)]
         return [
@@ -232,10 +232,10 @@ class ShellParam:
         ]
 
     def take(self, value: Any) -> bool:
-        """Copies the values of another such parameter to the tensors inside, which are held.
+        """Copies the values of another such parameter to the inner tensors, which are held.
 
         Returns:
-            Whether it is of the same class and form; else nothing was copied.
+            Whether it has the same class and form; if not, nothing was copied.
         """
         if type(value) is not self.kind or Shell.of(value) != self._shell():
             return False
@@ -249,17 +249,17 @@ class ShellParam:
         return True
 
     def is_changed(self) -> bool:
-        """Whether other code has put other tensors in the place of those inside."""
+        """Whether other code has replaced inner tensors."""
         own = [id(member.tensor) for member in self.members]
         return [id(tensor) for *_, tensor in parts(self.param)] != own
 
     def take_in(self) -> None:
-        """Copies to the tensors inside what other code has put in their place.
+        """Copies tensors with which other code has replaced inner ones to these.
 
-        Some classes do that when they are copied to. The block is held.
+        Some classes replace them in ``copy_``. The block is held.
 
         Raises:
-            ParameterError: If it is of another form.
+            ParameterError: If one has another form.
         """
         now = list(parts(self.param))
         own = [member.tensor for member in self.members]
@@ -277,10 +277,10 @@ class ShellParam:
             setattr(owner, name, mine)
 
     def follow(self) -> None:
-        """Makes the parameter one of the device on which the tensors inside are by now.
+        """Changes the parameter's device to that of the inner tensors.
 
         Raises:
-            WrapError: If something else refers to it in a way that keeps it as it is.
+            WrapError: If other references prevent that.
         """
         self.param.__class__ = self.kind
         tensors = [member.tensor for member in self.members]
@@ -294,7 +294,7 @@ class ShellParam:
         grad = self.param.grad
         if grad is not None:
             made.grad = grad.to(made.device)
-        try:  # what ``module.to(device)`` does with such parameters
+        try:  # as ``module.to(device)`` does with such parameters
             torch.utils.swap_tensors(self.param, made)
         except RuntimeError as error:
             raise WrapError(
@@ -306,9 +306,9 @@ class ShellParam:
             self.param.__dict__.setdefault(name, value)
 
     def give_back(self) -> None:
-        """Does what :meth:`follow` does; where it cannot, modules get another parameter.
+        """As :meth:`follow`; if that is not possible, modules get another parameter.
 
-        What programs have put in the place of a tensor inside may be on another device.
+        Tensors with which programs have replaced inner ones may be on another device.
         """
         self.param.__class__ = self.kind
         with suppress(ParameterError):

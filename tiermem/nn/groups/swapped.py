@@ -1,8 +1,8 @@
-"""Tensors in the tiers that ``torch.utils.swap_tensors`` is given, refused before it swaps them.
+"""Refuses tensors in the tiers as arguments of ``torch.utils.swap_tensors``.
 
-It swaps what is behind two Python objects. The one in the model would have ordinary memory then,
-and lose it as its block next comes up. That of a weight torch refuses, since there are weak
-references to it, without saying what to do.
+The function swaps the tensors behind two Python objects. The one in the model would then have
+ordinary memory, and lose it when its block is next fetched. torch itself refuses weights, since
+there are weak references to them, but does not say what to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the bytes of a block were written by what used it."""
+"""Finds out whether the uses of a block have written its bytes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tiermem.nn.compat.counters import increment_versions, sum_of_versions
 
 
 def refuse_changed(weight: torch.Tensor, version: int, block: str) -> None:
-    """Refuses a weight that backward needs as it was; an error that torch raises as well.
+    """Refuses a weight that was changed in place but is needed for backward, as torch does.
 
     Args:
-        weight: Wherever it points.
-        version: Of it when it was saved; -1 where changes are no error.
+        weight: The weight, wherever it points.
+        version: Its version when it was saved; -1 if changes are not an error.
         block: The name of its block.
 
     Raises:
         RuntimeError: If it was changed in place since.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # it may be away
+    with torch._C.DisableTorchFunctionSubclass():  # its block may not be held
         now = weight._version
     if version not in (-1, now):
         raise RuntimeError(
@@ -32,7 +32,7 @@ def refuse_changed(weight: torch.Tensor, version: int, block: str) -> None:
 
 
 def refuse_replaced(block: str) -> RuntimeError:
-    """Returns the error of a weight that backward needs as it was, and that has other data now.
+    """Returns the error about a weight that backward needs but that has other data now.
 
     Args:
         block: The name of its block.
@@ -47,16 +47,16 @@ def refuse_replaced(block: str) -> RuntimeError:
 class Writes:
     """What is known of writes to the tensors of one block.
 
-    torch counts those that are operations on a parameter. Code that writes ``weight.data`` or
-    through an address is not counted; where a module's may do so, bytes are compared.
+    torch counts writes by operations on a parameter. It does not count writes of ``weight.data`` or
+    through an address; if the code of a module may do so, bytes are compared.
 
     Attributes:
         always: Whether every use counts as a write (buffers, which C++ kernels write).
         suspect: Whether the code of the modules may write weights in a way that torch does not
             count (``weight.data``), so that the bytes are compared after every use.
-        merging: Modules that may only while they have merged adapters; looked at in every use.
-        counted: The parameters whose version counters are looked at.
-        versions: The sum of these as far as it has been looked at.
+        merging: Modules that may do so only while they have merged adapters; checked in every use.
+        counted: The parameters whose version counters are read.
+        versions: The sum of these counters when they were last read.
         stepped: How many writes were steps of an optimizer.
     """
 
@@ -77,14 +77,14 @@ class Writes:
 
     @property
     def uncounted(self) -> bool:
-        """Whether the last use may have written what torch does not count."""
+        """Whether the last use may have made writes that torch does not count."""
         return self.suspect or self.always
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begins to count: what was written before is at home already.
+        """Begins to count; earlier writes are at home already.
 
         Args:
-            tensors: Those whose counters are looked at.
+            tensors: The tensors whose counters are read.
         """
         self.counted = tensors
         self.versions = self.count()
@@ -101,7 +101,7 @@ class Writes:
             self.merging.append(unless_empty)
 
     def look_for_adapters(self) -> None:
-        """Suspects the code of a use if modules have merged adapters, which it may unmerge."""
+        """Sets ``suspect`` if modules have merged adapters, which their code may unmerge."""
         self.suspect = any(module.merged_adapters for module in self.merging)
 
     def count(self) -> int:
@@ -109,6 +109,6 @@ class Writes:
         return sum_of_versions(self.counted)
 
     def add(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Counts a write of tensors made elsewhere in torch's version counters, and here."""
+        """Counts a write that was made elsewhere, in torch's version counters and here."""
         increment_versions(tensors)
         self.versions += len(tensors)

@@ -1,4 +1,4 @@
 """Forward and backward passes: the blocks they hold, and the tensors autograd saves in them.
 
-Begins and ends passes; sends saved tensors below HBM and brings them up.
+Begins and ends passes; copies saved tensors out of HBM and back.
 """

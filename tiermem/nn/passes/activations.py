@@ -1,12 +1,12 @@
-"""Which saved tensors leave HBM between forward and backward, and how they come back.
+"""Which saved tensors leave HBM between forward and backward, and how they are fetched again.
 
-Autograd hands every tensor it saves to a pack hook (:mod:`tiermem.nn.passes.saved`). A tensor
-that is no weight, is large enough and on the device goes below HBM; in its place autograd
-keeps a :class:`SavedActivation`. All views of one storage share one copy.
+Autograd passes every tensor that it saves to a pack hook (:mod:`tiermem.nn.passes.saved`). If a
+tensor is not a weight, is large enough and on the device, it is copied to DRAM or NVMe, and
+autograd keeps a :class:`SavedActivation` instead. All views of one storage share one copy.
 
-A saved tensor that is changed in place afterwards is an error in backward, as it is
-without hooks: with them autograd does not check, so it is checked here. The version
-counter outlives the tensor in an alias of it that has no bytes.
+A saved tensor that is changed in place afterwards is an error in backward, as it is without hooks.
+With hooks autograd does not check that, so it is checked here. To keep the tensor's version counter
+after the tensor is freed, there is an alias of it without bytes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _AHEAD_BLOCKS = 2
 class Kept(tuple[torch.Tensor, int]):
     """A saved tensor that stays where it is, and the version of its contents when it was saved.
 
-    Instead of the output of a node, which that node would keep in a cycle, it has an alias of it.
-    A tuple is made without a call of Python's. A plain tensor of version 0 needs none: what is
-    saved of it is the tensor (or its alias) alone, which is to be of version 0 still.
+    For the output of a node it has an alias instead, as the node would otherwise keep it in a
+    reference cycle. It is a tuple, since that is created without a Python call. A tensor of version
+    0 needs no such tuple: the tensor (or its alias) itself is saved, and must still have version 0.
     """
 
     __slots__ = ()
 
 
 def changed(counter: torch.Tensor, version: int, shape: tuple[int, ...]) -> RuntimeError:
-    """Returns what autograd raises if a saved tensor was changed in place."""
+    """Returns the error that autograd raises if a saved tensor was changed in place."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an "
         f"inplace operation: [{counter.type()} {list(shape)}] is at version "
@@ -58,7 +58,7 @@ class SavedActivation:
     Attributes:
         copy: The copy, shared by all views of the storage.
         counter: An alias of the tensor without bytes; it has the tensor's version counter.
-        version: Of the contents when the tensor was saved.
+        version: The version when the tensor was saved.
     """
 
     __slots__ = ("conj", "copy", "counter", "dtype", "neg", "offset", "shape", "stride", "version")
@@ -76,7 +76,7 @@ class SavedActivation:
 
 
 class _Where(threading.local):
-    """Where in its forward pass a thread is."""
+    """The position of a thread in its forward pass."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
@@ -88,7 +88,7 @@ class Activations:
     """The saved tensors of one manager's modules.
 
     Attributes:
-        store: Their copies; None where activations stay in HBM.
+        store: Their copies; None if activations stay in HBM.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class Activations:
         """Starts without saved tensors.
 
         Args:
-            manager: Whose tiers they go to.
+            manager: The manager of the tiers.
             home: ``"dram"`` or ``"nvme"``; otherwise they stay in HBM.
             minimum: Bytes below which a tensor stays.
             layers: How many layers, from the first, have theirs offloaded; None for all.
-            ahead: Bytes fetched ahead; None for those of two blocks.
+            ahead: Bytes that may be prefetched; None for those of two blocks.
         """
         self._manager = manager
         self._home = home
@@ -122,10 +122,10 @@ class Activations:
         self.store = ActivationStore(manager, home, self.window) if below else None
 
     def check(self) -> None:
-        """Refuses a home that is not there.
+        """Refuses a home that does not exist.
 
         Raises:
-            CapacityError: If activations should live on NVMe and there is no such tier.
+            CapacityError: If activations should go to NVMe and there is no such tier.
         """
         if (
             self.store is not None
@@ -138,7 +138,7 @@ class Activations:
             )
 
     def window(self) -> int:
-        """Returns how many bytes may be on their way, in either direction."""
+        """Returns how many bytes may be in transfer in each direction."""
         if self._ahead is not None:
             return self._ahead
         return _AHEAD_BLOCKS * max(self._largest, self._since)
@@ -163,13 +163,13 @@ class Activations:
                 self.store.begin_sweep()
 
     def end_backward(self) -> None:
-        """Called when backward is over, or was cut short."""
+        """Called when backward has ended, or was interrupted."""
         if self.store is not None:
             with self._manager.lock:
                 self.store.reap()
 
     def enter(self, scope: PassScope) -> bool:
-        """Called as a module begins at which a block begins; returns if ``leave`` must follow."""
+        """Called when a module with a block of its own is called; returns if ``leave`` follows."""
         if self.store is None or torch._C._current_graph_task_id() != -1:
             return False
         where = self._where
@@ -191,10 +191,10 @@ class Activations:
         self._since = 0
 
     def _number_of(self, scope: PassScope) -> int | None:
-        """Returns which layer a module is, None if it is none.
+        """Returns the number of the layer that a module is, None if it is not a layer.
 
         Layers are the numbered items of lists at which a block begins, in the order of the
-        model; what is inside another layer is part of that one.
+        model; a module inside another layer is part of that one.
         """
         key = (scope.number, scope.name)
         if key not in self._numbers:
@@ -211,18 +211,18 @@ class Activations:
     # -- saving ----------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> SavedActivation | None:
-        """Sends a saved tensor below HBM.
+        """Copies a saved tensor out of HBM.
 
         Returns:
-            What stands for it; None where it stays.
+            The object that replaces it; None if it stays.
         """
         store = self.store
         if store is None or tensor.layout is not torch.strided or tensor.is_nested:
-            return None  # some of those have no number of bytes
+            return None  # some of these tensors have no number of bytes
         if tensor.nbytes < self._minimum:
             return None
         if torch._C._current_graph_task_id() != -1:
-            return None  # recomputed: backward needs it a moment later
+            return None  # recomputed: backward needs it immediately
         if self._layers is not None and self._layer() >= self._layers:
             return None
         if not self._can_leave(tensor):
@@ -252,12 +252,12 @@ class Activations:
             return SavedActivation(copy, tensor, self._counter(tensor))
 
     def _layer(self) -> int:
-        """Returns the layer a tensor saved now belongs to; between two it is the next."""
+        """Returns the layer to which a tensor that is saved now belongs; between two, the next."""
         where = self._where
         return where.layers[-1] if where.layers else where.next_layer
 
     def _can_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether a strided tensor is an ordinary one, on the device, and no leaf of autograd's."""
+        """Whether a strided tensor is an ordinary one, on the device, and not an autograd leaf."""
         if (
             type(tensor) is not torch.Tensor
             or tensor.device != self._manager.parts.device
@@ -266,7 +266,7 @@ class Activations:
         ):
             return False
         base = _root(tensor)
-        # a leaf is held where its gradient is wanted: nothing would be won
+        # the graph holds a leaf that needs a gradient anyway, so nothing would be gained
         return not (base.is_leaf and base.requires_grad)
 
     def _counter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -282,7 +282,7 @@ class Activations:
     # -- using -----------------------------------------------------------
 
     def open(self, saved: SavedActivation) -> torch.Tensor:
-        """Returns a saved tensor, in HBM; its version is checked by the caller.
+        """Returns a saved tensor in HBM; the caller checks its version.
 
         Raises:
             StorageError: If its bytes cannot be read.
@@ -299,14 +299,14 @@ class Activations:
             view = view.conj()
         if saved.neg:
             view = torch._neg_view(view)
-        shared = saved.counter.detach()  # a graph made by backward checks the version as well
+        shared = saved.counter.detach()  # a graph of backward (double backward) checks it, too
         shared.data = view
         return shared
 
     # -- reports ---------------------------------------------------------
 
     def stats(self) -> ActivationStats:
-        """Returns what was counted."""
+        """Returns the counters."""
         counters = self._manager.parts.counters.activations
         if self.store is None:
             return counters.freeze(0, 0)
@@ -323,11 +323,11 @@ class Activations:
 
 
 def _span(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-    """Returns which bytes of its storage are copied for a tensor, None if it had better stay.
+    """Returns which bytes of its storage are copied for a tensor, None if it should stay.
 
-    The whole storage, if most of it is the tensor's: other views of it are then saved at no
-    cost. Otherwise what lies between its first and its last element; from an aligned byte, so
-    that kernels find the same alignment as in the original.
+    The whole storage, if most of it belongs to the tensor: then other views of it are saved without
+    further cost. Otherwise the bytes between its first and its last element, beginning at an
+    aligned byte, so that kernels find the same alignment as in the original.
     """
     total, nbytes = storage.nbytes(), tensor.nbytes
     if storage.data_ptr() % _ALIGNED:
@@ -344,15 +344,15 @@ def _span(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, int
 
 
 def _root(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what a tensor is a view of, or the tensor itself."""
+    """Returns the base of a view, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def _same_contents(copy: Copy, tensor: torch.Tensor) -> bool:
     """Whether nothing was written to the storage since the copy was made.
 
-    Tensors of one storage need not have one version counter (``unsafe_chunk``, ``detach`` of
-    ``data``); views of one tensor have.
+    Tensors of one storage need not share a version counter (``unsafe_chunk``, ``detach`` of
+    ``data``); views of one tensor do.
     """
     root = None if copy.root is None else copy.root()
     return root is _root(tensor) and tensor._version == copy.version

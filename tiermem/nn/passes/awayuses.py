@@ -1,4 +1,4 @@
-"""Uses of tensors whose block is not held: outside their own module's call."""
+"""Uses of tensors whose block is not held, outside their own module's call."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 _DEEPEST = 4
 _MOST_PARTS = 256
-"""How far what a call returns is looked through for weights."""
+"""How many parts of a call's result are searched for weights."""
 
 
 class AwayUses:
-    """Brings blocks up for such uses, and leaves tensors pointed at them until the next pass.
+    """Fetches blocks for such uses, and leaves tensors pointed at them until the next pass.
 
     Attributes:
-        manager: Where the blocks are.
-        here: Where the calling thread is.
-        addresses: The addresses that users were given for tensors.
-        soft: Groups that are left pointed at their blocks, by their ids, in that order.
-        counted: Whether torch counts all that the code of the modules writes, as far as is known.
-        on_look: Called before each look at weights that are away, between passes.
+        manager: The manager of the blocks.
+        here: What the calling thread is doing.
+        addresses: The addresses that users got for tensors.
+        soft: Groups that are left pointed at their blocks, by id, in the order of use.
+        counted: Whether torch counts all writes by the code of the modules, as far as is known.
+        on_look: Functions called before each access to weights that are not held, between passes.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -57,10 +57,10 @@ class AwayUses:
     @inside
     def demand(self, group: Group) -> None:
         """Fetches a group whose parameter is looked up while its block is not held."""
-        # every torch operation on the parameter brings its block for its own time; it is pointed
-        # there for code that torch does not see, which may write if it runs outside every pass
+        # every torch operation on the parameter fetches its block itself. The parameter is pointed
+        # at the block for code that torch does not see, which may write it outside of passes
         if group.in_place:
-            return  # an operation on it says that there is no room; its shape can be asked for
+            return  # an operation on it raises if there is no room; its shape can always be read
         self._close(group)
         inside = self.here.is_in_pass()
         if not inside:
@@ -76,13 +76,13 @@ class AwayUses:
 
     @inside
     def note_apart(self, group: Group) -> None:
-        """Notes a use outside of the calls that hold a group, which other threads' may do then."""
+        """Notes a use outside of the calls that hold a group; other threads may make such uses."""
         if self.here.inside or self.manager.threads.several:
             group.use_apart()
 
     @inside
     def lend(self, group: Group) -> int:
-        """Holds a group for one operation on a tensor of it that is away."""
+        """Holds a group for one operation on a tensor of it while it is not held."""
         if group.in_place:
             raise no_room(self.manager, group, self._runtime.program)
         self.manager.gate.guard()
@@ -109,13 +109,13 @@ class AwayUses:
             group: The group.
             token: What :meth:`lend` returned.
             dirty: Whether the operation may have written the block.
-            views: Whether it returns views that share the tensors' version counters. What they
-                write in a pass without gradients is found out as the pass ends, or before the
-                block leaves: most of them are gone by then (``x @ self.embedding.weight.t()``).
+            views: Whether it returns views that share the tensors' version counters. In a pass
+                without gradients, their writes are detected when the pass ends, or before the
+                block leaves: most views are freed by then (``x @ self.embedding.weight.t()``).
         """
         if token == 2:
             self.saved.pop()
-        odd = group.writes.merging or group.shells  # whose views are of a class of their own
+        odd = group.writes.merging or group.shells  # their views have another class
         waits = views and not (dirty or odd) and self._may_wait()
         group.let_go(dirty=dirty, soft=True, views_wait=waits)
         if waits:
@@ -127,7 +127,7 @@ class AwayUses:
         """Lends the tensors of a group that is read in DRAM, for one operation on one of them.
 
         Raises:
-            CapacityError: If they cannot be looked at there now, so that they would have to fit.
+            CapacityError: If they cannot be read in place now, so that HBM would need room.
         """
         self.manager.gate.guard()
         self.manager.threads.note()
@@ -147,7 +147,7 @@ class AwayUses:
             self.manager.zero_copy.lent(group.block, group.block.nbytes)
 
     def _may_wait(self) -> bool:
-        """Whether a pass is under way as whose end views can be looked at."""
+        """Whether there is a current pass at whose end views can be checked."""
         return (
             self.counted
             and self.here.inside
@@ -157,7 +157,7 @@ class AwayUses:
         )
 
     def settle_views(self) -> None:
-        """Finds out which blocks views have written, as a pass ends."""
+        """Finds out which blocks were written through views, when a pass ends."""
         if self._viewed:
             with self.manager.lock:
                 while self._viewed:
@@ -165,11 +165,11 @@ class AwayUses:
 
     @inside
     def bring(self, group: Group, show: Callable[[Slot], None], *, dirty: bool) -> None:
-        """Brings a block up for a tensor that is to look into it, which holds it there then.
+        """Fetches a block for a tensor that is then pointed at it and keeps it there.
 
         Args:
-            group: Of the block.
-            show: Points the tensor there.
+            group: The group of the block.
+            show: Points the tensor at the block.
             dirty: Whether to assume that the block will be written.
 
         Raises:
@@ -180,7 +180,7 @@ class AwayUses:
         manager.gate.guard()
         manager.threads.note()
         self._runtime.backward.enter()
-        if group.soft and not dirty:  # as a part of the use for which backward has brought it
+        if group.soft and not dirty:  # a part of the use for which backward has fetched it
             with manager.lock:
                 if manager.acquirer.at_hand(block.id) is not None:
                     show(manager.parts.slots.current[block.id])
@@ -205,21 +205,21 @@ class AwayUses:
             self.manager.release(group.block, dirty=True)
 
     def _close(self, group: Group) -> None:
-        """Has calls of modules intercepted again: one of their weights is used by itself."""
+        """Intercepts calls of modules again, since one of their weights is used by itself."""
         if group.left_open is not None:
             with self.manager.lock:
                 group.left_open()
 
     def _tell_of_look(self, group: Group) -> None:
-        """Tells of a look at weights between passes, before they come up."""
+        """Reports an access to weights between passes, before they are fetched."""
         for tell in self.on_look:
             tell(group)
 
     def _keep_soft(self, group: Group) -> None:
         """Leaves a group pointed at its block.
 
-        To the end of the module's call in which it was used (:meth:`rest`), or to the next pass;
-        while backward goes on, for a few uses.
+        Until the end of the module's call in which it was used (:meth:`rest`), or until the next
+        pass; in backward, for a few uses.
         """
         backward = self._runtime.backward
         if backward.under_way and torch._C._current_graph_task_id() != -1:
@@ -233,13 +233,13 @@ class AwayUses:
             self._runtime.groups.track(tensor, self._runtime.backward.incoming)
 
     def end(self) -> None:
-        """Ends what was left pointed; the caller has the manager's lock."""
+        """Ends the soft state of all groups; the caller has the manager's lock."""
         for group in self.soft.values():
             group.rest()
         self.soft.clear()
 
     def end_between(self, group: Group) -> None:
-        """Ends that a group was left pointed, between passes; the caller has the manager's lock."""
+        """Ends the soft state of a group between passes; the caller has the manager's lock."""
         if (
             not self.here.is_in_pass()
             and not self.manager.threads.several
@@ -249,14 +249,14 @@ class AwayUses:
 
     @inside
     def rest(self, before: int, result: object) -> None:
-        """Ends what was left pointed in a module's call that ends, in a pass without gradients.
+        """Ends the soft state of groups used in a module's call, in a pass without gradients.
 
-        What runs in it may hold several weights at once and hand them to code that torch does not
-        see; what runs after it has them only if they were returned.
+        Code in the call may have several weights at once and pass them to code that torch does not
+        see; code after it has them only if they were returned.
 
         Args:
-            before: How many groups were left pointed as the call began.
-            result: Of the call.
+            before: How many groups were soft when the call began.
+            result: The result of the call.
         """
         if torch.is_grad_enabled() or self.manager.threads.several or not self.here.inside:
             return
@@ -266,7 +266,7 @@ class AwayUses:
                     self.soft.pop(key).rest()
 
     def forget(self, gone: set[int]) -> None:
-        """Forgets groups, given by their ids, that are taken out."""
+        """Forgets groups, given by their ids, that are removed."""
         for key in gone:
             self.soft.pop(key, None)
         self._viewed = [group for group in self._viewed if id(group) not in gone]
@@ -278,9 +278,9 @@ class AwayUses:
 
 
 def _is_in(group: Group, result: object, depth: int = _DEEPEST) -> bool:
-    """Whether a call returns a tensor of a group, or may do so: in an object of some class, say.
+    """Whether a call returns a tensor of a group, or may do so in an object of an unknown class.
 
-    No code of the result's is run.
+    No code of the result is run.
     """
     if isinstance(result, torch.Tensor):
         return any(result is member.tensor for member in group.pointing.members)

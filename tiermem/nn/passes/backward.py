@@ -1,4 +1,4 @@
-"""The backward under way: where it begins and ends, and which groups it points at their blocks."""
+"""The current backward: its begin and end, and which groups it points at their blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
 
 _USES = 3
-"""How often in a row a backward is thought to use a trained block, until one has been seen."""
+"""How often in a row a backward is assumed to use a trained block, until one has been seen."""
 
 
 class BackwardWatcher(Protocol):
@@ -32,19 +32,20 @@ class BackwardWatcher(Protocol):
 
     @property
     def revocable(self) -> bool:
-        """Whether steps that it makes in backward can be taken back."""
+        """Whether steps that it performs in backward can be undone."""
         ...
 
     def begins(self) -> int:
-        """Called as one begins.
+        """Called when a backward begins.
 
         Returns:
-            0 if it uses weights and gradients alone; else a number that tells apart what it uses.
+            0 if it uses weights and gradients only; otherwise a number that identifies the other
+            blocks that it uses.
         """
         ...
 
     def foresees(self, order: Sequence[int]) -> Sequence[int]:
-        """Returns the order of use of a backward with its steps, from that of one without.
+        """Returns the order of use of a backward with steps, given that of one without.
 
         Args:
             order: Ids of blocks.
@@ -52,20 +53,20 @@ class BackwardWatcher(Protocol):
         ...
 
     def ends(self) -> None:
-        """Called when it is over."""
+        """Called when a backward has ended."""
         ...
 
     def settle(self) -> None:
-        """Permits access to all blocks, also while a step is under way."""
+        """Makes all blocks accessible, even during a step."""
         ...
 
     def repair(self) -> None:
-        """Takes back what can be, after an exception anywhere; nothing is under way."""
+        """Undoes steps as far as possible, after an exception anywhere; none is in progress."""
         ...
 
 
 class _Ending:
-    """Ends a backward; autograd drops it uncalled where that is cut short by an error."""
+    """Ends a backward; if an error ends the backward, autograd drops it without calling it."""
 
     __slots__ = ("__weakref__", "_backward", "_waited")
 
@@ -86,21 +87,21 @@ def _nothing() -> None:
 
 
 class BackwardPass:
-    """Begins a pass where autograd reaches a wrapped module, and ends it with its backward.
+    """Begins a pass when autograd reaches a wrapped module, and ends it with the backward.
 
     Attributes:
-        runtime: Of the modules.
-        manager: Of their blocks.
-        under_way: Whether one has begun and is not ended.
-        ending: Returns what ends it; None once autograd has dropped that, as an error does.
-        on_begin: Called as each backward begins.
+        runtime: The runtime of the modules.
+        manager: The manager of their blocks.
+        under_way: Whether a backward has begun and not ended.
+        ending: Returns the object that ends it; None once autograd has dropped that after an error.
+        on_begin: Functions called when a backward begins.
         watchers: Notified of every backward (optimizers that step in it).
         incoming: The gradients that it accumulates.
-        reduced: Gradients that a ``DistributedDataParallel`` around a model takes part in.
+        reduced: Gradients that a ``DistributedDataParallel`` around a model reduces.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
-        """Starts with none under way."""
+        """Starts without a backward."""
         self.runtime = runtime
         self.manager = runtime.manager
         self.under_way = False
@@ -115,7 +116,7 @@ class BackwardPass:
         self.ending: Callable[[], _Ending | None] = _nothing
 
     def enter(self) -> None:
-        """Called where backward reaches a wrapped module: begins a new pass the first time."""
+        """Called when backward reaches a wrapped module: begins a new pass the first time."""
         if torch._C._current_graph_task_id() == -1:
             return
         if not self.under_way or self.ending() is None:
@@ -124,7 +125,7 @@ class BackwardPass:
     @inside
     def _begin(self) -> None:
         if self.under_way:
-            self.end()  # that was another one
+            self.end()  # the one before
         runtime, manager = self.runtime, self.manager
         if is_autograd_compiled() and not manager.parts.table.all_fit:
             raise WrapError(
@@ -152,10 +153,10 @@ class BackwardPass:
         self.incoming.begin_backward()
 
     def _guess(self, stepping: Sequence[int]) -> Sequence[int]:
-        """Returns the order of use of a backward of which none has been seen.
+        """Returns the expected order of use of a backward that has not been seen before.
 
         Args:
-            stepping: Whether steps are made in it, by watcher.
+            stepping: Whether steps are performed in it, by watcher.
         """
         runtime, planner = self.runtime, self.manager.parts.planner
         if planner.observed(runtime.names.like_backward):
@@ -168,12 +169,12 @@ class BackwardPass:
         gradients = {block.id for _, unit in units for block in unit.blocks}
         order = [b for b in planner.schedule.order if b not in gradients]
         del order[planner.cursor :]
-        # one that is computed again is let go in between, and would leave before its modules' turn
+        # a recomputed block is released in between, and would leave before its modules' backward
         return [b for b in order[::-1] for _ in range(_USES if b in trained else 1)]
 
     @inside
     def comes_to(self, scope: PassScope) -> None:
-        """Called when the gradient of a module's output is there: its backward comes next."""
+        """Called when the gradient of a module's output is computed: its backward comes next."""
         if self.manager.gate.closed:
             return
         if not self.under_way or self.ending() is None:
@@ -185,10 +186,10 @@ class BackwardPass:
             self.keep_soft(group)
 
     def keep_soft(self, group: Group) -> None:
-        """Leaves a group pointed at its block until backward has come to two others.
+        """Leaves a group pointed at its block until backward has used two others.
 
         Args:
-            group: One that is pointed softly.
+            group: A soft group.
         """
         with self.manager.lock:  # another thread's forward may end this backward
             if group in self._soft:
@@ -198,10 +199,10 @@ class BackwardPass:
                 self._soft.popleft().rest()
 
     def recomputes(self) -> None:
-        """Called as a part of the forward is about to be computed again.
+        """Called before a part of the forward is recomputed.
 
-        What comes after that part in forward has been through its backward: its blocks are let go.
-        Else two of them would be held until that of the part has come to two others.
+        The backward of everything after that part is done, so its blocks are released. Otherwise
+        two of them would be held until the part's backward has used two others.
         """
         if not self.under_way or self.ending() is None:
             self.enter()
@@ -210,9 +211,9 @@ class BackwardPass:
                 self._let_go_soft()
 
     def keep(self, groups: Iterable[Group]) -> None:
-        """Holds groups until backward is over: each layer that is computed again would hold them.
+        """Holds groups until backward ends; otherwise each recomputed layer would hold them again.
 
-        They are at home in HBM, so that it takes no room.
+        Their home is HBM, so this takes no room.
         """
         for group in groups:
             if group not in self._kept:
@@ -220,11 +221,11 @@ class BackwardPass:
                 self._kept.append(group)
 
     def keep_all(self, owner: object, groups: Iterable[Group]) -> None:
-        """Holds groups that are in HBM until backward is over; the caller has the manager's lock.
+        """Holds groups that are in HBM until backward ends; the caller has the manager's lock.
 
         Args:
-            owner: Has them; see :meth:`keeps_all_of`.
-            groups: All of its.
+            owner: The owner of the groups; see :meth:`keeps_all_of`.
+            groups: All of its groups.
         """
         stream = self.manager.acquirer.enter_stream()
         self._owners.append(owner)
@@ -235,7 +236,7 @@ class BackwardPass:
                 self._kept.append(group)
 
     def keeps_all_of(self, owner: object) -> bool:
-        """Whether all groups of an owner are held for the backward under way."""
+        """Whether all groups of an owner are held for the current backward."""
         return owner in self._owners and self.under_way and self.ending() is not None
 
     def let_go_kept(self) -> None:
@@ -245,30 +246,30 @@ class BackwardPass:
             self._kept.pop().let_go()
 
     def forget(self, gone: set[int]) -> None:
-        """Forgets groups, given by their ids, that are taken out."""
+        """Forgets groups, given by their ids, that are removed."""
         self._soft = deque(g for g in self._soft if id(g) not in gone)
 
     def _cut_short(self, ending: weakref.ref[_Ending]) -> None:
-        """Ends a backward that an error cut short; gradients that made way are shown again."""
+        """Ends a backward after an error, and restores stand-ins of gradients."""
         if self.under_way and ending is self.ending:
             self.runtime.grads.restore()
             self.let_go_kept()  # what is written meanwhile is to be seen
 
     @inside
     def end(self) -> None:
-        """Ends a backward that is over, or was cut short by an error some time ago."""
+        """Ends a backward that has finished, or was ended by an error some time ago."""
         if not self.under_way:
             return
         self.under_way = False
         self.let_go_kept()
         try:
             self.reduced.end_backward()
-            self.incoming.take_rest()  # watchers may step what was waited for in vain
+            self.incoming.take_rest()  # watchers may then step units that have waited in vain
         finally:
             self._tell_of_end()
 
     def _tell_of_end(self) -> None:
-        """Ends what the parts of the runtime have of a backward that is over."""
+        """Tells the other parts of the runtime that the backward has ended."""
         runtime = self.runtime
         for watcher in self.watchers:
             watcher.ends()
@@ -281,14 +282,14 @@ class BackwardPass:
         runtime.busy("backward", self._began)
 
     def _let_go_soft(self) -> None:
-        """Lets go of the groups that backward came to last; the caller has the manager's lock."""
+        """Releases the groups that backward used last; the caller has the manager's lock."""
         while self._soft:
             self._soft.popleft().rest()
 
     def reset(self) -> None:
-        """Ends a backward after an exception anywhere, however far its end had come.
+        """Ends a backward after an exception anywhere, even in the middle of its end.
 
-        Watchers take back what can be before that.
+        Before that, watchers undo steps as far as possible.
         """
         for watcher in self.watchers:
             watcher.repair()

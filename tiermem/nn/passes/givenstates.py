@@ -1,9 +1,10 @@
-"""Values of state dicts, which are copies: a program that writes to them is told that once.
+"""Warns once if a program writes to values of a state dict, which are copies.
 
-With torch a state dict has the memory of the model's tensors, and some programs write the model by
-it: ``model.state_dict()[name].copy_(value)``, averages over ``state_dict().values()``. Here the
-values are copies in host memory, and nothing would happen. Nor can what is written be taken over:
-``value.cpu()`` is another tensor on a GPU, which programs average in place, and here the same one.
+With torch, a state dict shares the memory of the model's tensors, and some programs write the model
+through it: ``model.state_dict()[name].copy_(value)``, averages over ``state_dict().values()``. Here
+the values are copies in host memory, and such a write has no effect. Writes cannot be copied to the
+model either: on a GPU, ``value.cpu()`` is a new tensor, which programs average in place, while here
+it is the value itself.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from weakref import ref
 import torch
 
 _HELD = 64 << 20
-"""Bytes of values that are kept until the next look, as nobody else may have them by then; of what
-is larger it is only seen what a program keeps."""
+"""Bytes of values that are kept until the next check, as the program may have dropped them by then.
+Larger values are only checked if the program keeps them."""
 _SELDOM = 16
-"""Of so many looks one is made, besides the first: a program may keep a thousand for long."""
+"""After the first check, only one in this many is made, as a program may keep many values long."""
 
 
 class GivenStates:
-    """The values that programs were given, until one of them is found written."""
+    """The values that programs got, until one of them is found written."""
 
     __slots__ = ("_given", "_held", "_looks", "_nbytes", "_told")
 
@@ -33,13 +34,13 @@ class GivenStates:
         self._told = False
 
     def note(self, name: str, copy: torch.Tensor) -> None:
-        """Notes that a program is given a copy of a tensor.
+        """Notes that a program gets a copy of a tensor.
 
         Args:
-            name: In the state dict.
-            copy: It, just made.
+            name: Name in the state dict.
+            copy: The copy, just made.
         """
-        # torch counts no writes of the second, and knows no size of what is not strided
+        # torch counts no writes of inference tensors, and has no storage size for other layouts
         if self._told or copy.is_inference() or copy.layout is not torch.strided:
             return
         self._given[id(copy)] = name, ref(copy), copy._version

@@ -1,4 +1,4 @@
-"""What optimizers keep in the tiers, and their steps under way."""
+"""What optimizers keep in the tiers, and their steps in progress."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Keeper:
     """What one optimizer keeps in the tiers.
 
     Attributes:
-        blocks: Returns its blocks of state and masters, and of gradients that no parameter has.
+        blocks: Returns its blocks of state and masters, and of gradients taken from parameters.
         space: Returns the space below HBM that it has beside these.
         optimizer: The optimizer itself.
-        before_forward: Called before each top-level pass, with whether gradients are taken.
-        check_steps: Raises a ``CapacityError`` where HBM has no room for one of its steps.
+        before_forward: Called before each top-level pass, with whether gradients are computed.
+        check_steps: Raises a ``CapacityError`` if HBM has no room for one of its steps.
     """
 
     blocks: Callable[[], list[Block]]
@@ -30,10 +30,10 @@ class Keeper:
 
 
 class UnderWay(Protocol):
-    """A step that holds blocks until it is made or taken back."""
+    """A step that holds blocks until it is completed or undone."""
 
     def end(self) -> None:
-        """Takes it back unless it is made, and releases everything."""
+        """Undoes it unless it is complete, and releases everything."""
         ...
 
     def leased(self) -> tuple[Group | None, list[Block]]:
@@ -42,10 +42,10 @@ class UnderWay(Protocol):
 
 
 class Keepers(list[Keeper]):
-    """Those of every optimizer that is open.
+    """The keepers of all open optimizers.
 
     Attributes:
-        attempts: Steps that are under way, or could not be taken back yet.
+        attempts: Steps that are in progress, or could not be undone yet.
     """
 
     def __init__(self) -> None:

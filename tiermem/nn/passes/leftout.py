@@ -1,7 +1,8 @@
-"""Graphs that are left to torch: nothing of tiermem's sees what autograd saves of them.
+"""Graphs that are left to torch: tiermem's saved-tensor hooks do not see what they save.
 
-Checkpoints compare what a part saves as it is computed and as it is computed again. So which way
-it began is noted with the hook that computes it again, and it is computed again in that way.
+Activation checkpointing compares what a part saves when it is computed and when it is recomputed.
+So it is noted, with the hook that recomputes, which way the part was computed, and it is recomputed
+in the same way.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from tiermem.nn.groups.keptviews import unpacked
 
 
 class LeavesOut(Protocol):
-    """A model of which graphs may be left to torch."""
+    """A model whose graphs may be left to torch."""
 
     def begin_again(self) -> None:
-        """Called as backward may compute a part of such a graph again, with all that it needs."""
+        """Called before backward may recompute a part of such a graph; provides its blocks."""
         ...
 
     def put_back(self) -> None:
-        """Has hooks see what is saved from now on."""
+        """Restores the interceptors, so that hooks see what is saved from now on."""
         ...
 
 
 class LeftOut(threading.local):
-    """What the calling thread computes of a graph that is left to torch, if it does.
+    """Whether the calling thread computes a graph that is left to torch.
 
     Attributes:
-        of: The model; None where hooks are to see what is saved.
-        again: The part of a checkpoint that is computed again, if one is that began in the tiers.
+        of: The model; None if hooks have to see what is saved.
+        again: The checkpointed part that is being recomputed, if it began in the tiers.
     """
 
     of: LeavesOut | None = None
@@ -42,17 +43,17 @@ class LeftOut(threading.local):
 
 left_out = LeftOut()
 taken_out: WeakSet[LeavesOut] = WeakSet()
-"""Models that have no interceptors just now, so that their graphs are left to torch."""
+"""Models without interceptors at the moment, so that their graphs are left to torch."""
 
 
 class Again:
-    """An unpack hook of a checkpoint: it computes a part again in the way in which it began.
+    """An unpack hook of a checkpoint: it recomputes a part in the way in which it was computed.
 
-    The graph keeps it where the garbage collector does not see it, so it keeps no model.
+    It has no reference to a model, as the garbage collector does not see that graphs keep it.
 
     Attributes:
         covered: Whether hooks of tiermem's have seen what was saved.
-        counted: The blocks of which a weight was counted and not kept: hooks and id of each.
+        counted: Blocks with a weight that was counted but not kept: hooks and id of each.
     """
 
     __slots__ = ("_of", "_unpack", "counted", "covered")
@@ -65,15 +66,15 @@ class Again:
         self.counted: set[tuple[Any, int]] = set()
 
     def may_leave_to(self, model: LeavesOut) -> bool:
-        """Whether what is saved may be left to torch, as part of a model's graph."""
+        """Whether saved tensors may be left to torch, as part of a model's graph."""
         return not self.covered and (self._of is None or self._of() is model)
 
     def leave_to(self, model: LeavesOut) -> None:
-        """Notes that what is saved, of the graph of this model, is left to torch."""
+        """Notes that saved tensors of this model's graph are left to torch."""
         self._of = ref(model)
 
     def __call__(self, packed: Any) -> torch.Tensor:
-        """Unpacks; the first time that computes the whole part."""
+        """Unpacks; the first call recomputes the whole part."""
         if self._of is None:
             for model in list(taken_out) if self.covered else ():
                 model.put_back()
@@ -86,7 +87,7 @@ class Again:
         of = self._of()
         before, left_out.of = left_out.of, of
         try:
-            if of is not None:  # else it computes nothing of the tiers' any more
+            if of is not None:  # otherwise the model no longer exists
                 of.begin_again()
             return self._unpack(packed)
         finally:

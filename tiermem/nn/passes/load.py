@@ -1,4 +1,4 @@
-"""The load of a call in tokens, and its kind, as far as its arguments tell."""
+"""The load of a call in tokens, and its kind, as far as its arguments show them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import torch
 _OF_WORK = ("ids", "embeds", "hidden_states", "pixel", "values", "features", "input", "sample")
 _OF_NO_WORK = ("mask", "position", "type", "label", "past", "cache", "encoder_hidden")
 _PATCH = 3 * 16 * 16
-"""Values of an image that are taken for one token: a patch of 16 by 16 pixels."""
+"""Values of an image that count as one token: a patch of 16 by 16 pixels."""
 _IMAGE = 4
 _MOST_KINDS = 64
 
 
 def tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Returns about how many tokens a call works on; 0 where that is unknown.
+    """Returns about how many tokens a call processes; 0 if that is unknown.
 
-    Times of one model are compared by it, so what counts is that twice the work is twice the
-    number.
+    The number is used to compare times of one model, so it only has to be proportional to the work.
 
     Args:
-        args: Positional arguments of the call; the first tensor of them counts.
-        kwargs: The others; of those whose names speak of input all tensors count, or else the
-            first tensor.
+        args: Positional arguments of the call; the first tensor counts.
+        kwargs: Keyword arguments; all tensors whose names mean input count, or else the first
+            tensor.
     """
     found = next((_count(value) for value in args if isinstance(value, torch.Tensor)), 0)
     named = [(name, value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
@@ -34,7 +33,7 @@ def tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 class Kinds:
-    """Numbers for calls with the same arguments given, in the same mode."""
+    """Numbers the kinds of calls: those with the same arguments given, in the same mode."""
 
     def __init__(self) -> None:
         """Starts with none."""
@@ -47,9 +46,9 @@ class Kinds:
 
         Args:
             scope: The module.
-            training: Whether it is in training mode, where it may use other modules.
-            args: Positional arguments; how many there are counts.
-            kwargs: The others; which of them are given counts.
+            training: Whether it is in training mode, in which it may use other modules.
+            args: Positional arguments; their number counts.
+            kwargs: Keyword arguments; their names count.
         """
         kinds = self._numbers.setdefault(scope, {})
         kind = (training, len(args), *_given(kwargs))
@@ -65,7 +64,7 @@ def _is_input(name: str) -> bool:
 
 
 def _count(value: torch.Tensor) -> int:
-    """Returns about how many tokens a tensor has; 0 where it has no sizes."""
+    """Returns about how many tokens a tensor has; 0 if it has no sizes."""
     if value.is_nested and value.layout is torch.strided:
         return 0
     shape = value.shape

@@ -19,8 +19,8 @@ class Groups(Sequence[Group]):
 
     Attributes:
         by_block: The same by the id of their block; always the same dictionary.
-        owners: By the same id, where each tensor of the block begins, and the parameter or buffer
-            that it is; always the same dictionary.
+        owners: By the same id, the offset of each tensor in the block, and the parameter or buffer;
+            always the same dictionary.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Groups(Sequence[Group]):
         return self._list[index]
 
     def add(self, group: Group) -> None:
-        """Enters a group."""
+        """Adds a group."""
         self._list.append(group)
         self.by_block[group.block.id] = group
         self.owners[group.block.id] = _owners_in(group)
 
     def remove(self, gone: set[int]) -> None:
-        """Takes groups out that are given by their ids."""
+        """Removes groups, given by their ids."""
         self._list = [group for group in self._list if id(group) not in gone]
         for block_id in [b for b, group in self.by_block.items() if id(group) in gone]:
             del self.by_block[block_id]
@@ -67,18 +67,18 @@ class Groups(Sequence[Group]):
                     incoming.track(entry)
 
     def home_gradients(self, grads: GradStore) -> None:
-        """Reserves the gradients' homes before saved tensors take what room there is."""
+        """Reserves homes for gradients before saved tensors take the room."""
         if self._homed != len(self._list):
             self._homed = len(self._list)
-            with suppress(CapacityError):  # there may be no backward; if there is, it says so
+            with suppress(CapacityError):  # there may be no backward; if there is, it raises
                 grads.homes.reserve(self._list)
 
 
 def _owners_in(group: Group) -> tuple[list[int], list[torch.Tensor | None]]:
-    """Returns the owners of a block's bytes; None for a tensor that is none of the group's."""
+    """Returns the owners of a block's bytes; None for a tensor that is not in the group."""
     specs = group.block.tensors
     owners: list[torch.Tensor | None] = [None] * len(specs)
     for member in (*group.entries, *group.buffers):
-        if owners[member.index] is None:  # else tensors share those bytes
+        if owners[member.index] is None:  # otherwise several tensors share these bytes
             owners[member.index] = member.tensor
     return [spec.offset for spec in specs], owners

@@ -1,4 +1,4 @@
-"""The wrapped models of one manager, and what is half done with them."""
+"""The wrapped models of one manager, and unfinished operations on them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tiermem.errors import CheckpointError
 class Models(dict[int, Any]):
     """The wrapped models, by the id of their module.
 
-    Passes keep them for the room above, whose classes they are, and look into none.
+    Passes only store them for the package above, which has their classes.
 
     Attributes:
-        wrapping: The one that is being wrapped; None where none is.
-        lendings: What users have as ordinary tensors, and what could not be taken back from them.
-        half_loaded: The error of a checkpoint that was loaded in part; empty where none was.
+        wrapping: The one that is being wrapped, or None.
+        lendings: Tensors that users have materialized, or whose changes could not be written back.
+        half_loaded: The error about a checkpoint that was loaded only in part; else empty.
         owner: The manager that users see, kept alive as long as models are wrapped.
     """
 

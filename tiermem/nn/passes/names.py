@@ -1,4 +1,4 @@
-"""Under which names passes are measured and planned."""
+"""The names under which passes are measured and planned."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tiermem.nn.passes.scopes import PassScope
 
 
 class PassNames:
-    """Names each forward by what is called and how, and each backward by its forward.
+    """Names each forward by module and kind of call, and each backward by its forward.
 
     Attributes:
-        load: Tokens of the last forward, rounded; 0 where that is unknown.
-        like: Name of the forward before the last one of the same module that uses the same blocks,
-            though arguments, or gradients, differ; None where there was none.
-        like_backward: Name of the backward before the last one through the same module, whether
-            steps are made in it or not; None where there was none.
+        load: Tokens of the last forward, rounded; 0 if unknown.
+        like: Name of an earlier forward of the same module that uses the same blocks, although
+            arguments or gradients differ; None if there was none.
+        like_backward: Name of an earlier backward through the same module, with or without steps in
+            it; None if there was none.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class PassNames:
         self.like: Hashable = None
         self.like_backward: Hashable = None
         self._named: dict[Hashable, Hashable] = {}
-        self._through: Hashable = None  # which module the last forward was of
+        self._through: Hashable = None  # the module of the last forward
         self._forward: Hashable = None
         self._backward: Hashable = None
         self._kinds = Kinds()
@@ -43,11 +43,11 @@ class PassNames:
         """Returns the name of the forward that begins.
 
         Args:
-            scope: Of the module that is called.
-            modes: Whether the module is in training mode, gradients are taken, and there are
-                optimizer steps in it (it uses other blocks then), and which way experts come up.
-            args: Of the call.
-            kwargs: Of the call.
+            scope: The scope of the module that is called.
+            modes: Whether the module is in training mode, gradients are computed, and there are
+                optimizer steps in it (it uses other blocks then), and how experts are copied.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         mode, training, stepping, way = modes
         kind = self._kinds.number((scope.name, scope.number), mode, args, kwargs)
@@ -67,8 +67,8 @@ class PassNames:
         """Sets, and returns, the load of the forward that begins.
 
         Args:
-            args: Of the call.
-            kwargs: Of the call.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         self.load = rounded(tokens(args, kwargs))
         return self.load
@@ -77,7 +77,7 @@ class PassNames:
         """Returns the name of the backward that begins.
 
         Args:
-            stepping: Whether steps are made in it, by watcher.
+            stepping: Whether steps are performed in it, by watcher.
         """
         self._backward = ("backward", self._forward, *stepping)
         self.like_backward = self._named.get(self._through)
@@ -86,5 +86,5 @@ class PassNames:
 
     @property
     def last(self) -> tuple[Hashable, Hashable]:
-        """Names under which the last forward and the last backward that have begun are measured."""
+        """Names under which the last forward and backward that have begun are measured."""
         return timed(self._forward, self.load), timed(self._backward, self.load)

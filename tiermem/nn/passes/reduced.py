@@ -1,10 +1,9 @@
-"""Gradients under a ``DistributedDataParallel`` that is around the model.
+"""Gradients if the model is inside a ``DistributedDataParallel``.
 
-Its reducer, in C++, copies every gradient out of ``param.grad`` as soon as it was accumulated, and
-the mean over all processes back into it when backward is over. It cannot use stand-ins. So
-in a backward that it takes part in, gradients are ordinary tensors on the device, as they are for
-a resident model, and stay that until they are cleared. They take memory beside the budgets, as the
-reducer's own buckets do.
+Its reducer, in C++, copies every gradient from ``param.grad`` as soon as it is accumulated, and the
+mean over all processes back into it when backward ends. It cannot use stand-ins. So in a backward
+with a reducer, gradients are ordinary tensors on the device, as for a resident model, and stay so
+until they are cleared. They take memory outside the budgets, like the reducer's own buckets.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _NAME = DistributedDataParallel.__name__
 
 
 class ReducedGradients:
-    """Gives the reducer ordinary gradients.
+    """Provides the reducer with ordinary gradients.
 
     Attributes:
-        active: Whether gradients of the next backward (or of the one under way) are reduced.
-        arrived: Whether any was accumulated since the forward (``torch.autograd.grad`` does not).
+        active: Whether gradients of the current or next backward are reduced.
+        arrived: Whether any was accumulated since the forward (not by ``torch.autograd.grad``).
     """
 
     active = False
@@ -47,7 +46,7 @@ class ReducedGradients:
         self._inside: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
 
     def hold_buffers(self, model: nn.Module) -> None:
-        """Keeps the buffers of a model in HBM: they are broadcast as each forward begins.
+        """Keeps the buffers of a model in HBM, as they are broadcast when a forward begins.
 
         Raises:
             CapacityError: If there is no room.
@@ -69,10 +68,10 @@ class ReducedGradients:
                 ) from error
             new.append(group)
             self._held.append(group)
-            group.manager.mark_dirty(group.block)  # the broadcast's writes are not counted
+            group.manager.mark_dirty(group.block)  # torch does not count the broadcast's writes
 
     def holds(self, group: Group) -> bool:
-        """Whether a group is held here, whether or not its module is being called."""
+        """Whether a group is held here, independent of calls of its module."""
         return group in self._held
 
     def let_go(self, groups: Iterable[Group]) -> None:
@@ -86,17 +85,17 @@ class ReducedGradients:
         """Called when a wrapped module is called; a backward may follow.
 
         Args:
-            scope: The module's.
+            scope: The scope of the module.
 
         Raises:
             StepError: If an optimizer steps before gradients are reduced.
-            WrapError: If the reducer works in a way that cannot be followed.
+            WrapError: If the reducer works in a way that is not supported.
         """
         around: Any = DistributedDataParallel._active_ddp_module
         if around is None or not torch.is_grad_enabled() or not self._is_inside(scope, around):
             return
-        if not around.require_backward_grad_sync:  # no_sync(): they are summed up here
-            # unless the backward of a forward outside of it is still to come
+        if not around.require_backward_grad_sync:  # no_sync(): accumulated in this process only
+            # unless the backward of a forward outside of no_sync() is still to come
             self.active = self.active and not self.arrived
             return
         self._check(around)
@@ -107,7 +106,7 @@ class ReducedGradients:
                     self.make_ordinary(entry)
 
     def _is_inside(self, scope: PassScope, around: nn.Module) -> bool:
-        """Whether a module is a part of another, and not just called in its forward."""
+        """Whether a module is a part of another one, and not only called in its forward."""
         if around not in self._inside:
             self._inside[around] = {id(module) for module in around.modules()}
         return id(scope.wrapped.model.get_submodule(scope.name)) in self._inside[around]
@@ -131,10 +130,10 @@ class ReducedGradients:
             )
 
     def make_ordinary(self, entry: Entry) -> None:
-        """Makes ``param.grad`` an ordinary tensor where it is a stand-in.
+        """Makes ``param.grad`` an ordinary tensor if it is a stand-in.
 
         Raises:
-            StepError: If it is kept in another dtype, in which the reducer cannot sum it up.
+            StepError: If it is kept in another dtype, which the reducer cannot accumulate.
         """
         grads, param = self._runtime.grads, entry.param
         grads.sync(entry)
@@ -154,10 +153,10 @@ class ReducedGradients:
         param.grad = gradient
 
     def end_backward(self) -> None:
-        """Moves gradients to the tiers where they are kept in other dtypes (``grad_dtype=``).
+        """Moves gradients to the tiers if they are kept in other dtypes (``grad_dtype=``).
 
-        Else they stay what they are: there is room for them by now, the step uses them where they
-        are, and the next backward would want them there.
+        Otherwise they stay ordinary tensors: there is room for them already, the step uses them in
+        place, and the next backward would need them there.
         """
         if not self.active or self._runtime.grads.in_own_dtypes:
             return

@@ -1,4 +1,4 @@
-"""The passes of all wrapped modules of one manager: forward, backward, and what they hold."""
+"""The passes of all wrapped modules of one manager: forward, backward, and their state."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from tiermem.runtime.services.home_packing import HomePacking
 from tiermem.runtime.services.packer import Packer, Wanted
 
 _UNTRAINED = 2
-"""Forwards without gradients from which on a model is taken not to be trained."""
+"""After this many forwards without gradients a model counts as not trained."""
 
 
 @dataclass(slots=True)
 class _Trainable:
-    """Groups of a model that are packed if it turns out that they are not trained.
+    """Groups of a model that get packed copies if the model turns out not to be trained.
 
     Attributes:
-        groups: They could be trained.
+        groups: Groups that could be trained.
         forwards: How many forwards of the model there have been.
     """
 
@@ -55,21 +55,21 @@ class _Trainable:
 
 
 class Here(threading.local):
-    """Where one thread is.
+    """What one thread is doing.
 
     Attributes:
-        inside: Whether that is in a call of a wrapped module.
-        unseen: Aliases of blocks that this call used while torch took no hooks.
+        inside: Whether it is in a call of a wrapped module.
+        unseen: Aliases of blocks that this call used while torch refused hooks.
     """
 
     inside = False
 
     def __init__(self) -> None:
-        """Is outside of every call."""
+        """Starts outside of every call."""
         self.unseen: list[torch.Tensor] = []
 
     def is_in_pass(self) -> bool:
-        """Whether that is in a call of a wrapped module, or in a backward."""
+        """Whether it is in a call of a wrapped module, or in a backward."""
         return self.inside or torch._C._current_graph_task_id() != -1
 
 
@@ -77,32 +77,32 @@ class ModuleRuntime:
     """State shared by every wrapped module of one manager.
 
     Attributes:
-        manager: The blocks.
+        manager: The manager of the blocks.
         groups: Every group of parameters, in the order of the modules.
-        here: Where the calling thread is.
-        given: Values of state dicts that programs were given.
+        here: What the calling thread is doing.
+        given: Values of state dicts that programs got.
         grads: The gradients.
-        program: What models and optimizers there are, to say what budgets would do.
+        program: The models and optimizers, to find which budgets would be enough.
         saved: The saved-tensor hooks.
         away: Uses of tensors outside their own module's call.
         activations: Saved tensors that leave HBM.
-        experts: Layers of which the experts come up one by one.
-        names: Under which passes are measured.
-        backward: The backward under way.
+        experts: Layers whose experts are copied one by one.
+        names: The names of passes.
+        backward: The current backward.
         keepers: What each optimizer has in the tiers.
-        unwritten: What steps wrote of the blocks that forward begins with.
+        unwritten: Blocks that steps have written and that forward uses first.
         models: The wrapped models.
     """
 
     def __init__(self, manager: BlockManager, repair: Callable[[ModuleRuntime], None]) -> None:
-        """Starts with no module.
+        """Starts without modules.
 
         Args:
-            manager: Of the blocks.
-            repair: :func:`tiermem.nn.wrap.repair.repair`, for those below that begin with it.
+            manager: The manager of the blocks.
+            repair: :func:`tiermem.nn.wrap.repair.repair`, which packages below cannot import.
         """
         self.manager = manager
-        self.repair = partial(repair, self)  # no Python frame of its own: repair reads frames
+        self.repair = partial(repair, self)  # adds no Python frame, as repair reads frames
         self.groups = Groups()
         self.here = Here()
         self.given = GivenStates()
@@ -133,7 +133,7 @@ class ModuleRuntime:
     # -- membership ------------------------------------------------------
 
     def add(self, groups: Iterable[Group]) -> None:
-        """Enters groups."""
+        """Adds groups."""
         for group in groups:
             self.groups.add(group)
             group.ready(self.away)
@@ -141,12 +141,12 @@ class ModuleRuntime:
                 group.watch()
 
     def _watch(self, thread: int) -> None:
-        """Watches the groups, as more threads than ``thread`` use them; under the lock."""
+        """Watches the groups, since more threads than ``thread`` use them; under the lock."""
         for group in self.groups:
             group.watch(thread)
 
     def remove(self, groups: Iterable[Group]) -> None:
-        """Takes groups out."""
+        """Removes groups."""
         gone = {id(group) for group in groups}
         self.groups.remove(gone)
         for number, found in list(self._trainable.items()):
@@ -157,17 +157,17 @@ class ModuleRuntime:
         self.backward.forget(gone)
 
     def pack_ahead(self, number: int, groups: Iterable[Group], *, written: bool) -> None:
-        """Makes packed copies of a model's weights as it is wrapped, but for what will be written.
+        """Makes packed copies of a model's weights in ``wrap``, except those that will be trained.
 
         Args:
-            number: Of the model, as its scopes have it.
-            groups: Of the model.
-            written: Whether its parameters are taken to be trained that require gradients.
+            number: Number of the model, as in its scopes.
+            groups: Groups of the model.
+            written: Whether parameters that require gradients are assumed to be trained.
         """
         wanted, trained = [], []
         for group in groups:
             if group.in_place:
-                continue  # no copy of it comes up
+                continue  # it is never copied to HBM
             with torch._C.DisableTorchFunctionSubclass():
                 is_trained = written and any(e.param.requires_grad for e in group.entries)
             if is_trained:
@@ -179,15 +179,15 @@ class ModuleRuntime:
             self._trainable[number] = _Trainable(trained)
         with self.manager.lock:
             if self.manager.parts.planner.key is None:
-                self.manager.parts.limit.begin()  # no pass has begun: it is found out here
+                self.manager.parts.limit.begin()  # no pass has begun yet, so this finds the limit
             self.packer.pack(wanted)
 
     def _pack_untrained(self, number: int, training: bool) -> None:
-        """Makes packed copies of what could be trained, as a second forward comes without grads.
+        """Makes packed copies of trainable weights at the second forward without gradients.
 
         Args:
-            number: Of the model.
-            training: Whether gradients are taken in the forward that begins: then it is trained.
+            number: Number of the model.
+            training: Whether the forward that begins computes gradients: then it is trained.
         """
         found = self._trainable.get(number)
         if found is None or self.manager.parts.copy.capturing():
@@ -200,26 +200,26 @@ class ModuleRuntime:
             self.pack_ahead(number, found.groups, written=False)
 
     def fill_ahead(self, scope: PassScope, held: Collection[int], *, written: bool) -> None:
-        """Begins to bring up what the first pass of a model begins with, as it is wrapped.
+        """Begins to prefetch, in ``wrap``, the blocks that the first pass of a model uses first.
 
-        Of experts that come up one by one, which depends on what tokens choose, the room is made.
+        For experts that are copied one by one, as tokens choose them, it only makes room.
 
         Args:
-            scope: Of the model itself.
+            scope: The scope of the model itself.
             held: Ids of its blocks that are held while others are used.
-            written: Whether its parameters are taken to be trained that require gradients.
+            written: Whether parameters that require gradients are assumed to be trained.
         """
         with self.manager.lock:
             if self.manager.parts.planner.key is None:  # no pass has begun
                 trained = self._trained()[0] if written else set()
-                # room made beside a few that are trained would stay as small if none is
+                # room made beside a few trained stacks would stay that small if none is trained
                 self.experts.prepare(trained if len(trained) == len(self.experts.stacks) else ())
         order = scope.order(self._looked_up(1))
         self.manager.fill_ahead(order, held)
         self.manager.prepare_stamps(len(order))
 
     def _looked_up(self, tokens: int) -> int:
-        """Returns a call's tokens where rows of embeddings are read in DRAM, else 0."""
+        """Returns a call's tokens if rows of embeddings are read in DRAM, else 0."""
         return 0 if self.manager.parts.table.all_fit else tokens
 
     def unit_limit(self, group: Group) -> int:
@@ -239,8 +239,8 @@ class ModuleRuntime:
         Args:
             module: The module.
             scope: Its scope.
-            args: Of the call.
-            kwargs: Of the call.
+            args: Arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         if torch._C._current_graph_task_id() != -1:
             self.backward.recomputes()
@@ -251,7 +251,7 @@ class ModuleRuntime:
                 "torch.jit.trace takes weights as they are; trace the module before tier.wrap, or "
                 "take it out of the tiers first with tier.unwrap(module)"
             )
-        tell_compiler()  # which may be imported since
+        tell_compiler()  # torch's compiler may have been imported since
         with self.manager.lock:
             self.models.refuse_half_loaded("a forward")
             self.backward.end()
@@ -266,7 +266,7 @@ class ModuleRuntime:
                 way = self._prepare_experts((scope.name, scope.number, load), training)
             self.grads.drop_forgotten()
             self.away.end()
-            # with optimizer steps in it the pass uses other blocks: it is learned as another
+            # a pass with optimizer steps in it uses other blocks, so it has another name
             modes = module.training, training, self.manager.parts.deferred.here, way
             key = self.names.forward(scope, modes, args, kwargs)
             guess: Sequence[int] = ()
@@ -282,7 +282,7 @@ class ModuleRuntime:
             self.activations.begin_forward()
 
     def goes_on(self) -> bool:
-        """Whether a forward without gradients that uses no block may be a part of the last pass.
+        """Whether a forward without gradients that uses no block can belong to the last pass.
 
         The caller has the manager's lock.
         """
@@ -300,19 +300,19 @@ class ModuleRuntime:
         return self.manager.goes_on()
 
     def most_calls(self) -> int:
-        """Returns how many calls HBM has room for at one time, by what each of them may hold."""
+        """Returns for how many calls at once HBM has room, by the most that each may hold."""
         table, held = self.manager.parts.table, self.program.worst_chain
         return max(1, (table.hbm.capacity - table.fixed_nbytes()) // max(1, held))
 
     def _prepare_experts(self, name: Hashable, training: bool) -> Way:
-        """Makes room for experts one by one, or for whole tensors or layers of them.
+        """Makes room for single experts, or for whole tensors or layers of them.
 
         Args:
-            name: Of forwards that do the same.
-            training: Whether gradients are taken in it.
+            name: Name of forwards that do the same.
+            training: Whether the forward computes gradients.
 
         Returns:
-            Which way those come up that are not trained.
+            How experts that are not trained are copied to HBM.
         """
         if training:
             self.experts.prepare(*self._trained())
@@ -321,11 +321,11 @@ class ModuleRuntime:
         return self.experts.prepare((), way=way)
 
     def _trained(self) -> tuple[set[int], int]:
-        """Returns the stacks of experts that are trained, and bytes of gradients to come to HBM."""
+        """Returns the stacks of experts that are trained, and the bytes of gradients in HBM."""
         stacks, nbytes = self.experts.stacks, 0
         whole = set()
         for group in self.groups if stacks else ():
-            with torch._C.DisableTorchFunctionSubclass():  # they are away
+            with torch._C.DisableTorchFunctionSubclass():  # they are not held
                 trained = [entry for entry in group.entries if entry.param.requires_grad]
             if trained and group.block.id in stacks:
                 whole.add(group.block.id)
@@ -335,10 +335,10 @@ class ModuleRuntime:
         return whole, nbytes
 
     def refuse_inside(self, what: str) -> None:
-        """Refuses a call from within a forward or backward, where things are half done.
+        """Refuses a call from within a forward or backward, when state is inconsistent.
 
         Raises:
-            CheckpointError: If it is.
+            CheckpointError: If it is made there.
         """
         if self.here.is_in_pass():
             raise CheckpointError(
@@ -347,7 +347,7 @@ class ModuleRuntime:
             )
 
     def reset(self) -> None:
-        """Ends what is under way after an exception anywhere, however far it had come."""
+        """Ends the current passes after an exception anywhere."""
         self.backward.reset()
         self.away.reset()
 
@@ -356,7 +356,7 @@ class ModuleRuntime:
         ended = time.perf_counter_ns()
         self.manager.parts.counters.busy_ns += ended - began_ns
         self.away.settle_views()
-        if not self.backward.under_way:  # what is computed again there is a part of it
+        if not self.backward.under_way:  # a recomputation is a part of backward
             if self.experts.stacks:
                 with self.manager.lock:
                     self.experts.way.ended(self.experts.goes, self.names.last[0])
@@ -372,7 +372,7 @@ def entries_of(groups: Iterable[Group]) -> list[Entry]:
 
 
 def outputs_with_grad(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a module's output that backward will come through."""
+    """Returns the tensors in a module's output through which backward may come."""
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     if isinstance(value, list | tuple):

@@ -1,14 +1,15 @@
-"""Pairs of hooks that see the tensors that autograd saves: tiermem's, and those that they cover.
+"""Saved-tensor hooks: tiermem's pairs, and the pairs of others that they cover.
 
-What stands for a weight is said by :mod:`tiermem.nn.passes.savedweights`.
+:mod:`tiermem.nn.passes.savedweights` packs weights.
 
 Saved-tensor hooks do not chain: only the innermost pair sees a tensor. So each
-pair here remembers the pair it covers (``checkpoint``'s, or the user's). The user's
-sees every tensor, weights too, as it does without tiermem: what it returns may be
-another value. Those that only keep tensors elsewhere see those that are no weights.
-A checkpoint's sees a stand-in for each weight, as it counts them.
-Where none is covered, what is no weight goes to :mod:`tiermem.nn.passes.activations`.
-Where torch takes no pairs, see :mod:`tiermem.nn.passes.unseen`.
+pair here remembers the pair that it covers (``checkpoint``'s, or the user's) and
+calls it. The user's pair sees every tensor, weights included, as without tiermem,
+since it may return another value. A pair that only keeps tensors elsewhere does
+not see weights. A checkpoint's pair sees a stand-in for each weight, as it counts
+saved tensors. If no pair is covered, tensors that are not weights go to
+:mod:`tiermem.nn.passes.activations`. If torch refuses hooks, see
+:mod:`tiermem.nn.passes.unseen`.
 """
 
 from __future__ import annotations
@@ -66,15 +67,15 @@ class _Handed(tuple[Any, Callable[[Any], torch.Tensor]]):
 
 
 class _Counted(tuple[SavedView, Any, Callable[[Any], torch.Tensor]]):
-    """A weight, with what a checkpoint made of its stand-in, and the checkpoint's unpack hook."""
+    """A weight, with the checkpoint's result for its stand-in, and the checkpoint's unpack hook."""
 
     __slots__ = ()
 
 
 class _Around(tuple[Shell, Sequence[Any], torch.Tensor | None, int]):
-    """A tensor that wraps others, and what stands for these.
+    """A tensor that wraps others, and the packed inner tensors.
 
-    A parameter is kept as well, with its version: what its class writes inside, torch counts there.
+    A parameter is kept, too, with its version, as torch counts writes of inner tensors there.
     """
 
     __slots__ = ()
@@ -84,9 +85,9 @@ class SavedHooks:
     """Makes, pushes and pops the pairs of one runtime.
 
     Attributes:
-        weights: What stands for weights.
-        rows: Rows of stacked experts.
-        unseen: Keeps blocks in HBM of which graphs are made that no hook sees.
+        weights: Packs weights.
+        rows: Packs rows of stacked experts.
+        unseen: Keeps blocks in HBM that are used in graphs that no hook sees.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -103,20 +104,20 @@ class SavedHooks:
         activations = runtime.activations
         self._offload = None if activations.store is None else activations.pack
         self._plain: Pair = (self._pack_plain, self._unpack)
-        self._last: tuple[Any, Any] = None, None  # a checkpoint's, and what covers it
+        self._last: tuple[Any, Any] = None, None  # a checkpoint's pair, and the pair that covers it
 
     def may_be_left_out(self) -> bool:
-        """Whether a forward's graph may be left to torch: nobody's hooks are to see what it saves.
+        """Whether a forward's graph may be left to torch, since no other hooks are active.
 
-        Asked where gradients are taken.
+        Called only if gradients are computed.
         """
         return _is_enabled() and top_pair() is None and not transforming()
 
     @staticmethod
     def leave_checkpoint_out(model: LeavesOut) -> bool:
-        """Has a part that a checkpoint will compute again seen by no hooks, either time.
+        """Makes hooks ignore a part that a checkpoint will recompute, both times.
 
-        Called as a weight of a model without interceptors is used by itself.
+        Called when a weight of a model without interceptors is used by itself.
 
         Returns:
             Whether the thread is in such a part, and no hooks have seen any of it so far.
@@ -130,34 +131,34 @@ class SavedHooks:
 
     @staticmethod
     def is_checkpointed() -> bool:
-        """Whether a checkpoint counts what is saved, and will save the same again."""
+        """Whether a checkpoint counts saved tensors, and will save the same again."""
         outer = top_pair()
         return outer is not None and (
             is_of_checkpoint(outer) or (type(outer[0]) is _Covering and outer[0].recomputes)
         )
 
     def on_top(self) -> bool:
-        """Whether a pair of tiermem's sees what is saved; asked where gradients are taken."""
+        """Whether tiermem's pair is the innermost; called only if gradients are computed."""
         outer = top_pair()
         return outer is not None and (outer[0] is self._plain[0] or _hooks_of(outer) is self)
 
     def let_go(self) -> None:
-        """Forgets the checkpoint that was covered last: its hooks keep what it began with."""
+        """Forgets the checkpoint that was covered last, whose hooks keep its inputs alive."""
         self._last = None, None
 
     def push_for_operation(self) -> bool:
-        """Pushes a pair for an operation outside every module, unless a checkpoint's is there.
+        """Pushes a pair for an operation outside every module, unless a checkpoint's is active.
 
-        A checkpoint runs such an operation once inside a module's call, where it is not seen here,
-        and once more on its own: both times it has to see the same tensors.
+        A checkpoint runs such an operation once in a module's call, where this is not called, and
+        once more by itself: it has to see the same tensors both times.
         """
         outer = top_pair()
         return not (outer is not None and is_of_checkpoint(outer)) and self.push()
 
     def push(self) -> bool:
-        """Pushes a pair of tiermem's, unless one is on top or none can be.
+        """Pushes a pair of tiermem's, unless one is the innermost or torch refuses hooks.
 
-        Asked where gradients are taken: nothing is saved elsewhere.
+        Called only if gradients are computed, as nothing is saved otherwise.
 
         Returns:
             Whether one was pushed, so that :meth:`pop` must follow.
@@ -174,15 +175,15 @@ class SavedHooks:
         before, pair = self._last
         if pack is not before or pair is None:
             pair = self.cover(outer)
-            if pair[0].recomputes:  # it covers call after call of modules
+            if pair[0].recomputes:  # the same checkpoint's pair is covered in many module calls
                 self._last = pack, pair
         push_pair(*pair)
         return True
 
     def is_thrown_away(self) -> bool:
-        """Whether what is computed now is a checkpoint's recomputation: no graph of it is used.
+        """Whether the current computation is a checkpoint's recomputation, whose graph is not used.
 
-        Only what it saves is, detached, by the nodes of the first computation.
+        Only the saved tensors are used, detached, by the nodes of the first computation.
         """
         outer = top_pair()
         return outer is not None and type(outer[0]) is _Covering and outer[0].recomputing
@@ -192,16 +193,16 @@ class SavedHooks:
         return _Covering(self, outer), self._unpack
 
     def pop(self) -> None:
-        """Takes the pair pushed last off again."""
+        """Removes the pair pushed last."""
         try:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-        except RuntimeError:  # it is off: Ctrl-C came where it was to be put back
+        except RuntimeError:  # it was removed: Ctrl-C came before it was restored
             if not forget_lifted():
                 raise
 
     @staticmethod
     def refused() -> bool:
-        """Whether torch takes no hooks now: in ``torch.func``, or where they are disabled."""
+        """Whether torch refuses hooks now: in ``torch.func``, or if they are disabled."""
         return not _is_enabled() or bool(transforming())
 
     @passed_over
@@ -210,7 +211,7 @@ class SavedHooks:
             if type(tensor) is not _Tensor or self.rows.copies or self._room.seats:
                 found = self._reference(tensor)
             else:
-                try:  # the same in line: mostly it is no weight
+                try:  # the same in line: mostly it is not a weight
                     address: Any = tensor.data_ptr() - tensor.storage_offset() * tensor.itemsize
                     slot = self._slot_at(address if address > 0 else begin_of(tensor))
                 except RuntimeError:  # not strided, or without memory
@@ -218,14 +219,14 @@ class SavedHooks:
                 found = None if slot is None else self._view_in(slot, tensor)
             if found is not None:
                 record = self._record_of(found.block.id)
-                fixed = record is None or record.fixed  # of another manager's, it is not known
+                fixed = record is None or record.fixed  # unknown for another manager's block
                 return (found.weights.beside(found, tensor) if fixed else None) or found
             if type(tensor) not in PLAIN_TYPES:
                 return self._pack_around(tensor)
             offloaded = self._offload and self._offload(tensor)
             if offloaded:
                 return offloaded
-            # ``grad_fn`` would make an object of each node, as long as the graph lives
+            # reading ``grad_fn`` would create a Python object for each node, for the graph's life
             kept = tensor if tensor.is_leaf else tensor.detach()
             version = tensor._version
             return Kept((kept, version)) if version or type(kept) is not _Tensor else kept
@@ -237,7 +238,7 @@ class SavedHooks:
             raise
 
     def _pack_around(self, tensor: torch.Tensor) -> Any:
-        """Returns what stands for a tensor that wraps others, if weights are among these."""
+        """Packs a tensor that wraps others, if weights are among these."""
         shell = Shell.of(tensor)
         if shell is None:
             return tensor
@@ -271,7 +272,7 @@ class SavedHooks:
         if kind is _Counted:
             saved, inner, unpack = packed
             again: torch.Tensor = unpacked(unpack, inner)  # it computes again what it has to
-            if not is_stand_in(again):  # the model has left the tiers since, or has come anew
+            if not is_stand_in(again):  # the model was unwrapped since, or wrapped anew
                 return bytes_of(again)
             view: torch.Tensor = saved.weights.view(saved)
             return view
@@ -279,7 +280,7 @@ class SavedHooks:
             inner, unpack = packed
             if isinstance(inner, SavedView):
                 inner = inner.weights.view(inner)
-            found: torch.Tensor = unpacked(unpack, inner)  # the user's: its exceptions are no fault
+            found: torch.Tensor = unpacked(unpack, inner)  # the user's hook, which may raise
             return found if type(found) in PLAIN_TYPES else bytes_of(found)
         if type(packed) is SavedActivation:
             if packed.counter._version != packed.version:
@@ -302,7 +303,7 @@ def _hooks_of(pair: Pair) -> SavedHooks | None:
 
 
 def _covered(pair: Pair) -> Pair:
-    """Returns the pair to push for another: one that covers it, if there are wrapped modules.
+    """Returns the pair to push instead of another: one that covers it, if modules are wrapped.
 
     Checkpoints save nothing there, and have to see the same tensors when they recompute outside.
     """
@@ -320,7 +321,7 @@ def _covered(pair: Pair) -> Pair:
 
 
 def _is_own(pair: Pair) -> bool:
-    """Whether a pair is tiermem's, and covers none of anybody else's."""
+    """Whether a pair is tiermem's, and does not cover another one."""
     pack: Any = pair[0]
     while type(pack) is _Covering:
         pack = pack.outer[0]
@@ -328,14 +329,14 @@ def _is_own(pair: Pair) -> bool:
 
 
 def _note_unseen(pair: Pair) -> None:
-    """Notes what was in use while a pair of tiermem's was off."""
+    """Notes which blocks were in use while a pair of tiermem's was removed."""
     hooks = _hooks_of(pair)
     if hooks is not None:
         hooks.unseen.note()
 
 
 def _only_keeps(pair: Pair) -> bool:
-    """Whether a pair returns what it is given, and would only make copies of weights."""
+    """Whether a pair only stores tensors elsewhere, and would only make copies of weights."""
     if isinstance(pair[0], _Covering):
         return _only_keeps(pair[0].outer)
     name = getattr(pair[0], "__qualname__", "")
@@ -343,10 +344,10 @@ def _only_keeps(pair: Pair) -> bool:
 
 
 class WithBytes:
-    """An unpack hook over another one, for pairs that are pushed outside every wrapped module.
+    """An unpack hook around another one, for pairs that are pushed outside every wrapped module.
 
     Attributes:
-        unpack: The other one. A parameter that it returns is replaced by its bytes.
+        unpack: The other hook. A parameter that it returns is replaced by its bytes.
     """
 
     __slots__ = ("unpack",)
@@ -367,7 +368,7 @@ class _Covering:
     def __init__(self, hooks: SavedHooks, outer: Pair) -> None:
         self.hooks = hooks
         self.outer = outer
-        # a checkpoint computes with the weights of then, changed or not
+        # a checkpoint recomputes with the weights of that time, changed or not
         self.recomputes = is_of_checkpoint(outer)
         self.recomputing = is_recomputation(outer)
         if isinstance(outer[1], Again):
@@ -376,7 +377,7 @@ class _Covering:
 
     @property
     def _checkpoint_internal(self) -> bool:
-        """As :func:`passed_over` says, where it covers a checkpoint's pair."""
+        """See :func:`passed_over`; for a pair that covers a checkpoint's."""
         return getattr(self.outer[0], "_checkpoint_internal", False)
 
     @property
@@ -386,7 +387,7 @@ class _Covering:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         hooks = self.hooks
-        try:  # the other pair's own exceptions (a checkpoint's stop) pass by
+        try:  # exceptions of the other pair (a checkpoint's early stop) are not handled here
             if type(tensor) is not _Tensor or hooks.rows.copies or hooks._room.seats:
                 found = hooks._reference(tensor)
             else:
@@ -406,16 +407,16 @@ class _Covering:
             return _Handed((pack(tensor), unpack))
         if self.recomputes:
             if type(found) is SavedCopies:
-                return self._given(tensor, None)  # it counts them where the whole block is used
+                return self._given(tensor, None)  # it counts them if the whole block is used
             found.version, found.times = -1, ALWAYS
             if not self._counts(found):
                 return self._given(
                     hooks.weights.view(found), None
-                )  # a copy: gradients are taken here
-            # it counts what it sees, and computes again up to the last of it, whatever has side
-            # effects there; the weight itself it would hold in HBM
+                )  # a copy, as gradients are computed here
+            # a checkpoint counts saved tensors, and recomputes up to the last one, including any
+            # side effects. It gets a stand-in, as it would hold the weight itself in HBM
             pack, unpack = self.outer
-            with Plain():  # it may be away
+            with Plain():  # it may not be held
                 shown = stand_in(tensor.dtype, tensor.shape, hooks.device)
             del tensor  # its stop would keep it by this frame, as if the program had a view
             return _Counted((found, pack(shown), unpack))
@@ -436,11 +437,11 @@ class _Covering:
         return True
 
     def _given(self, tensor: torch.Tensor, found: SavedView | None) -> _Handed:
-        """Gives a tensor to the other pair."""
+        """Passes a tensor to the other pair."""
         pack, unpack = self.outer
         packed = pack(tensor)
         if found is not None and packed is tensor:
-            found.version = -1  # with hooks torch does not look for changes
+            found.version = -1  # with hooks torch does not check for changes
             return _Handed((found, unpack))
         return _Handed((packed, unpack))
 

@@ -1,8 +1,9 @@
-"""Rows of stacked experts that autograd saves: packed as references, brought up anew in backward.
+"""Rows of stacked experts that autograd saves: packed as references, fetched again in backward.
 
-A row lies in a seat, which is wanted for another one long before backward; copies of rows are as
-large as what was chosen. Of both, what is kept is which rows of which block they are. Backward
-copies them into seats again, or takes them out of the whole block where there are no seats.
+A row is in a seat, which is needed for another row long before backward. Copies of rows are as
+large as the chosen rows together. Instead of either, only the numbers of the rows and their block
+are kept. Backward copies the rows into seats again, or reads them from the whole block if there are
+no seats.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class _OfStack(SavedView):
     """A view of rows of one of a stack's tensors.
 
     Attributes:
-        index: Of the tensor in its block.
-        use: The call that was given the rows.
+        index: Index of the tensor in its block.
+        use: The call that got the rows.
     """
 
     __slots__ = ("index", "use")
@@ -52,10 +53,10 @@ class _OfStack(SavedView):
 
 
 class SavedRow(_OfStack):
-    """A view of what the tensor has of one expert.
+    """A view of one expert's row.
 
     Attributes:
-        piece: What that is.
+        piece: The row.
     """
 
     __slots__ = ("piece",)
@@ -71,10 +72,10 @@ class SavedCopies(_OfStack):
     """A view of copies of rows; ``view`` is the whole parameter's.
 
     Attributes:
-        counter: Has the copies' version counter, and no bytes.
-        counted: Of the copies when they were saved.
-        experts: Of which they are, in order.
-        shown: What is seen of the copies.
+        counter: A tensor without bytes that has the copies' version counter.
+        counted: The version of the copies when they were saved.
+        experts: Their experts, in order.
+        shown: Shape, strides and offset of the view in the copies.
     """
 
     __slots__ = ("counted", "counter", "experts", "shown")
@@ -90,9 +91,9 @@ class SavedCopies(_OfStack):
 
 
 class Copied(NamedTuple):
-    """Copies of rows that a call under way has been given.
+    """Copies of rows that a current call has got.
 
-    ``weak`` keeps the handle of their storage from being used again, and no bytes.
+    ``weak`` prevents that the handle of their storage is reused, without keeping the bytes.
     """
 
     use: Use
@@ -106,8 +107,8 @@ class SavedRows:
     """Packs and unpacks rows of the stacks of one runtime.
 
     Attributes:
-        copies: Copies of rows in calls under way, by the handles of their storages.
-        store: Has the rows.
+        copies: Copies of rows in current calls, by the handles of their storages.
+        store: The store of rows.
     """
 
     def __init__(self, weights: WeightViews, runtime: ModuleRuntime) -> None:
@@ -122,14 +123,14 @@ class SavedRows:
     # -- what calls were given -------------------------------------------
 
     def copied(self, use: Use, index: int, experts: Sequence[int], copy: torch.Tensor) -> None:
-        """Notes copies of rows that a call is given."""
+        """Notes copies of rows that a call gets."""
         storage = copy.untyped_storage()
         weak = StorageWeakRef(storage)
         self.copies[storage._cdata] = Copied(use, index, experts, copy._version, weak)
 
     @staticmethod
     def version(weight: torch.Tensor) -> int:
-        """Returns the version of a weight that is saved now; -1 where changes are no error."""
+        """Returns the version of a weight that is saved now; -1 if changes are not an error."""
         outer = top_pair()
         if outer is not None and getattr(outer[0], "recomputes", False):
             return -1
@@ -137,7 +138,7 @@ class SavedRows:
             return weight._version
 
     def end(self, use: Use) -> None:
-        """Forgets the copies that a call was given, which is over."""
+        """Forgets the copies of a call that has ended."""
         if self.copies:
             for handle in [h for h, copied in list(self.copies.items()) if copied.use is use]:
                 del self.copies[handle]
@@ -145,12 +146,12 @@ class SavedRows:
     # -- packing ---------------------------------------------------------
 
     def reference(self, tensor: torch.Tensor) -> SavedView | None:
-        """Returns a reference in place of a row, of copies of rows or a view of either, or None."""
+        """Returns a reference to replace a row, copies of rows or a view of either, or None."""
         storage = tensor.untyped_storage()
         copied = self.copies.get(storage._cdata)
         if copied is not None:
             if tensor._version != copied.version:
-                return None  # they are copies no more
+                return None  # they were written, so they are no longer copies
             use, index, experts = copied.use, copied.tensor, copied.experts
             use.saved.update((use.stack.piece(index, e), None) for e in sorted({*experts}))
             return SavedCopies(self._weights, tensor, copied)
@@ -165,7 +166,7 @@ class SavedRows:
     # -- unpacking -------------------------------------------------------
 
     def resume(self, use: Use) -> Use:
-        """Returns the use that backward makes of what was saved of a call."""
+        """Returns backward's use of the rows that a call has saved."""
         self._runtime.backward.enter()
         if torch._C._current_graph_task_id() == -1:
             return use
@@ -173,7 +174,7 @@ class SavedRows:
             return self.calls.resume(use)
 
     def again(self, saved: SavedView) -> torch.Tensor | None:
-        """Returns what was saved, of rows in seats; None where there is none, or it is no row's."""
+        """Returns the saved tensor from rows in seats; None if that is not possible."""
         if not isinstance(saved, SavedRow | SavedCopies) or self._manager.gate.closed:
             return None
         use, index, stack = self.resume(saved.use), saved.index, saved.use.stack
@@ -194,7 +195,7 @@ class SavedRows:
 
     @staticmethod
     def out_of(saved: SavedView, view: torch.Tensor) -> torch.Tensor:
-        """Returns what was saved, of a view of the whole block's bytes."""
+        """Returns the saved tensor, from a view of the whole block's bytes."""
         if not isinstance(saved, SavedCopies):
             return view
         return _seen(

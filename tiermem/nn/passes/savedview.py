@@ -1,4 +1,4 @@
-"""What stands for a view of a weight that autograd saves."""
+"""A reference to a view of a weight that autograd saves."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class SavedView:
 
     Attributes:
         block: The block.
-        view: What it shows of the block.
-        weights: Of the manager that has the block.
-        owner: The parameter or buffer whose bytes they are, if that is known.
-        version: Of the owner when the view was saved; -1 where changes are no error.
-        times: How often weights had been given other data by then; as often as can be where it
-            is to show what the owner is given.
+        view: Shape, strides and offset of the view in the block.
+        weights: The saved weights of the block's manager.
+        owner: The parameter or buffer with these bytes, if known.
+        version: The owner's version when the view was saved; -1 if changes are not an error.
+        times: How often weights had been given other data by then; the maximum if the view should
+            show the owner's new data.
     """
 
     __slots__ = (
@@ -45,7 +45,7 @@ class SavedView:
         self.conj = tensor.is_conj()
         self.neg = tensor.is_neg()
         self.owner = owner
-        # a tensor with a counter of its own (``weight.data``) is not said to be changed either
+        # as with torch, changes of a tensor with its own counter (``weight.data``) are not detected
         self.version = -1 if owner is None else tensor._version
-        # a parameter itself shows what it is given, with torch as well
+        # a saved parameter itself shows its new data, with torch, too
         self.times = ALWAYS if tensor is owner else REPLACED.times

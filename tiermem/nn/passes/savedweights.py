@@ -1,13 +1,12 @@
-"""What stands for weights among the tensors that autograd saves, and how it is shown again.
+"""Packs weights among the tensors that autograd saves as references, and unpacks them.
 
-autograd keeps views of weights (``weight.t()``) that look into an HBM slot.
-Kept as they are, they would hold the slot until backward. So they are packed
-as (block, offset, shape, stride) and unpacked from wherever the block is then.
+Autograd saves views of weights (``weight.t()``) that share the memory of an HBM
+slot, and would hold the slot until backward. So they are packed as (block, offset,
+shape, stride) and unpacked from wherever the block is then.
 
-The parameter itself must never be what is kept: it shows whatever it points at by
-then, which may be nothing. It is packed by its identity, whatever class it has at the
-moment, and where a hook of the user's kept it, it is replaced by its bytes when it
-comes back.
+The parameter itself must never be kept: in backward it may point elsewhere, or at a
+placeholder. It is recognized by its identity, whatever class it has at the moment.
+If a user's hook has kept it, it is replaced by its bytes when it is unpacked.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-"""Of tensors of other classes it is asked whether they are managed ones, wherever these point."""
+"""Tensors of other classes are looked up by id: they may be managed, wherever they point."""
 _REFERRED = (Role.PARAM, Role.BUFFER)
 _MOST_VIEWS = 1 << 16
 _STRIDED = torch.strided
 
 
 class Beside(tuple[Kept, SavedView]):
-    """An alias of a weight's bytes that never leave HBM, and what it is of."""
+    """An alias of a weight's bytes that never leave HBM, and the reference to the view."""
 
     __slots__ = ()
 
 
 class SavedWeights:
-    """Packs views of the weights and large buffers of one runtime, and shows them again.
+    """Packs and unpacks views of the weights and large buffers of one runtime.
 
     Attributes:
-        manager: Has their blocks.
+        manager: The manager of their blocks.
         rows: Rows of stacked experts.
     """
 
@@ -74,7 +73,7 @@ class SavedWeights:
     # -- packing ---------------------------------------------------------
 
     def reference(self, tensor: torch.Tensor) -> SavedView | None:
-        """Returns a reference in place of a weight, a large buffer or a view of one, or None."""
+        """Returns a reference to replace a weight, a large buffer or a view of one, or None."""
         if type(tensor) not in PLAIN_TYPES:
             return _whole(tensor)
         if tensor.layout is not _STRIDED:
@@ -90,7 +89,7 @@ class SavedWeights:
         return None if slot is None else self.view_in(slot, tensor)
 
     def view_in(self, slot: Slot, tensor: torch.Tensor) -> SavedView | None:
-        """Returns a reference in place of a tensor whose bytes are in a block, if that has any."""
+        """Returns a reference to replace a tensor whose bytes are in a slot, or None."""
         if slot.block.role not in _REFERRED:
             return None
         block, offset, dtype, owner = slot.block, int(tensor.storage_offset()), tensor.dtype, None
@@ -102,17 +101,17 @@ class SavedWeights:
         view: View = dtype, offset, tensor.shape, tensor.stride()
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
-        view = self._views.setdefault(view, view)  # one for all passes: the collector counts them
+        view = self._views.setdefault(view, view)  # shared: fewer objects for garbage collection
         return SavedView(self, block, tensor, view, owner)
 
     def group_of(self, block: Block) -> Group:
-        """Returns the group of a block that has one."""
+        """Returns the group of a block."""
         return self._runtime.groups.by_block[block.id]
 
     def beside(self, saved: SavedView, tensor: torch.Tensor) -> Beside | None:
-        """Returns an alias of bytes that never leave HBM, which backward finds sooner; else None.
+        """Returns an alias, which is faster in backward, if the bytes never leave HBM; else None.
 
-        It looks through the storage that is only read, and has the tensor's version counter.
+        It uses the storage that is only read, and has the tensor's version counter.
         """
         record = self._record_of(saved.block.id)
         if record is None or not record.fixed or saved.conj or saved.neg:
@@ -130,7 +129,7 @@ class SavedWeights:
 
         Raises:
             RuntimeError: If the weight was changed in place since.
-            ParameterError: If its module was unwrapped and the bytes are not known any more.
+            ParameterError: If its module was unwrapped and it is unknown where the bytes are.
             StorageError: If they cannot be read.
             ClosedError: If the manager is closed.
         """
@@ -138,10 +137,10 @@ class SavedWeights:
         if saved.block.id in self._deferred.owed:
             self.pay(saved.block.id)
         if owner is not None and version != -1:
-            with Plain():  # it may be away
+            with Plain():  # it may not be held
                 now = owner._version
             if now != version:
-                refuse_changed(owner, version, saved.block.name)  # and nothing to repair
+                refuse_changed(owner, version, saved.block.name)  # raises; nothing to repair
             if type(saved) is SavedCopies and saved.counter._version != saved.counted:
                 raise changed(saved.counter, saved.counted, saved.shown[2])
         refuse_replaced_since(saved)
@@ -161,12 +160,12 @@ class SavedWeights:
 
     @inside
     def pay(self, block_id: int) -> None:
-        """Makes the deferred step of a block: it changes the weights, and is counted then."""
+        """Performs the deferred step of a block, which changes the weights and their version."""
         with self.manager.lock:
             self.manager.parts.deferred.pay(block_id)
 
     def _fetch(self, saved: SavedView, view: torch.Tensor | None) -> torch.Tensor:
-        """Returns what was saved; ``view`` is of the block's bytes, where these are there."""
+        """Returns the saved tensor; ``view`` is a view of the block's bytes if these are in HBM."""
         if type(saved) is not SavedView:
             view = self.rows.again(saved)
             whole = self._here(saved) if view is None else None
@@ -175,8 +174,8 @@ class SavedWeights:
         if view is None:
             view = self.rows.out_of(saved, self._brought(saved))
         if torch.is_grad_enabled():
-            # backward with a graph of its own saves this again, where no hook here sees it: a
-            # copy in ordinary memory does not hold the block in HBM
+            # a double backward saves this again, without hooks of tiermem's: a copy in ordinary
+            # memory does not hold the block in HBM
             with torch.no_grad():
                 view = view.clone(memory_format=torch.preserve_format)
         if saved.conj:
@@ -186,7 +185,7 @@ class SavedWeights:
         return view
 
     def _here(self, saved: SavedView) -> torch.Tensor | None:
-        """Returns a view of a block that backward has just come to, or that never leaves HBM."""
+        """Returns a view of a block that backward has just used, or that never leaves HBM."""
         block_id = saved.block.id
         group, record = self._group_of(block_id), self._record_of(block_id)
         if group is None or record is None or self._gate.closed:
@@ -201,7 +200,7 @@ class SavedWeights:
             return sight.read_view(saved.view) if found is None else found.data
 
     def _brought(self, saved: SavedView) -> torch.Tensor:
-        """Returns what was saved of a block that has to be acquired first, or is one no more."""
+        """Returns the saved tensor of a block that has to be acquired first, or was removed."""
         block = saved.block
         if self._record_of(block.id) is None and not self._gate.closed:
             return _taken_out(saved)
@@ -213,7 +212,7 @@ class SavedWeights:
 
 
 def refuse_replaced_since(saved: SavedView) -> None:
-    """Refuses a view whose values are gone, as its weight has been given other data since.
+    """Refuses a view whose values are lost, as its weight has been given other data since.
 
     Raises:
         RuntimeError: If it has.
@@ -224,10 +223,10 @@ def refuse_replaced_since(saved: SavedView) -> None:
 
 
 def _taken_out(saved: SavedView) -> torch.Tensor:
-    """Returns a view of a weight whose module was unwrapped since: the parameter has the bytes.
+    """Returns a view of a weight whose module was unwrapped since, from the parameter's bytes.
 
     Raises:
-        ParameterError: If it is not known whose bytes they are, or the parameter has others.
+        ParameterError: If the parameter is unknown, or has other data.
     """
     owner, (dtype, offset, shape, stride) = saved.owner, saved.view
     item = dtype.itemsize
@@ -245,13 +244,13 @@ def _taken_out(saved: SavedView) -> torch.Tensor:
 
 
 def begin_of(tensor: torch.Tensor) -> int:
-    """Returns where the storage of a tensor begins.
+    """Returns the address of a tensor's storage.
 
-    Without asking for the storage where that can be: it would be an object as long as it lives, and
-    there is one for most tensors that are saved.
+    If possible without reading the storage itself, for which torch would create a Python object
+    that exists as long as the storage; there is one for most saved tensors.
 
     Raises:
-        RuntimeError: If it is not strided, or has no memory.
+        RuntimeError: If the tensor is not strided, or has no memory.
     """
     first = tensor.data_ptr()
     if first:
@@ -260,18 +259,18 @@ def begin_of(tensor: torch.Tensor) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a managed tensor that may be away; any other tensor as it is."""
+    """Returns the bytes of a managed tensor that may not be held; any other tensor as it is."""
     if type(tensor) in PLAIN_TYPES:
         return tensor
     found = _whole(tensor)
     if found is None:
         return tensor
-    found.version = -1  # with hooks torch does not look for changes
+    found.version = -1  # with hooks torch does not check for changes
     return found.weights.view(found)
 
 
 def _whole(tensor: torch.Tensor) -> SavedView | None:
-    """Returns a reference in place of a managed tensor, wherever it points; else None."""
+    """Returns a reference to replace a managed tensor, wherever it points, or None."""
     group = group_of.get(id(tensor))
     member = None if group is None else group.pointing.member_of(tensor)
     if group is None or member is None or member.materialized:

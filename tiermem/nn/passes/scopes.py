@@ -20,12 +20,12 @@ class ScopedModel(Protocol):
 
     @property
     def scopes(self) -> Mapping[str, PassScope]:
-        """Those of its modules, by qualified name."""
+        """The scopes of its modules, by qualified name."""
         ...
 
     @property
     def kept(self) -> Sequence[Group]:
-        """The groups that a pass holds as a whole."""
+        """The groups that a pass holds throughout."""
         ...
 
 
@@ -39,7 +39,7 @@ class PassScope(Protocol):
 
     @property
     def number(self) -> int:
-        """Of the model."""
+        """The number of the model."""
         ...
 
     @property

@@ -1,9 +1,9 @@
-"""Where torch takes no saved-tensor hooks: tiermem's are taken off, and blocks stay in HBM.
+"""Handles code for which torch refuses saved-tensor hooks: blocks stay in HBM.
 
-``torch.func.grad`` and its like refuse every pair. Where one is called inside a module, tiermem's
-are taken off until it is over. Neither then, nor where hooks are disabled altogether, does anybody
-see what autograd saves: it is the parameters themselves. So an alias of each block that was in use
-goes into the graph, and dies with it; the block stays in HBM as long.
+``torch.func.grad`` and similar functions refuse every pair of hooks. If one is called inside a
+module, tiermem's pairs are removed until it ends. Then, or if hooks are disabled, no hook sees what
+autograd saves, so it saves the parameters themselves. So an alias of each block that was in use is
+put into the graph and freed with it; until then the block stays in HBM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Off(threading.local):
-    """Pairs of tiermem's that are off in the calling thread, as torch takes none just now."""
+    """Pairs of tiermem's that are removed in the calling thread, while torch refuses hooks."""
 
     pairs: Sequence[Pair] = ()
 
@@ -35,23 +35,23 @@ _off = _Off()
 
 
 def lift_for_transforms(is_own: Callable[[Pair], bool], back: Callable[[Pair], None]) -> None:
-    """Has tiermem's pairs taken off where torch begins to take none, and put back afterwards.
+    """Removes tiermem's pairs when torch begins to refuse hooks, and restores them afterwards.
 
     Args:
-        is_own: Whether a pair is tiermem's, and covers none of anybody else's.
-        back: Called with each pair, once all are put back.
+        is_own: Returns whether a pair is tiermem's, and does not cover another one.
+        back: Called with each pair, once all are restored.
     """
     change_disabling(partial(_take_off, is_own), partial(_put_back, back))
 
 
 def forget_lifted() -> bool:
-    """Forgets the pairs that are off in the calling thread; returns whether there were any."""
+    """Forgets the removed pairs of the calling thread; returns whether there were any."""
     pairs, _off.pairs = _off.pairs, ()
     return bool(pairs)
 
 
 class UnseenGraphs:
-    """Keeps blocks of one runtime in HBM as long as graphs of them that no hook has seen."""
+    """Keeps blocks in HBM as long as graphs exist that use them and that no hook has seen."""
 
     def __init__(self, runtime: ModuleRuntime) -> None:
         """Serves ``runtime``."""
@@ -59,16 +59,16 @@ class UnseenGraphs:
         self._slots = runtime.manager.parts.slots.current
 
     def hold_for(self, outputs: Sequence[torch.Tensor], groups: Iterable[Group]) -> None:
-        """Keeps blocks in HBM as long as an autograd graph lives that no hook here has seen.
+        """Keeps blocks in HBM as long as an autograd graph exists that no hook here has seen.
 
-        It has saved the parameters themselves. An alias of each block goes into the graph.
+        It has saved the parameters themselves. An alias of each block is put into the graph.
 
         Args:
-            outputs: Of the module that has just used the blocks.
-            groups: The blocks; they are held now.
+            outputs: Outputs of the module that has just used the blocks.
+            groups: Groups of the blocks; they are held now.
         """
         aliases = self._aliases_of(groups)
-        if _off.pairs:  # the graph of the call around the transform has saved them as well
+        if _off.pairs:  # the graph of the call around the transform has saved them, too
             self._runtime.here.unseen += aliases
         _put_into_graphs(outputs, aliases)
 
@@ -78,35 +78,35 @@ class UnseenGraphs:
             return [_alias(self._slots[block_id]) for block_id in used]
 
     def hold_unseen(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Keeps in HBM what was in use where hooks were off inside a call, as :meth:`hold_for`.
+        """As :meth:`hold_for`, for blocks that were in use while hooks were removed in a call.
 
         Args:
-            outputs: Of the outermost call.
+            outputs: Outputs of the outermost call.
         """
         aliases, self._runtime.here.unseen = self._runtime.here.unseen, []
         _put_into_graphs(outputs, aliases)
 
     def note(self) -> None:
-        """Notes what the calls under way hold as torch takes hooks again."""
+        """Notes which blocks the current calls hold when torch accepts hooks again."""
         held = [g for g in self._runtime.groups if g.holds and g.block.id in self._slots]
         self._runtime.here.unseen += self._aliases_of(held)
 
 
 def _take_off(is_own: Callable[[Pair], bool]) -> None:
-    """Takes tiermem's pairs off where torch is about to refuse all; not where others' are."""
+    """Removes tiermem's pairs when torch is about to refuse hooks, unless there are others."""
     pairs: list[Pair] = []
     while (pair := top_pair()) is not None and is_own(pair):
         torch._C._autograd._pop_saved_tensors_default_hooks()
         pairs.insert(0, pair)
     if pair is None and pairs:
         _off.pairs = pairs
-    else:  # torch refuses, as it does without tiermem
+    else:  # torch raises, as without tiermem
         for own in pairs:
             push_pair(*own)
 
 
 def _put_back(back: Callable[[Pair], None]) -> None:
-    """Puts the pairs that are off back, as torch takes hooks again."""
+    """Restores the removed pairs, when torch accepts hooks again."""
     for pair in _off.pairs:
         push_pair(*pair)
     pairs, _off.pairs = _off.pairs, ()
@@ -115,7 +115,7 @@ def _put_back(back: Callable[[Pair], None]) -> None:
 
 
 def _put_into_graphs(outputs: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> None:
-    """Has aliases of blocks live as long as the graphs of some outputs."""
+    """Keeps aliases of blocks as long as the graphs of some outputs exist."""
     for tensor in outputs:
         if tensor.grad_fn is not None:
             kept: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment]
@@ -123,5 +123,5 @@ def _put_into_graphs(outputs: Sequence[torch.Tensor], aliases: Sequence[torch.Te
 
 
 def _alias(slot: Slot) -> torch.Tensor:
-    """Returns a view of a block's first byte: as long as it lives the block stays where it is."""
+    """Returns a view of a block's first byte: as long as it exists, the block is not moved."""
     return typed_view(slot.sight.reading, torch.uint8, 0, (1,), (1,))

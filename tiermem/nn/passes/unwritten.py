@@ -1,4 +1,4 @@
-"""What optimizer steps wrote, and goes home in the next forward."""
+"""Blocks that optimizer steps have written, which are written home in the next forward."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tiermem.runtime.services.sweep import BlockSweep
 if TYPE_CHECKING:
     from tiermem.nn.passes.runtime import ModuleRuntime
 
-_PAST = 3  # blocks that forward has come to after the first one: it "has got further"
+_PAST = 3  # blocks that forward has to use after the first one to count as "further"
 
 
 class Unwritten(list[Block]):
-    """Blocks that go home once forward has got further.
+    """Blocks that are written home once forward has progressed further.
 
-    Models read values back as they begin (is a mask needed?), and on CUDA such a read waits for all
-    copies down that are ready to run.
+    Models copy values to the host at their begin (is a mask needed?), and on CUDA such a copy waits
+    for all copies home that are ready to run.
 
     Attributes:
-        staying: Ids of those that go home although they stay in HBM.
+        staying: Ids of those that are written home although they stay in HBM.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
@@ -32,15 +32,15 @@ class Unwritten(list[Block]):
         self.staying: set[int] = set()
 
     def forget(self) -> None:
-        """Forgets all blocks: they go home when their room is needed."""
+        """Forgets all blocks: they are written home when their room is needed."""
         self.clear()
         self.staying.clear()
 
     def got_further(self, scope: PassScope) -> None:
-        """Notes that forward uses a block; writes these home once it is past the first.
+        """Notes that forward uses a block; writes these blocks home once it is past the first.
 
-        Modules around both may be called, and have blocks of their own, before either. And not
-        before some kernels of what follows are launched: until then the device has nothing to do.
+        Outer modules with blocks of their own may be called before. And not before some kernels of
+        the following modules are launched, as the device is idle until then.
         """
         groups = self._runtime.groups
         if groups and groups[0] in scope.groups:

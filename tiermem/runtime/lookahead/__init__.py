@@ -1,4 +1,4 @@
 """Look-ahead: the plan of which blocks stay, the prefetches, and the replay of repeated passes.
 
-Begins fetches into free room alone; never evicts a block whose use comes sooner.
+Begins fetches only if there is room; never evicts a block whose use comes sooner.
 """

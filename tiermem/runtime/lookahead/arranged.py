@@ -1,12 +1,12 @@
-"""Loops that only read: HBM is laid out for a whole round, so that no use has to be decided.
+"""Loops that only read: HBM is laid out for a whole round, so that no use needs a decision.
 
-What such a loop fetches, where to and what leaves for it follows from the order of use, the sizes
-and what stays (:mod:`tiermem.core.laps`), all of which are known once the order has been observed.
-So the first pass after that is replayed already; a recording (:mod:`.replay`) needs two more that
-happen to do the same. HBM is brought into the state that the layout begins with as the loop comes
-into force: what lies elsewhere leaves, and what stays and is missing comes as the round needs it.
-A round is one pass or several (forward and backward); passes that use only what stays may come at
-any time between them.
+The fetches of such a loop, their addresses and the blocks that leave for them follow from the order
+of use, the sizes and the residents (:mod:`tiermem.core.laps`). All of these are known once the
+order has been observed, so the next pass is replayed already, while a recording (:mod:`.replay`)
+needs two more passes that do the same. When a layout comes into force, HBM is brought into the
+state with which it begins: misplaced blocks leave, and missing residents are fetched in the round.
+A round is one pass or several (forward and backward); passes that use only residents may come at
+any time in between.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MOST_LOOPS = 64
 _MOST_USES = 4096
 _MOST_WAYS = 4
 _MOST_PAUSE = 64
-"""Rounds that are decided, at most, after one that did not go as it was laid out."""
+"""Most rounds without a layout after one that did not follow it."""
 
 _Room = tuple[int, int]
-"""Bytes of HBM, and how often what is there for good has changed."""
+"""Bytes of HBM, and how often the set of blocks at home there has changed."""
 
 _Name = tuple[Schedule, frozenset[int], _Room]
 
@@ -45,12 +45,12 @@ class _Loop:
     """A loop that only reads, seen from one of its passes.
 
     Attributes:
-        names: Of the passes of a round that use what streams, from the next one on.
+        names: Names of the passes of a round that use streaming blocks, from the next one on.
         orders: The blocks that each of them uses.
         residents: The blocks that stay.
-        room: What HBM there is for them and for what streams.
+        room: The HBM for residents and streaming blocks.
         compute: Seconds of each use of a round.
-        idle: The steps of the pass at which it is seen, where that uses only what stays.
+        idle: The steps of the current pass, if that uses only residents.
         between: How many passes of that kind are foreseen.
     """
 
@@ -68,7 +68,7 @@ class _Loop:
         return [block for order in self.orders for block in order]
 
     def is_same(self, other: _Loop, number: int) -> bool:
-        """Whether it is another loop, seen so many passes later."""
+        """Whether it is the same loop as another one, seen ``number`` passes later."""
         count = len(other.names)
         if len(self.names) != count:
             return False
@@ -83,13 +83,13 @@ class _Loop:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """The ways to lay a loop out, and the one that was taken last.
+    """The possible layouts of a loop, and the one that was chosen last.
 
     Attributes:
-        ways: All of them, whatever the times are.
-        compute: Seconds of each use, for which one was taken.
-        transfer: Seconds that each block which streams took to arrive, by id.
-        out: The one that was taken; None where there was none.
+        ways: All layouts, which do not depend on times.
+        compute: Seconds of each use for which one was chosen.
+        transfer: Seconds that each streaming block took to arrive, by id.
+        out: The chosen layout; None if there was none.
     """
 
     ways: Ways
@@ -100,18 +100,18 @@ class _Known:
 
 @dataclass(slots=True, eq=False)
 class _Force:
-    """The loop that HBM is laid out for.
+    """The layout that is in force.
 
     Attributes:
-        loop: Which one that is.
+        loop: The loop.
         out: The layout.
-        rounds: What is fetched in each pass.
-        steps: What is done at each place of those passes that have come.
-        seen: The same loop as it was seen last from each pass of a round, and from those between.
-        at: The pass under way, or to come where none is.
-        idle: Whether the pass under way uses only what stays, and does not count.
-        done: Passes that went as they were laid out.
-        departures: Departures from HBM as the last pass ended.
+        rounds: The fetches of each pass.
+        steps: The steps of each pass that has occurred.
+        seen: The same loop as seen last from each pass of a round, and from those in between.
+        at: The number of the current pass, or else of the next one.
+        idle: Whether the current pass uses only residents, and does not count.
+        done: How many passes followed the layout.
+        departures: The number of departures from HBM at the end of the last pass.
     """
 
     loop: _Loop
@@ -125,7 +125,7 @@ class _Force:
     departures: int = -1
 
     def goes_on(self, loop: _Loop) -> bool:
-        """Whether a loop is this one, at the pass to come."""
+        """Whether a loop is this one, at the next pass."""
         name = self.at % len(self.loop.names), loop.idle is not None
         if self.seen.get(name) is not loop:
             if not loop.is_same(self.loop, self.at):
@@ -136,12 +136,12 @@ class _Force:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """What HBM was filled with before the first pass.
+    """The blocks with which HBM was filled before the first pass.
 
     Attributes:
-        offsets: Of each block that came, where to.
-        out: The layout it was for.
-        rounds: What passes fetch after that.
+        offsets: The offset of each block.
+        out: The layout for which they were fetched.
+        rounds: The fetches of passes after that.
     """
 
     offsets: Mapping[int, int]
@@ -151,11 +151,11 @@ class _Filled:
 
 @dataclass(slots=True, eq=False)
 class _Pause:
-    """How long a loop is decided, after a pass that broke off.
+    """How long a loop has no layout, after a pass that did not follow it.
 
     Attributes:
-        after: How many rounds there will be after the next break.
-        passes: How many of its passes are to come.
+        after: How many rounds it will be after the next such pass.
+        passes: How many of its passes are left.
     """
 
     after: int
@@ -169,9 +169,9 @@ class Arranger:
         """Works on ``parts``.
 
         Args:
-            parts: Whose blocks they are.
+            parts: The parts of the manager.
             fetcher: Knows whether copies run beside the compute.
-            lates: When passes let go of blocks.
+            lates: When passes release blocks.
         """
         self._parts = parts
         self._fetcher = fetcher
@@ -186,14 +186,14 @@ class Arranger:
         self._pauses: dict[frozenset[Hashable], _Pause] = {}
 
     def begin(self, plan: StreamPlan) -> list[Step] | None:
-        """Returns what is done at each place of the pass that begins, HBM being laid out for it.
+        """Returns the steps of the pass that begins, for which HBM is laid out.
 
         Args:
-            plan: What stays.
+            plan: The plan, which says what stays.
 
         Returns:
-            The steps; None where the pass is to be decided: it is of no loop that only reads, is
-            not known yet, or does not go as it is laid out.
+            The steps; None if each use has to be decided: the pass is not in a loop that only
+            reads, is not known yet, or does not follow a layout.
         """
         schedule = self._parts.planner.schedule
         loop = self._loop(schedule, plan) if self._may(plan) else None
@@ -210,19 +210,19 @@ class Arranger:
         force.idle = loop.idle is not None
         if loop.idle is not None:
             return loop.idle
-        if force.at not in force.steps:  # each once, as it comes
+        if force.at not in force.steps:  # once for each pass, when it occurs
             force.steps[force.at] = self._steps_of(force)
         return force.steps[force.at]
 
     def opening(self, schedule: Schedule, plan: StreamPlan) -> list[Fetch]:
-        """Returns what HBM can be filled with before the first pass, in the order of its use.
+        """Returns the fetches with which HBM can be filled before the first pass, by use.
 
         Args:
-            schedule: What that and those after it are expected to use.
-            plan: What stays.
+            schedule: The uses that are expected of that pass and the following ones.
+            plan: The plan, which says what stays.
 
         Returns:
-            The fetches to places that nothing has before; none where it cannot be laid out.
+            The fetches to places that no other block has before; none if there is no layout.
         """
         loop = None if None in plan.compute else self._loop(schedule, plan)
         force = self._arranged(loop) if loop is not None else None
@@ -234,7 +234,7 @@ class Arranger:
         return fetches
 
     def ended(self) -> None:
-        """Notes that the pass under way went as it was laid out, to its end."""
+        """Notes that the current pass followed the layout to its end."""
         force = self._force
         if force is None:
             return
@@ -246,10 +246,10 @@ class Arranger:
                 self._pauses.pop(frozenset(force.loop.names), None)
 
     def broke_off(self, late: Sequence[int] = ()) -> None:
-        """Notes that the pass under way did not go as it was laid out.
+        """Notes that the current pass did not follow the layout.
 
         Args:
-            late: Blocks that are let go later than expected.
+            late: Blocks that are released later than expected.
         """
         force, planner = self._force, self._parts.planner
         if force is not None:
@@ -257,12 +257,12 @@ class Arranger:
                 at = force.at % len(force.loop.names)
                 used = {block: n for n, block in enumerate(force.loop.orders[at][: planner.cursor])}
                 self._lates.broke_off(force.loop.names[at], {b: used[b] for b in late if b in used})
-            if planner.observed(planner.key):  # a guess says nothing of the next pass
+            if planner.observed(planner.key):  # a guess does not count
                 self._pause(force.loop, late=bool(late))
         self._put_into_force(None)
 
     def repair(self) -> None:
-        """Forgets what HBM is laid out for, after an exception anywhere."""
+        """Forgets the layout in force, after an exception anywhere."""
         self._put_into_force(None)
         self._filled = None
         self._loops.clear()
@@ -275,7 +275,7 @@ class Arranger:
         self._force, self._fetcher.laid_out = force, force is not None
 
     def _may(self, plan: StreamPlan) -> bool:
-        """Whether the pass that begins may be laid out, as far as it and the plan go."""
+        """Whether the pass that begins and the plan permit a layout."""
         parts = self._parts
         if not self._fetcher.beside or parts.settings.prefetch_depth != "auto" or plan.turn:
             return False
@@ -284,13 +284,13 @@ class Arranger:
         return None not in plan.compute  # else the plan is a guess, and another one comes soon
 
     def _pause(self, loop: _Loop, *, late: bool = False) -> None:
-        """Decides a loop use by use for some rounds.
+        """Gives a loop no layout for some rounds.
 
         Args:
             loop: The loop.
-            late: Whether a pass of it broke off since blocks are let go later than was expected.
-                After the first time it is laid out again at once, as after the first break of a
-                round of several passes, which mostly comes of that.
+            late: Whether a pass did not follow the layout because blocks are released later than
+                expected. After the first time, the loop is laid out again at once. The same holds
+                for the first time in a round of several passes, for which this is the usual reason.
         """
         name = frozenset(loop.names)
         pause = self._pauses.pop(name, None) or _Pause(int(len(loop.names) == 1 and not late))
@@ -300,7 +300,7 @@ class Arranger:
         _drop_oldest(self._pauses, _MOST_LOOPS)
 
     def _pauses_in(self, loop: _Loop) -> bool:
-        """Whether the pass that begins is to be decided since one before it broke off."""
+        """Whether the pass that begins gets no layout, since an earlier one did not follow it."""
         pause = self._pauses.get(frozenset(loop.names))
         if pause is None or not pause.passes:
             return False
@@ -308,7 +308,7 @@ class Arranger:
         return True
 
     def _loop(self, schedule: Schedule, plan: StreamPlan) -> _Loop | None:
-        """Returns the loop of a schedule, if there is one, with what stays by a plan."""
+        """Returns the loop of a schedule, if there is one, with the residents of a plan."""
         residents = plan.plan.residents
         room = self._parts.table.hbm.capacity, self._parts.evictor.regions.changes
         name = schedule, residents, room
@@ -327,7 +327,7 @@ class Arranger:
         room: _Room,
         compute: Sequence[float | None],
     ) -> _Loop | None:
-        """Looks for a loop in a schedule; None where what is foreseen does not come again."""
+        """Searches a schedule for a loop; None if the foreseen passes do not repeat."""
         get, order = self._parts.table.get, schedule.order
         used = set(order)
         known = {block: record for block in used if (record := get(block)) is not None}
@@ -350,7 +350,7 @@ class Arranger:
         )
 
     def _arranged(self, loop: _Loop) -> _Force | None:
-        """Lays HBM out for a loop from the pass that begins; None where that cannot be."""
+        """Lays HBM out for a loop from the pass that begins; None if that is not possible."""
         if loop.idle is not None or not self._is_simple(loop):
             return None
         if self._seen != self._lates.version:
@@ -367,7 +367,7 @@ class Arranger:
         return force
 
     def _lay_out(self, loop: _Loop) -> tuple[Round, LaidOut] | None:
-        """Returns a loop's events, and how what streams is laid out; None where it cannot be."""
+        """Returns a loop's events and its layout; None if there is none."""
         table, runs = self._parts.table, self._parts.evictor.regions.runs()
         if not runs:
             return None
@@ -381,7 +381,7 @@ class Arranger:
         one = Round(lengths, [late.lag for late in lates], further)
         name = loop.orders, tuple(one.freed), frozenset(sizes), tuple(runs)
         known = self._known.pop(name, None) or _Known(Ways(loop.order, one, sizes, runs))
-        self._known[name] = known  # what was found for other times is found again
+        self._known[name] = known  # layouts found for other times can be used again
         _drop_oldest(self._known, _MOST_WAYS)
         if (known.compute, known.transfer) != (loop.compute, transfer):
             known.out, ways, times = None, known.ways, (loop.compute, transfer, SLOT_LATENCY)
@@ -392,7 +392,7 @@ class Arranger:
         return None if known.out is None else (one, known.out)
 
     def _is_simple(self, loop: _Loop) -> bool:
-        """Whether all that a loop uses is defined and, where it may move, in DRAM to stay."""
+        """Whether all blocks of a loop hold data and, unless fixed, have a copy in DRAM."""
         records = map(self._parts.table.get, set(loop.order))
         return all(
             record is not None
@@ -402,7 +402,7 @@ class Arranger:
         )
 
     def _is_above_disk(self, record: Record, residents: frozenset[int]) -> bool:
-        """Whether no disk is asked for a block: it stays, or has its place in DRAM."""
+        """Whether a block is never read from a disk: it stays, or has its place in DRAM."""
         if record.home is not Tier.NVME:
             return True
         block_id, transfers = record.block.id, self._parts.transfers
@@ -412,9 +412,9 @@ class Arranger:
         return there or transfers.in_dram(record) is not None
 
     def _arrange(self, loop: _Loop, one: Round, out: LaidOut) -> _Force | None:
-        """Brings HBM into the state that a layout begins with, and returns what comes then.
+        """Brings HBM into the state with which a layout begins, and puts the layout into force.
 
-        None where a block that cannot leave is in the way.
+        None if a block that cannot leave is in the way.
         """
         inside = self._inside(out)
         for extent in list(self._parts.table.hbm.extents()):
@@ -435,7 +435,7 @@ class Arranger:
         return _Force(loop, out, postponed(rounds, out.postponed, one.lengths))
 
     def _is_there(self, offsets: Mapping[int, int]) -> bool:
-        """Whether just these blocks are in HBM, but for what is there for good, at these places."""
+        """Whether just these blocks (and those at home there) are in HBM, at these places."""
         left = dict(offsets)
         for record in self._parts.table:
             place = None if record.fixed else record.extent
@@ -444,7 +444,7 @@ class Arranger:
         return not left
 
     def _inside(self, out: LaidOut) -> dict[int, Place]:
-        """Returns what streams and lies just where the layout wants it as a round begins."""
+        """Returns the streaming blocks that are where the layout has them when a round begins."""
         found: dict[int, Place] = {}
         for visit, offset in zip(out.visits, out.layout[0], strict=True):
             extent = self._parts.table[visit.block].extent
@@ -455,27 +455,27 @@ class Arranger:
     def _clear(
         self, record: Record | None, residents: frozenset[int], inside: dict[int, Place]
     ) -> bool:
-        """Evicts a block that does not lie where it belongs; returns whether none is in the way."""
+        """Evicts a block that is not at its place; returns whether none is in the way then."""
         if record is None or record.extent is None:
-            return False  # bytes that somebody's views keep
+            return False  # bytes that users' views keep
         if record.fixed:
             return True
         evictor = self._parts.evictor
         if record.block.id in residents and not evictor.regions.misplaced(record):
-            return record.usable  # it does not leave, be it written home or not
+            return record.usable  # it stays, whether or not it is written home
         if record.in_hbm is State.DIRTY and not write_home(self._parts, record):
             return False
         if record.in_hbm is not State.VALID or record.block.id in inside:
             return record.in_hbm is State.VALID
         if not evictor.rules.let_loose(record):
             return False
-        # what was fetched ahead for it lies elsewhere: that says nothing of whether it will be used
+        # it was prefetched to another place, which does not mean that the prefetch was wasted
         self._parts.transfers.waste.withdraw(record.block.id)
         evictor.evict(record)
         return True
 
     def _missing(self, loop: _Loop) -> list[Missing] | None:
-        """Returns what stays and is not in HBM, with places; None where it has no room."""
+        """Returns residents that are not in HBM, with places; None if there is no room."""
         table, border = self._parts.table, self._parts.evictor.regions.border
         first: dict[int, int] = {}
         for position, block in enumerate(loop.order):
@@ -495,7 +495,7 @@ class Arranger:
         return sorted(found, key=lambda missing: missing.first)
 
     def _steps_of(self, force: _Force) -> list[Step]:
-        """Returns the steps of the pass to come: as it begins, then after each use."""
+        """Returns the steps of the next pass: one at its begin, then one after each use."""
         loop, number = force.loop, force.at
         steps = steps_over(loop.orders[number % len(loop.orders)], self._parts.table.get)
         for fetch in force.rounds.fetches[number]:
@@ -503,7 +503,7 @@ class Arranger:
         return steps
 
     def _swap_of(self, fetch: Fetch, loop: _Loop, number: int) -> Swap:
-        """Returns the swap that makes a fetch in a pass."""
+        """Returns the swap that performs a fetch in a pass."""
         table, count, later = self._parts.table, len(loop.orders), 0
         use = fetch.use
         while use >= (length := len(loop.orders[(number + later) % count])):
@@ -511,7 +511,7 @@ class Arranger:
             later += 1
         key = loop.names[(number + later) % count]
         if later:
-            later += loop.between  # it is not for nothing until they are over as well
+            later += loop.between  # it is not wasted before these have ended, too
         comes = table[fetch.block]
         if fetch.exchanged:
             leaves = table[fetch.leaves[0]]
@@ -525,16 +525,16 @@ class Arranger:
 
 
 def _drop_oldest(known: dict[Any, Any], most: int) -> None:
-    """Drops the first of what is known, where that is more than so many."""
+    """Drops the oldest entry if there are more than ``most``."""
     if len(known) > most:
         del known[next(iter(known))]
 
 
 def write_home(parts: Parts, record: Record) -> bool:
-    """Writes a dirty block home, if that takes no disk; copies up are ordered behind it.
+    """Writes a dirty block home, if its home is not on a disk; later fetches are ordered behind it.
 
     Returns:
-        Whether that could be: the block may then leave at once.
+        Whether that was possible; then the block may leave at once.
     """
     if record.home is not Tier.DRAM or not parts.evictor.rules.let_loose(record):
         return False

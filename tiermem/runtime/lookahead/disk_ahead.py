@@ -1,4 +1,4 @@
-"""What a disk does while HBM has no room: it reads ahead into DRAM, or begins one read early."""
+"""Keeps disks busy while HBM has no room: they read ahead into DRAM, or begin one read early."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiermem.transfer.file.mover import FileMover
 
 
 class DiskAhead:
-    """Keeps the disk at work while HBM has no room; does nothing without an NVMe tier.
+    """Keeps the disk busy while HBM has no room; does nothing without an NVMe tier.
 
     Attributes:
-        through_dram: Whether blocks come from files by way of DRAM.
-        shared: Whether a plan says what spare DRAM is for; otherwise the order of use does.
-        parks: Whether the next read straight into HBM is begun before it has a place there.
+        through_dram: Whether blocks are read from files through DRAM.
+        shared: Whether a plan decides the use of spare DRAM; otherwise the order of use does.
+        parks: Whether the next read straight into HBM begins before it has a place there.
     """
 
     def __init__(self, parts: Parts, fetcher: Fetcher) -> None:
@@ -32,18 +32,18 @@ class DiskAhead:
         self._ahead = parts.transfers.ahead
         self._read_to = 0
         self._parked_to = 0
-        # blocks that are read from files in this pass again and again; None where others are too
+        # blocks that are read from files again and again in this pass; None if others are, too
         self._streamed: frozenset[int] | None = None
 
     @property
     def reads_into(self) -> str:
-        """Where blocks that stream from files are read to: ``"hbm"``, ``"dram"`` or ``"none"``."""
+        """Where blocks that stream from files are read into: ``"hbm"``, ``"dram"``, ``"none"``."""
         if self._parts.mover is None:
             return "none"
         return "dram" if self._fetcher.beside and self.through_dram else "hbm"
 
     def plan(self, schedule: Schedule, outlook: StreamPlan) -> None:
-        """Follows a plan from now on, and shares spare DRAM out as it says."""
+        """Follows a plan from now on, and divides spare DRAM as it says."""
         plan, mover = outlook.plan, self._parts.mover
         if self._parts.planner.last < 0:
             self._ahead.begin_pass()
@@ -63,15 +63,15 @@ class DiskAhead:
         self.shared = self.parks = False
 
     def restart(self, cursor: int) -> None:
-        """Looks at every use again from a cursor on."""
+        """Visits every use again from a cursor on."""
         self._read_to = self._parked_to = cursor
 
     def take_up(self, block_id: int, cursor: int) -> None:
-        """Takes up the reads that the disk has finished.
+        """Handles the reads that the disk has finished.
 
         Args:
             block_id: The block used last.
-            cursor: Where the compute is since.
+            cursor: The present position of the compute.
         """
         transfers, ahead = self._parts.transfers, self._ahead
         if transfers.flights or ahead.reading:
@@ -85,10 +85,10 @@ class DiskAhead:
         """Begins what the disk can do now for the uses from ``begin`` to ``end``.
 
         Args:
-            schedule: What comes.
+            schedule: The schedule.
             begin: The first use for which HBM has no room yet.
-            end: The use to which to look.
-            cursor: Where the compute is.
+            end: The use up to which to look.
+            cursor: The position of the compute.
         """
         mover = self._parts.mover
         if mover is None:
@@ -99,19 +99,19 @@ class DiskAhead:
             self._park(schedule, begin, end, mover)
 
     def staged(self, record: Record, position: int) -> bool:
-        """Whether a block at home in a file can go up now.
+        """Whether a block at home in a file can be fetched to HBM now.
 
-        A read straight into HBM passes through staging chunks that wait for the compute that
-        used the slot before, and the disk waits with them. So beside a GPU it goes through spare
-        DRAM, where the plan says so or there is none.
+        A read straight into HBM uses staging chunks, which wait for the compute that used the slot
+        before, and the disk waits with them. So with a GPU, blocks are read into spare DRAM first,
+        if the plan says so or there is no plan.
 
         Args:
             record: The block.
             position: Uses until it is needed.
 
         Returns:
-            False while it is on its way into DRAM; True where it is there, or has to be read
-            straight into HBM.
+            False while it is being read into DRAM; True if it is there, or has to be read straight
+            into HBM.
         """
         ahead, mover = self._ahead, self._parts.mover
         entry = ahead.look(record)
@@ -123,7 +123,7 @@ class DiskAhead:
         return entry is None or entry.transfer is None or entry.transfer.finished
 
     def stage_now(self, record: Record) -> bool:
-        """Begins to read a block that a caller waits for; returns whether it begins only now."""
+        """Begins to read a block for which a caller waits; returns whether it begins only now."""
         ahead = self._ahead
         begins = ahead.look(record) is None
         if begins and record.home is Tier.NVME:
@@ -131,13 +131,13 @@ class DiskAhead:
         return begins
 
     def _by_dram(self, record: Record) -> bool:
-        """Whether a block is to be read into DRAM first."""
+        """Whether a block should be read into DRAM first."""
         return self._ahead.keeps(record.block.id) if self.shared else self.through_dram
 
     def _read_on(
         self, schedule: Schedule, begin: int, end: int, cursor: int, mover: FileMover
     ) -> None:
-        """Reads into spare DRAM what HBM has no room for yet."""
+        """Reads blocks for which HBM has no room yet into spare DRAM."""
         table, ahead, order = self._parts.table, self._ahead, schedule.order
         position = max(self._read_to, begin)
         if position < end:
@@ -159,7 +159,7 @@ class DiskAhead:
         self._read_to = position
 
     def _before_the_next_pass(self, schedule: Schedule, begin: int, end: int) -> int:
-        """Returns the use up to which may be read: no pass's reads go before the present one's.
+        """Returns the use up to which blocks may be read; reads of the present pass come first.
 
         Args:
             schedule: What comes.
@@ -167,7 +167,7 @@ class DiskAhead:
             end: The use to which to look.
 
         Returns:
-            The end of the pass while something in it is still to be read straight into HBM.
+            The end of the pass while a block in it still has to be read straight into HBM.
         """
         last = schedule.passes[1][0] if self.shared and len(schedule.passes) > 1 else 0
         for position in range(begin, min(last, end)):
@@ -183,7 +183,7 @@ class DiskAhead:
         return end
 
     def _park(self, schedule: Schedule, begin: int, end: int, mover: FileMover) -> None:
-        """Begins with the next block that is read straight into HBM."""
+        """Begins to read the next block that goes straight into HBM."""
         table, ahead, order = self._parts.table, self._ahead, schedule.order
         position = max(self._parked_to, begin)
         while position < end:
@@ -203,7 +203,7 @@ class DiskAhead:
         self._parked_to = position
 
     def _leaving(self, schedule: Schedule, residents: Set[int]) -> frozenset[int] | None:
-        """Returns the blocks at home in files that leave HBM; None while some come to stay."""
+        """Returns the blocks at home in files that stream; None while residents are missing."""
         if self._parts.mover is None:
             return frozenset()
         table, found = self._parts.table, []
@@ -217,7 +217,7 @@ class DiskAhead:
         return frozenset(found)
 
     def _all_staged(self) -> bool:
-        """Whether everything that streams from files is in DRAM or on its way there."""
+        """Whether everything that streams from files is in DRAM or being read into it."""
         return self._streamed is not None and self._streamed <= self._ahead.staged.keys()
 
     def _sizes(self, blocks: Set[int]) -> dict[int, int]:

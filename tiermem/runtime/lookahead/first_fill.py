@@ -1,4 +1,4 @@
-"""Fills HBM as a model is wrapped: its first pass then brings up only what does not fit."""
+"""Fills HBM while a model is wrapped: its first pass then fetches only what did not fit."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from tiermem.runtime.parts import Parts
 
 
 class FirstFill:
-    """Brings up what a model's first pass begins with, and what stays; under the manager's lock.
+    """Fetches the blocks that a model's first pass uses first, and the residents; under the lock.
 
-    A pass is taken to use the blocks in the order of the modules, and to take as long as one of a
-    single token: what stays is mostly the same for more.
+    The pass is assumed to use blocks in the order of the modules, and to take as long as with a
+    single token: the residents are mostly the same for more tokens.
     """
 
     def __init__(self, parts: Parts, prefetcher: Prefetcher, arranger: Arranger) -> None:
         """Works on ``parts``.
 
         Args:
-            parts: Of the manager.
+            parts: The parts of the manager.
             prefetcher: Decides what stays.
-            arranger: Lays out what streams.
+            arranger: Lays out the streaming blocks.
         """
         self._parts = parts
         self._prefetcher = prefetcher
         self._arranger = arranger
 
     def fill(self, order: Sequence[int], held: Collection[int]) -> None:
-        """Begins the copies; they are ordered before any use, and nothing waits for them.
+        """Begins the copies; they are ordered before any use, and the host does not wait for them.
 
-        It does nothing where a pass has begun or HBM is in use already, where a block is not at
-        home in DRAM, and where nothing can be laid out.
+        Does nothing if a pass has begun or HBM is in use already, if the home of a block is not
+        DRAM, or if there is no layout.
 
         Args:
             order: Ids of a model's blocks, in the order of its modules.
@@ -72,7 +72,7 @@ class FirstFill:
     def _places(
         self, order: Sequence[int], schedule: Schedule, plan: StreamPlan
     ) -> Iterator[tuple[Record, Extent]]:
-        """Yields what comes, in the order of its use, each time with room taken for it."""
+        """Yields the blocks to fetch, in order of use, each with a place that was taken for it."""
         table, residents = self._parts.table, plan.plan.residents
         if all(block in residents or table[block].fixed for block in order):
             for block in order:

@@ -1,4 +1,4 @@
-"""When passes let go of blocks, where that was seen to be later than expected."""
+"""When passes release blocks, if that was observed to be later than expected."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tiermem.core.schedule import lag_of
 
 _MOST_PASSES = 32
 _MOST_LAG = 8
-"""Further uses in backward, at the most, before a block is expected to be let go."""
+"""Most further uses in backward before a block is expected to be released."""
 _MOST_WATCHED = 64
-"""Blocks that are asked about at each use of a pass that is watched, at most."""
+"""Most blocks that are checked at each use of a watched pass."""
 _THROUGHOUT = 0.5
-"""Share of a pass's uses for which a block is held that had better stay."""
+"""A block that is held for this share of a pass's uses should stay."""
 
 
 @dataclass(slots=True, eq=False)
 class Late:
-    """When a pass lets go of blocks.
+    """When a pass releases blocks.
 
     Attributes:
-        lag: How many further blocks are used before.
-        further: The same of single blocks, where it is more.
+        lag: How many further blocks are used before a block is released.
+        further: The same for single blocks, if it is more.
     """
 
     lag: int
@@ -30,29 +30,30 @@ class Late:
 
 
 class Lates:
-    """What was seen of each pass; what is planned and what is laid out both go by it.
+    """Observations of when passes release blocks; plans and layouts use them.
 
-    A module lets go of its own block when it is left, and inner ones are used before: some, or all
-    the rest of the pass where it is the outermost. So when a pass breaks off since a block could
-    not leave yet, the rest of it is watched, and what is seen is expected from then on.
+    A module releases its own block when its call ends, and inner modules use theirs before: a few
+    blocks, or all the rest of the pass for the outermost module. So if a pass does not follow its
+    layout since a block could not leave yet, the rest of the pass is watched, and what is observed
+    is expected from then on.
 
     Attributes:
-        version: How often that has changed.
-        watching: Whether the pass under way is watched.
+        version: How often the expectations have changed.
+        watching: Whether the current pass is watched.
     """
 
     def __init__(self) -> None:
-        """Expects all passes to let go of blocks as they do as a rule."""
+        """Expects all passes to release blocks as usual."""
         self.version = 0
         self.watching = False
         self._known: dict[Hashable, Late] = {}
         self._name: Hashable = None
         self._in_use: dict[int, int] = {}  # where each block that may not leave was used last
-        self._left: dict[int, int] = {}  # likewise, taken to be in use to the end
+        self._left: dict[int, int] = {}  # the same for blocks assumed to be in use to the end
         self._seen: dict[int, int] = {}
 
     def of(self, name: Hashable) -> Late:
-        """Returns when a pass lets go of blocks; not to be changed."""
+        """Returns when a pass releases blocks; must not be changed."""
         return self._known.get(name) or Late(lag_of(name))
 
     def throughout(
@@ -74,15 +75,15 @@ class Lates:
         return found if 2 * sum(map(sizes.__getitem__, found)) <= room else set()
 
     def broke_off(self, name: Hashable, used: dict[int, int]) -> None:
-        """Notes that the pass under way broke off, since blocks are let go later than expected.
+        """Notes that the current pass left its layout, as blocks are released later than expected.
 
-        Backward lets go of a block when it has come to the output of two further modules. What is
-        used in between, as saved weights are unpacked, counts as a use all the same: its lag is
-        raised for all of it.
+        Backward releases a block when it has reached the outputs of two further modules. Blocks
+        that are used in between, when saved weights are unpacked, also count as uses, so the lag is
+        raised for the whole backward.
 
         Args:
-            name: Of the pass.
-            used: Where in it each of those blocks was used last.
+            name: Name of the pass.
+            used: Position of the last use of each of those blocks.
         """
         if not lag_of(name):
             self.watching, self._name, self._in_use = True, name, used
@@ -92,12 +93,12 @@ class Lates:
         late.lag = min(_MOST_LAG, late.lag + lag_of(name))
 
     def look(self, block: int, at: int, may_leave: Callable[[int], bool]) -> None:
-        """Notes what may leave by now, in a pass that is watched.
+        """Notes which blocks may leave by now, in a watched pass.
 
         Args:
-            block: What is used now.
-            at: Where in the pass.
-            may_leave: Tells whether a block may leave.
+            block: The block that is used now.
+            at: The position in the pass.
+            may_leave: Returns whether a block may leave.
         """
         in_use = self._in_use
         for other in [other for other in in_use if other == block or may_leave(other)]:
@@ -108,10 +109,10 @@ class Lates:
             self._left[oldest] = in_use.pop(oldest)
 
     def end(self, uses: int) -> None:
-        """Notes that the pass under way is over: what is in use still was so to its end.
+        """Notes that the current pass has ended: blocks still in use were in use to its end.
 
         Args:
-            uses: How many of them it had.
+            uses: How many uses it had.
         """
         if not self.watching:
             return
@@ -123,14 +124,14 @@ class Lates:
             late.further.update(self._seen)
 
     def forget(self) -> None:
-        """Watches no longer, after an exception anywhere."""
+        """Stops watching, after an exception anywhere."""
         self.watching = False
 
     def _note(self, block: int, further: int) -> None:
         self._seen[block] = max(further, self._seen.get(block, 0))
 
     def _of_its_own(self, name: Hashable) -> Late:
-        """Returns what is known of a pass, to be changed."""
+        """Returns the observations of a pass, to be changed."""
         late = self._known[name] = self._known.pop(name) if name in self._known else self.of(name)
         self.version += 1
         if len(self._known) > _MOST_PASSES:

@@ -1,4 +1,4 @@
-"""What is known of a loop: how long its uses and fetches take, and the ways to lay it out."""
+"""What is known of a loop: the times of its uses and fetches, and its possible layouts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tiermem.runtime.parts import Parts
 SLOT_LATENCY = 50e-6
 _ROUNDS = 3
 _MOST_KNOWN = 4
-"""Loops of which the ways to lay them out are kept, and how many of those."""
+"""How many loops have their possible layouts kept, and how many of these."""
 _MOST_WAYS = 3
 
 
 class LoopTimes:
-    """Puts together what plans go by, from what was measured and what is forecast."""
+    """Combines measurements and forecasts for plans."""
 
     def __init__(self, parts: Parts, lates: Lates) -> None:
-        """Works on ``parts``; ``lates`` says when passes let go of blocks."""
+        """Works on ``parts``; ``lates`` says when passes release blocks."""
         self._parts = parts
         self._lates = lates
         self._ways: dict[tuple[object, ...], dict[frozenset[int], Ways]] = {}
 
     def rate_up(self) -> float:
-        """Returns the bytes a second that come up from DRAM, by the best that was measured."""
+        """Returns the bytes per second from DRAM to HBM, the best that were measured."""
         return self._parts.pass_timer.estimates.fastest(LINK_UP[Tier.DRAM])
 
     def loop(
@@ -44,16 +44,16 @@ class LoopTimes:
         fetch: dict[int, tuple[str, float] | None],
         spare: int,
     ) -> Loop:
-        """Returns the :class:`Loop` to plan for, of which all times are known.
+        """Returns the :class:`Loop` for which to plan; all its times are known.
 
         Args:
-            schedule: What comes.
-            spans: Begin, end and name of the passes of a round; none where it does not come again.
-            sizes: Bytes of the blocks that it is about, by id.
+            schedule: The schedule.
+            spans: Begin, end and name of the passes of a round; empty if it does not repeat.
+            sizes: Bytes of its blocks, by id.
             room: Bytes of HBM for them.
             compute: Seconds of each use of the schedule.
             fetch: Link and seconds of the fetch of each block, by id.
-            spare: Bytes of DRAM to spare.
+            spare: Bytes of spare DRAM.
         """
         whole = [(0, len(compute), None)]  # a few rounds tell as much as all that are foreseen
         blocks, seconds = list[int](), list[float]()
@@ -69,7 +69,7 @@ class LoopTimes:
         on_disk = [b for b, found in fetch.items() if found and found[0] == link and b in sizes]
         files = None
         if on_disk:
-            # a disk that was held up is no slower for it
+            # a disk that had to wait is not slower
             rate = self._parts.pass_timer.estimates.fastest(link)
             disk = {block: sizes[block] / rate for block in on_disk}
             staging = self._parts.homes.staging
@@ -96,13 +96,13 @@ class LoopTimes:
         )
 
     def _ways_of(self, name: tuple[object, ...]) -> dict[frozenset[int], Ways]:
-        """Returns the ways to lay a loop out that are known, so that only times are new.
+        """Returns the known layouts of a loop, for which only times may have changed.
 
         Args:
-            name: All that they depend on but what stays.
+            name: Everything on which they depend, except the residents.
         """
         ways = self._ways.pop(name, {})
-        while len(ways) > _MOST_WAYS:  # the last ones asked for are the best
+        while len(ways) > _MOST_WAYS:  # those used last are kept
             del ways[next(iter(ways))]
         self._ways[name] = ways
         if len(self._ways) > _MOST_KNOWN:
@@ -115,7 +115,7 @@ class LoopTimes:
         return dram.capacity - dram.used + self._parts.transfers.ahead.nbytes
 
     def compute(self, schedule: Schedule, order: Sequence[int], load: int) -> list[float | None]:
-        """Returns the seconds of each use; None where the pass is not known."""
+        """Returns the seconds of each use; None if the pass is not known."""
         get, found = self._parts.table.get, list[float | None]()
         bounds = [begin for begin, _ in schedule.passes[1:]] + [len(order)]
         known: dict[object, list[float | None]] = {}
@@ -132,7 +132,7 @@ class LoopTimes:
         return found[: len(order)]
 
     def fetch(self, record: Record, beside: bool) -> tuple[str, float] | None:
-        """Returns over which link a block is fetched ahead, and for how long."""
+        """Returns the link over which a block is prefetched, and the seconds."""
         link = LINK_UP.get(record.home)
         if link is None or not (beside or record.home is not Tier.DRAM):
             return None
@@ -140,11 +140,11 @@ class LoopTimes:
         return link, self._parts.pass_timer.estimates.transfer(link, block.id, block.nbytes)
 
     def from_dram(self, record: Record) -> tuple[str, float]:
-        """Returns link and seconds of a fetch of a block whose copy is in DRAM by then."""
+        """Returns link and seconds of the fetch of a block that has a copy in DRAM by then."""
         return LINK_UP[Tier.DRAM], seconds_from_dram(self._parts, record)
 
 
 def seconds_from_dram(parts: Parts, record: Record) -> float:
-    """Returns the seconds that a block takes to come up from DRAM."""
+    """Returns the seconds of the copy of a block from DRAM to HBM."""
     block = record.block
     return parts.pass_timer.estimates.transfer(LINK_UP[Tier.DRAM], block.id, block.nbytes)

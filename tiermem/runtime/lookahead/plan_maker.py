@@ -27,35 +27,35 @@ _MOST_PLANNED = 1 << 14
 _MARGIN = 1.25
 _LATENCY = 1e-3
 _STAY = 1.25
-"""The disk's time over the compute's at which reads by way of DRAM are given up; they are taken
-up again where it is shorter by the same factor."""
+"""If the disk takes this many times the compute, blocks are no longer read through DRAM; they are
+again if it is shorter by the same factor."""
 _MORE_DRAM = 1.125
-"""Factor of spare DRAM, over what a plan was made for, that is worth another plan."""
+"""If there is more spare DRAM than a plan was made for by this factor, another plan is worth it."""
 _OF_A_TURN = 0.5
-"""Share of the uses in which a loop fills HBM once: what is used again within it stays."""
+"""A block stays if it is used again within this share of the uses that fill HBM once."""
 _FASTER = 1.05
-"""Residents are chosen anew where a link is this many times as fast as it was thought to be."""
+"""Residents are chosen again if a link is faster than assumed by this factor."""
 _AS_GOOD = 1.005
-"""A plan that moves less to come into force may be so many times as slow."""
+"""A plan that needs fewer copies to come into force may be slower by this factor."""
 _MUCH = 0.1
-"""Of a round: what a plan saves at least that comes into force for what was measured alone."""
+"""Least share of a round that a new plan has to save if only measured times have changed."""
 _NOTHING = 2e-3
-"""Of a round: what a plan saves that is as good."""
+"""A plan that saves less than this share of a round counts as equally good."""
 _DECIDED = 0.1
-"""Of a round: what is saved at least by a plan with which it is laid out, over one with which it
-is not: the model of those leaves out what they wait for."""
+"""Least share of a round that a plan with a layout has to save over one without, as the model
+without a layout leaves out some waits."""
 _COPIES_BIND = 10.0
-"""Of a pass's compute: what its copies take where the plan that was chosen for such passes does for
-other times of which that is true as well."""
+"""If copies take this many times a pass's compute, the plan that was chosen is kept for all other
+times for which this holds, too."""
 _MOST_LOADS = 32
 _STATE = (Role.MASTER, Role.OPTIMIZER)
 _TIMES = 1
-"""Which of what :meth:`PlanMaker.made_of` returns changes with what was measured."""
+"""Index in the result of :meth:`PlanMaker.made_of` that changes with measured times."""
 _OF_A_RING = (2, 5)
-"""What of :meth:`PlanMaker.made_of` a ring depends on: how many blocks there are, and HBM."""
+"""Indices in :meth:`PlanMaker.made_of` on which a ring depends: number of blocks, and HBM."""
 READ_ONLY = (Role.PARAM, Role.BUFFER, Role.QUANT)
 _Alike = tuple[frozenset[int], int, int | None, tuple[bool, int, int]]
-"""What a plan that was settled is for: blocks, room, times, and whether and how it goes round."""
+"""What a settled plan is for: blocks, room, times, and whether and how the loop repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Staying:
     Attributes:
         known: Masters and state that have been seen in such loops.
         kept: Blocks that stay.
-        room: Bytes of HBM it was decided for.
-        rate: Bytes a second that were thought to come up then.
-        copies_bind: Whether a round's copies were thought to take longer than its compute.
+        room: Bytes of HBM for which this was decided.
+        rate: Bytes per second to HBM that were assumed then.
+        copies_bind: Whether a round's copies were assumed to take longer than its compute.
     """
 
     known: frozenset[int] = frozenset()
@@ -88,9 +88,9 @@ class PlanMaker:
         """Works on ``parts``.
 
         Args:
-            parts: Whose blocks, memory and measurements they are about.
-            lates: When passes let go of blocks.
-            least: Bytes to stream through where nothing has been measured.
+            parts: The parts of the manager, with blocks, memory and measurements.
+            lates: When passes release blocks.
+            least: Bytes of the reserve if nothing has been measured.
         """
         self._parts = parts
         self._times = LoopTimes(parts, lates)
@@ -112,13 +112,13 @@ class PlanMaker:
         """Notes that a pass begins.
 
         Args:
-            load: Its tokens, rounded; 0 where they are not known.
+            load: Its tokens, rounded; 0 if they are not known.
         """
         self._run = self._run + 1 if load == self._load else 1
         self._load = load
 
     def made_of(self, held: set[int]) -> tuple[int, ...]:
-        """Returns what a plan depends on, besides the schedule and the load."""
+        """Returns everything on which a plan depends, except the schedule and the load."""
         parts = self._parts
         return (
             self._run.bit_length() if self._load in self._waiting else 0,
@@ -132,14 +132,14 @@ class PlanMaker:
         )
 
     def is_stale(self, plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
-        """Whether a plan that was made for a schedule is to be made anew.
+        """Whether a new plan has to be made for a schedule.
 
-        Where HBM is handed out in a ring, times change nothing: only which blocks there are, how
-        much room, and what stays, which goes by the speed of the link.
+        If HBM is used as a ring, measured times change nothing: a plan only depends on the blocks,
+        the room, and the residents, which depend on the speed of the link.
 
         Args:
-            plan: It was made before.
-            made_of: What one would depend on now.
+            plan: The former plan.
+            made_of: The present result of :meth:`made_of`.
         """
         if plan.made_of == made_of:
             return False
@@ -154,7 +154,7 @@ class PlanMaker:
 
     @staticmethod
     def only_times_differ(plan: StreamPlan, made_of: tuple[int, ...]) -> bool:
-        """Whether nothing but measured times has changed since a plan was made, if these have."""
+        """Whether at most measured times have changed since a plan was made."""
         then = plan.made_of
         return then != made_of and all(
             old == new
@@ -168,8 +168,8 @@ class PlanMaker:
         """Makes the plan for a schedule.
 
         Args:
-            schedule: What comes.
-            made_of: As returned for now.
+            schedule: The schedule.
+            made_of: The present result of :meth:`made_of`.
             held: Blocks that are held while others are used.
             beside: Whether copies from DRAM run beside the compute, as on a GPU.
         """
@@ -226,17 +226,17 @@ class PlanMaker:
         )
 
     def _copies(self, sizes: dict[int, int], room: int) -> float:
-        """Returns the seconds of copies up from DRAM in each pass, as they are unpacked."""
+        """Returns the seconds of unpacked copies from DRAM in each pass."""
         return max(0, sum(sizes.values()) - room) / self._times.rate_up()
 
     def _stay(self, order: Sequence[int], loose: dict[int, Record], room: int) -> Plan:
-        """Decides what stays where a loop writes, once state has been seen in it.
+        """Decides what stays in a loop that writes, once state has been used in it.
 
-        Passes of one loop foresee different parts of it (a micro-batch without a step), and what
-        stays must be the same in all of them: it is decided again only for more state, other room,
-        a link that turns out to be faster, or copies that come to bind, or bind no more. The first
-        steps, in which memory is still being page-locked, see a slow link; what stayed because of
-        that would cost the loop its window.
+        Different parts of the loop are foreseen in its passes (a micro-batch without a step), and
+        the residents must be the same in all of them. So they are chosen again only if there is
+        more state, other room, a link that turns out to be faster, or if copies begin or cease to
+        be the bottleneck. In the first steps, while memory is still being page-locked, the link is
+        slow; residents chosen for that would leave the ring too little room.
         """
         table, rate, binds = self._parts.table, self._times.rate_up(), self.copies_bind
         state = {b: r for b, r in loose.items() if r.block.role in _STATE}
@@ -251,7 +251,7 @@ class PlanMaker:
             weights = {b: sizes[b] for b, r in loose.items() if r.block.role is Role.PARAM}
             own = {b: sizes[b] for b in state}
             window = window_of(sizes.values(), rate, copies_bind=binds)
-            # steps whose state stays are made in step(), as they have no copies to hide
+            # units whose state stays are stepped in step(), as there are no copies to hide
             kept = choose_to_stay(order, weights, {} if binds else own, window, room)
             known = known | state.keys()
         kept = frozenset(b for b in kept if (r := table.get(b)) is not None and not r.fixed)
@@ -268,11 +268,11 @@ class PlanMaker:
         seen_held: set[int],
         beside: bool,
     ) -> Plan:
-        """Decides what stays, once three kinds of blocks have been seen to.
+        """Decides what stays, with three kinds of blocks treated separately.
 
-        What is held while others are used (parameters of an outer module) takes its room all the
-        same, so it stays. Experts that are chosen now and then do not; they get two slots. Nor
-        do blocks that most of the passes do not use (an encoder, beside its decoder's passes).
+        Blocks that are held while others are used (parameters of an outer module) take their room
+        anyway, so they stay. Experts that are chosen now and then do not stay; they get two slots.
+        Blocks that most passes do not use (an encoder, in its decoder's passes) do not stay either.
         """
         if sum(sizes.values()) <= room:
             plan = self._share(schedule, sizes, room, compute, fetch, beside)
@@ -297,14 +297,14 @@ class PlanMaker:
         slot = max([plan.slot, slots // 2, *(sizes[block] for block in seldom)])
         residents = plan.residents if pinned > room // 2 else plan.residents | held
         reserve = plan.reserve + slots + (pinned if pinned > room // 2 else 0)
-        if seldom:  # they pass through whatever the others leave
+        if seldom:  # they stream through the room that the others leave
             reserve = room - sum(map(sizes.__getitem__, residents))
         in_dram = None if unsteady else plan.in_dram  # what comes and goes needs DRAM as well
         parks = plan.parks and in_dram is not None
         return Plan(residents, reserve, slot, in_dram, parks)
 
     def _there_throughout(self, schedule: Schedule, sizes: dict[int, int], room: int) -> set[int]:
-        """Returns the blocks that are in HBM for most of the time; what was asked last is known."""
+        """Returns the blocks that are in HBM for most of the time; the last result is cached."""
         order = schedule.order
         asked = tuple(order), tuple(map(sizes.get, order)), room
         if self._there[0] != asked:
@@ -312,9 +312,9 @@ class PlanMaker:
         return self._there[1]
 
     def _with_those_before(self, plan: Plan, sizes: dict[int, int], room: int) -> Plan:
-        """Returns a plan with which all stays, with what has stayed until now where all blocks fit.
+        """Adds the present residents to a plan with which all stays, if all blocks fit.
 
-        It may come again later than is foreseen.
+        They may be used again later than is foreseen.
         """
         table = self._parts.table
         if not table.all_fit:
@@ -336,11 +336,11 @@ class PlanMaker:
         *,
         alone: bool = False,
     ) -> Plan:
-        """Decides what stays, where a loop only reads; elsewhere next use alone decides.
+        """Decides what stays if a loop only reads; otherwise only the next use decides.
 
-        The same blocks in another order keep the plan that they have: residents that changed
-        from pass to pass would be none. So does a loop whose times have changed, unless another
-        plan is much better for them.
+        The same blocks in another order keep their plan: residents that changed from pass to pass
+        would not be residents. A loop whose times have changed also keeps its plan, unless another
+        plan is much better.
         """
         known = [seconds for seconds in compute if seconds is not None]
         learned = self._parts.settings.prefetch_depth == "auto"
@@ -350,7 +350,7 @@ class PlanMaker:
         spare = self._times.spare() if beside and files else 0
         steady = alone and beside and not files and _goes_round(schedule)
         spans = schedule.round_over(sizes)
-        # from a disk every change is read: another kind of work keeps the plan
+        # with a disk, every change needs reads, so other passes keep the plan
         way = steady, 0 if files else len(spans), self._lates.version
         alike = frozenset(sizes), room, version, way
         bound = None
@@ -359,7 +359,7 @@ class PlanMaker:
             if self._copies(sizes, room) > _COPIES_BIND * computes:
                 bound = alike[0], room, way
         if bound and self._in_force and self._bound == (bound, self._in_force[1]):
-            # other times choose no other plan: the one with which the fewest bytes move
+            # other times would lead to the same plan: the one that moves the fewest bytes
             self._waiting.discard(self._load)
             return self._in_force[1]
         before = plan = None
@@ -397,14 +397,14 @@ class PlanMaker:
         return plan
 
     def _nearer(self, loop: Loop, plan: Plan) -> Plan:
-        """Returns a plan that is as good and keeps what the one in force does, as far as it can."""
+        """Returns a plan that is as good and keeps the present residents as far as possible."""
         if self._in_force is None or not plan.residents:
             return plan
         before, room = self._in_force[1].residents, loop.room - plan.reserve
         lying = [(r.extent.offset, b) for b in loop.sizes if (r := self._parts.table[b]).extent]
         inside = [block for _, block in sorted(lying)]
         gone = [block for block in before & loop.sizes.keys() if block not in inside]
-        # what stays lies behind what streams: what lies between them changes sides
+        # residents are behind the streaming blocks: blocks at the border change sides
         kept = [*gone, *(block for block in inside if block in before)]
         there = [block for block in reversed(inside) if block not in before]
         if loop.files is not None:
@@ -422,8 +422,8 @@ class PlanMaker:
     def _worth_moving(self, loop: Loop, plan: Plan, key: object) -> Plan:
         """Returns a plan, or the one in force as long as changing it costs more than it saves.
 
-        It may be the last pass of its kind. So the change is made once what it has cost not to
-        make it comes to the price of it: then no choice would have been much better.
+        The pass may be the last of its kind. So the plan is changed once the time lost without the
+        change equals its cost: then no other choice would have been much better.
         """
         self._waiting.discard(self._load)
         if self._in_force is None or self._in_force[0] != (frozenset(loop.sizes), loop.room):
@@ -437,12 +437,12 @@ class PlanMaker:
         if not loop.lays_out_as(now, plan):
             saved = max(saved, _DECIDED * loop.seconds(plan) / passes)
         if _only_waits_less(loop, now, plan) and saved < _MUCH * loop.seconds(now) / passes:
-            # measuring takes the host time, which looks like compute: what passes take without
-            # shows whether there is as much to save
+            # measuring takes host time, which counts as compute: the times of passes that are not
+            # measured show whether there is as much to save
             estimates, name = self._parts.pass_timer.estimates, timed(key, self._load)
             took = estimates.longest(name)
             if took is None:
-                if estimates.sure(name):  # else another plan is made once it is measured
+                if estimates.sure(name):  # else another plan is made after measurements
                     self._waiting.add(self._load)
                 return now
             saved = min(saved, took - loop.seconds(plan) / passes)
@@ -457,14 +457,14 @@ class PlanMaker:
     def _fits(plan: Plan, sizes: dict[int, int], then: int, now: int) -> bool:
         """Whether a plan for ``then`` bytes of spare DRAM also fits ``now`` bytes.
 
-        What others take and give back from pass to pass is not worth another plan.
+        Small changes from pass to pass are not worth another plan.
         """
         kept = plan.in_dram or frozenset()
         needed = sum(sizes.get(block, 0) for block in kept)
         return needed <= now <= _MORE_DRAM * then
 
     def _unlearned(self, order: Sequence[int], sizes: dict[int, int], room: int) -> Plan:
-        """Returns a plan that no times are known for."""
+        """Returns a plan for unknown times."""
         depth = self._parts.settings.prefetch_depth
         if depth == "auto":
             streaming = max(sum(sorted(sizes.values())[-3:]), self._least)
@@ -482,11 +482,11 @@ class PlanMaker:
         compute: Sequence[float | None],
         fetch: dict[int, tuple[str, float] | None],
     ) -> bool:
-        """Whether blocks come from files by way of DRAM, where no plan divides the spare DRAM.
+        """Whether blocks are read from files through DRAM, if no plan divides the spare DRAM.
 
-        By way of DRAM the disk goes on whatever the compute does. Where the disk is what one
-        waits for all the same, it reads faster into a few staging chunks - unless DRAM can hold
-        all that streams, so that it is not read again.
+        Through DRAM, the disk never has to wait for the compute. But if the disk is the bottleneck
+        anyway, it reads faster into a few staging chunks, unless DRAM can hold all streaming blocks
+        so that they are not read again.
         """
         spare = self._times.spare()
         if spare < 3 * largest_beside(sizes, ()):
@@ -507,7 +507,7 @@ class PlanMaker:
 
 
 def _only_waits_less(loop: Loop, now: Plan, plan: Plan) -> bool:
-    """Whether what a plan saves is waiting alone: it moves no less, in rounds of one pass."""
+    """Whether a plan only saves waits: it does not move fewer bytes, in rounds of one pass."""
     before, after = loop.by_laps(now), loop.by_laps(plan)
     if len(loop.begins) > 1 or before is None or after is None:
         return False
@@ -517,7 +517,7 @@ def _only_waits_less(loop: Loop, now: Plan, plan: Plan) -> bool:
 def _goes_round(schedule: Schedule) -> bool:
     """Whether the same blocks are used in the same order pass for pass, each once.
 
-    A pass may use nothing: a step all of whose blocks were stepped in backward.
+    A pass may have no uses: a step whose blocks were all stepped in backward.
     """
     order, length = schedule.order, schedule.first_length
     if not length or len(order) < 2 * length or len(order) % length:

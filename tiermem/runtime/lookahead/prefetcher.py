@@ -1,4 +1,4 @@
-"""Fetches ahead of use, from the schedule: the soonest first, and never at a sooner use's cost."""
+"""Prefetches by the schedule: the soonest use first, and never at the cost of a sooner use."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Prefetcher:
 
     Attributes:
         fetcher: Begins single fetches.
-        disk: Keeps the disk at work while HBM has no room.
-        lates: When passes let go of blocks, where that is later than expected.
-        ended: Whether the end of the pass before was noted, as that of the next one will be.
-        overdue: Whether the plan in force is to be made anew as the pass under way ends.
+        disk: Keeps the disk busy while HBM has no room.
+        lates: When passes release blocks, if later than expected.
+        ended: Whether the end of the previous pass was noted; then that of the next will be, too.
+        overdue: Whether a new plan has to be made when the current pass ends.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Prefetcher:
         return self._force[0]
 
     def end_pass(self) -> None:
-        """Notes that the pass under way has ended, before the next is entered in the planner."""
+        """Notes that the current pass has ended, before the planner begins the next."""
         self.lates.end(self._planner.cursor)
         waste = self._parts.transfers.waste
         if waste.pending or waste.stopped:
@@ -73,13 +73,13 @@ class Prefetcher:
         self.fetcher.number += 1
 
     def plan(self, load: int = 0) -> tuple[StreamPlan, int]:
-        """Decides on a pass that begins; returns the plan, and the number of the pass.
+        """Plans a pass that begins; returns the plan, and the number of the pass.
 
-        A pass of which no tokens are known, such as an optimizer's, goes by those of the pass
-        before: a plan of its own would undo, once a round, what the others keep and lay out.
+        A pass without known tokens, such as an optimizer's, uses those of the previous pass: a
+        plan of its own would undo, once per round, the residents and layout of the others.
 
         Args:
-            load: Tokens of the pass, rounded; 0 where they are not known.
+            load: Tokens of the pass, rounded; 0 if they are not known.
         """
         self._load = load or self._load
         self._maker.begin(self._load)
@@ -89,10 +89,10 @@ class Prefetcher:
         return outlook, self.fetcher.number
 
     def plan_first(self, schedule: Schedule, held: Collection[int]) -> StreamPlan:
-        """Decides on passes of which none has begun, as if they were of one token.
+        """Plans passes of which none has begun, as if they had one token.
 
         Args:
-            schedule: What they are expected to use.
+            schedule: The uses that are expected.
             held: Blocks that are expected to be held while others are used.
         """
         self._held.update(held)
@@ -104,10 +104,10 @@ class Prefetcher:
         return outlook
 
     def plan_next(self) -> None:
-        """Decides on the next pass as one ends, where that is expected to do the same.
+        """Plans the next pass when one ends, if the next is expected to do the same.
 
-        The device still works on what the host has submitted of this one, so that the next pass
-        does not wait for a plan.
+        The device is still busy with work that the host has submitted, so the next pass need not
+        wait for a plan.
         """
         self.overdue = False
         self.lates.end(self._planner.cursor)
@@ -150,22 +150,22 @@ class Prefetcher:
         changed = walk.follow(cursor, end)
         if mover is not None:
             if changed:
-                self.disk.restart(cursor)  # what left is to be read again
+                self.disk.restart(cursor)  # blocks that left have to be read again
             self.disk.go_on(schedule, walk.position, end, cursor)
 
     def look_back(self, block_id: int) -> None:
-        """Notes whether the block used before is still held, now that another one is."""
+        """Notes whether the previous block is still held, now that another one is used."""
         before = self._previous
         if before is not None and before.leases and block_id >= 0:
             self._held.add(before.block.id)
         self._previous = self._parts.table[block_id] if block_id >= 0 else None
 
     def start_over(self) -> None:
-        """Walks on from the present use: blocks have changed places unseen by the walk."""
+        """Restarts the walk at the present use, since blocks have moved without its notice."""
         self._restart(self._planner.cursor)
 
     def repair(self) -> None:
-        """Forgets every plan, after an exception anywhere: they are made anew."""
+        """Forgets every plan, after an exception anywhere."""
         self._planned = self._force = None
         self._outlooks.clear()
         self._held.clear()
@@ -175,7 +175,7 @@ class Prefetcher:
         self._restart(0)
 
     def _may_leave(self, block_id: int) -> bool:
-        """Whether a block may leave HBM, or has left, as far as those go that use it."""
+        """Whether a block has left HBM, or its users permit it to leave."""
         record, rules = self._parts.table.get(block_id), self._parts.evictor.rules
         if record is None or record.extent is None:
             return True
@@ -192,9 +192,9 @@ class Prefetcher:
         self.disk.restart(cursor)
 
     def _begin_early(self, schedule: Schedule) -> None:
-        """Begins what comes first by the plan in force, while another one is made.
+        """Begins the first fetches by the plan in force, while another one is made.
 
-        Where HBM is laid out for the pass, what comes first has its place, and is fetched there.
+        If HBM is laid out for the pass, these blocks have their places, and are fetched there.
         """
         walk = self._walk() if schedule is self._planned and not self.fetcher.laid_out else None
         early = walk is not None and self._planner.last < 0 and self._planner.cursor == 0
@@ -204,11 +204,11 @@ class Prefetcher:
             walk.go_on(min(len(schedule.order), _MOST_STEPS))
 
     def _repeats(self, schedule: Schedule) -> bool:
-        """Whether the pass under way is expected to be followed by another one that is the same."""
+        """Whether the current pass is expected to be followed by an identical one."""
         return schedule.comes_again and schedule.passes[1][1] == self._planner.key
 
     def _plan(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
-        """Brings into force what is decided on a schedule."""
+        """Puts the plan for a schedule into force."""
         found = self._outlooks.get((schedule, self._load))
         if found is None and self._does_for_once(schedule):
             found, self.overdue = self._force, True
@@ -227,10 +227,10 @@ class Prefetcher:
         return found
 
     def _does_for_once(self, schedule: Schedule) -> bool:
-        """Whether the plan in force does for a pass of other tokens, and one is made as that ends.
+        """Whether the plan in force is used for a pass with other tokens until that ends.
 
-        What it was made for uses the same blocks, and HBM is laid out for it: the link is busy
-        with it from the begin of the pass on, and would wait for another one.
+        If its passes use the same blocks and HBM is laid out for them, the link is busy from the
+        begin of the pass on, and would have to wait for another plan.
         """
         force, maker = self._force, self._maker
         if (
@@ -244,7 +244,7 @@ class Prefetcher:
         return same and self._repeats(schedule)
 
     def _can_wait(self, schedule: Schedule, outlook: StreamPlan) -> bool:
-        """Whether a plan does for the pass that begins, and is made anew as that ends."""
+        """Whether a plan is used for the pass that begins, and a new one is made when that ends."""
         maker = self._maker
         return (
             (outlook.foreseen or self.fetcher.laid_out)
@@ -254,7 +254,7 @@ class Prefetcher:
         )
 
     def _decide(self, schedule: Schedule) -> tuple[StreamPlan, SequenceWalk]:
-        """Decides what stays and when fetches are due, unless that is decided already."""
+        """Returns the plan and walk for a schedule; makes them if there are none."""
         made_of = self._maker.made_of(self._held)
         name = (schedule, self._load)
         found = self._outlooks.pop(name, None)

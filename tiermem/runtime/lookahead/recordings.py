@@ -1,4 +1,4 @@
-"""Recordings: what passes did that were decided, and what that comes to if it is done again."""
+"""Recordings of what passes did, from which replays are made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiermem.runtime.placement.evictor import Room
 
 _VALID, _DIRTY = State.VALID, State.DIRTY
 _MOST_TAPES = 16
-_CHECKED = 4  # one measured pass in so many is decided anew instead of being replayed
+_CHECKED = 4  # one measured pass in this many is decided again, not replayed
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +23,9 @@ class _Tape:
 
     Attributes:
         outlook: The plan.
-        done: What the last of them did: place in the schedule, block fetched, block evicted, where.
-        steps: What to do at each place of it: first as it begins, then after each use, to the end
-            of the pass; None until two passes did the same.
+        done: What the last pass did: position in the schedule, block fetched, block evicted, place.
+        steps: What to do at each position: at the begin, then after each use, to the end of the
+            pass; None until two passes did the same.
         measured: How many passes were measured since.
     """
 
@@ -40,12 +40,12 @@ class _Pass:
     """The recording of a pass that is decided, not replayed.
 
     Attributes:
-        schedule: What it goes by.
-        tape: Where the recording will be kept.
-        places: How often room had been had when it began.
+        schedule: Its schedule.
+        tape: The recordings to which this one will be added.
+        places: How many places had been taken when it began.
         reads: How many reads from files into DRAM there had been.
         departures: How many departures from HBM there had been.
-        swaps: What it does, by place in the schedule.
+        swaps: Its swaps, by position in the schedule.
     """
 
     schedule: Schedule
@@ -57,7 +57,7 @@ class _Pass:
 
 
 class Recordings:
-    """Records what passes do, and knows what two in a row have done; under the manager's lock."""
+    """Records what passes do, and compares two in a row; under the manager's lock."""
 
     def __init__(self, parts: Parts) -> None:
         """Works on ``parts``."""
@@ -70,13 +70,13 @@ class Recordings:
         self._disturbed = False
 
     def begin(self, outlook: object) -> list[Step] | None:
-        """Returns what is done at each place of the pass that begins, where two did the same.
+        """Returns the steps of the pass that begins, if two passes before it did the same.
 
         Args:
             outlook: The plan.
 
         Returns:
-            The steps; None where the pass is to be decided, which is recorded.
+            The steps; None if its uses have to be decided; then the pass is recorded.
         """
         schedule = self._parts.planner.schedule
         tape = self._tapes.get(schedule)
@@ -97,14 +97,14 @@ class Recordings:
         return None
 
     def pause(self) -> None:
-        """Notes that the pass that begins is not recorded, and goes as it is laid out."""
+        """Notes that the pass that begins follows a layout and is not recorded."""
         self._disturbed = False
 
     def note(self, record: Record, room: Room, position: int) -> None:
         """Records that a prefetch of a block has begun.
 
-        Where HBM is handed out in a ring, that goes on from where it is: there only what takes the
-        place of another block is to be recorded, and nothing is replayed otherwise.
+        If HBM is used as a ring, the next place follows from the present position. So a pass is
+        only replayed if each of its fetches takes the place of another block.
 
         Args:
             record: The block.
@@ -122,10 +122,10 @@ class Recordings:
         noted.swaps.append((cursor, swap))
 
     def end(self, *, disturbed: bool) -> None:
-        """Keeps the recording of the last pass; makes steps of it if it equals the one before.
+        """Keeps the recording of the last pass; makes steps from it if it equals the one before.
 
         Args:
-            disturbed: Whether that repeated others, and something left HBM otherwise meanwhile.
+            disturbed: Whether the pass was a replay during which a block left HBM in another way.
         """
         noted, self._open = self._open, None
         self._disturbed = disturbed
@@ -152,7 +152,7 @@ class Recordings:
         self._open = None
 
     def disk_at_work(self) -> bool:
-        """Whether what a disk does has to be looked at now and then."""
+        """Whether reads of a disk have to be polled now and then."""
         transfers = self._transfers
         ahead = transfers.ahead
         return bool(transfers.flights or ahead.reading or ahead.parked or ahead.unsettled)
@@ -160,7 +160,7 @@ class Recordings:
     # -- inside ----------------------------------------------------------
 
     def _fit_of(self, extent: Extent) -> Fit:
-        """Returns the place just allocated, relative to a block that is or was there."""
+        """Returns the place just allocated, relative to a block that is or was next to it."""
         left = self._evictor.order.left
         if left:
             anchor, offset = min(left, key=lambda entry: entry[1])
@@ -177,7 +177,7 @@ class Recordings:
         return Fit((), None, behind=False, delta=extent.offset)
 
     def _steps_of(self, noted: _Pass) -> list[Step]:
-        """Returns the steps that repeat a recorded pass, one for each place of the schedule."""
+        """Returns the steps that repeat a recorded pass, one for each position."""
         schedule, passes = noted.schedule, noted.schedule.passes
         end = schedule.first_length
         steps = steps_over(schedule.order[:end], self._parts.table.get)
@@ -191,7 +191,7 @@ class Recordings:
         return steps
 
     def _from_dram(self, noted: _Pass) -> bool:
-        """Whether what a pass needs is in HBM or DRAM, so that no disk is asked for anything."""
+        """Whether all blocks of a pass are in HBM or DRAM, so that no disk is needed."""
         if self._parts.mover is None:
             return True
         if noted.reads != self._transfers.ahead.begun or self.disk_at_work():
@@ -200,7 +200,7 @@ class Recordings:
         return all(record is not None and self._is_above_disk(record) for record in records)
 
     def _is_above_disk(self, record: Record) -> bool:
-        """Whether a block is in HBM or in DRAM, be its home in a file or not."""
+        """Whether a block is in HBM or in DRAM, even if its home is a file."""
         if record.home is not Tier.NVME or record.in_hbm in (_VALID, _DIRTY):
             return True
         return self._transfers.in_dram(record) is not None

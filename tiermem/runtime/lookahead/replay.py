@@ -1,14 +1,14 @@
-"""Replay: repeats at each use what the last passes did there, without deciding anew.
+"""Replay: repeats at each use what the last passes did there, without deciding again.
 
-Where two passes in a row, with one plan, brought the same blocks into the places of the same
-others, the next one will as well: the decisions depend on the schedule, the plan and the places
-of the blocks alone. So they are looked up. The places are still checked, since a wrong guess must
-cost time and nothing else: a block that is dirty, leased, aliased or no longer there stays as it
-is, and the rest of the pass is decided as the first one was. (A dirty one is written home first in
-rounds that are laid out, which only read.)
+If two passes in a row, with one plan, fetched the same blocks to the places of the same other
+blocks, the next one will, too: the decisions depend only on the schedule, the plan and the places
+of the blocks. So they are looked up. The places are still checked, since a wrong guess must only
+cost time: if a block is dirty, leased, aliased or no longer there, it is left as it is, and the
+rest of the pass is decided use by use, like the first one. (In rounds that are laid out, which only
+read, a dirty block is written home first.)
 
-Most passes are not disturbed. :meth:`Replay.use` makes a whole use of one of those, with nothing
-asked that cannot have changed since the pass began.
+Most passes follow the replay. For these, :meth:`Replay.use` performs a whole use without testing
+anything that cannot have changed since the pass began.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _NO_SLOTS: Mapping[int, Slot] = {}
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A pass under way that repeats others.
+    """The current pass, if it repeats others.
 
     Attributes:
-        steps: What is done at each place of the schedule; behind the last is one of no block.
-        schedule: What it goes by.
-        number: Of the pass.
-        departures: How many departures from HBM it has seen, its own among them; -1 where it is
-            not to go on.
+        steps: The steps at each position of the schedule; after the last, a step without a block.
+        schedule: Its schedule.
+        number: Number of the pass.
+        departures: How many departures from HBM it has seen, including its own; -1 if the replay
+            must not continue.
         arranged: Whether HBM was laid out for it, so that nothing was recorded.
-        cursor: The step done last.
-        counted: How many of them are in the counters.
+        cursor: The step performed last.
+        counted: How many of the steps are in the counters.
     """
 
     steps: list[Step]
@@ -60,23 +60,23 @@ class _Run:
 
 
 class _Swapped:
-    """What a swap reads and changes, found once: it is done at every streamed use.
+    """The objects that a swap reads and changes, looked up once, as swaps happen at every use.
 
     Attributes:
         table: The rows of the blocks.
         at: Blocks in HBM, by offset.
         slots: Places in HBM.
         current: The place of each block in HBM.
-        kept: Places that blocks had before, by block and offset.
+        kept: Former places of blocks, by block and offset.
         by_address: Places with blocks in them, by address.
         sources: Bytes of homes in DRAM, by offset.
-        ready: Events of copies up, by block.
+        ready: Events of copies to HBM, by block.
         home_ready: Events of copies to homes, by block.
-        packed: Packed copies that the pass under way uses, by block.
-        packed_homes: Homes that lie packed, by offset.
-        transfers: Makes the copies that are not made in line.
+        packed: Packed copies that the current pass uses, by block.
+        packed_homes: Packed homes, by offset.
+        transfers: Begins the copies that are not begun in line.
         count: Counts a row of the timeline.
-        enter: Enters it.
+        enter: Adds a row to the timeline.
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class _Swapped:
     )  # fmt: skip
 
     def __init__(self, parts: Parts) -> None:
-        """Finds it in ``parts``."""
+        """Looks them up in ``parts``."""
         self.transfers = parts.transfers
         self.table, self.at = parts.table, parts.table.by_offset
         self.slots, self.current = parts.slots, parts.slots.current
@@ -97,16 +97,16 @@ class _Swapped:
 
 
 class Replay:
-    """Replays what passes did, or are laid out to do; under the manager's lock.
+    """Replays recorded or laid-out passes; under the manager's lock.
 
     Attributes:
         arranger: Lays HBM out for loops that only read.
-        recordings: What passes did.
-        run: The pass under way, if it repeats others.
+        recordings: Recordings of passes.
+        run: The current pass, if it repeats others.
     """
 
     def __init__(self, parts: Parts, prefetcher: Prefetcher) -> None:
-        """Works on ``parts``; ``prefetcher`` decides where nothing is repeated."""
+        """Works on ``parts``; ``prefetcher`` decides if nothing is repeated."""
         self._parts = parts
         self._prefetcher = prefetcher
         self._planner = parts.planner
@@ -125,18 +125,18 @@ class Replay:
 
     @property
     def repeating(self) -> bool:
-        """Whether the pass under way does what those before it did."""
+        """Whether the current pass is a replay."""
         return self.run is not None
 
     def begin(self, outlook: StreamPlan, number: int) -> bool:
-        """Notes that a pass begins, the planner and the plan being ready for it.
+        """Notes that a pass begins, for which planner and plan are ready.
 
         Args:
             outlook: The plan.
-            number: Of the pass.
+            number: Number of the pass.
 
         Returns:
-            Whether it repeats those before it, and what is due now has been done.
+            Whether it is a replay, and the swaps at its begin have been performed.
         """
         schedule, arranged = self._planner.schedule, None
         if not self.recordings.disk_at_work():
@@ -154,7 +154,7 @@ class Replay:
         return self.advance()
 
     def end(self) -> None:
-        """Notes that the pass under way is over: what happens from now on belongs to the next."""
+        """Notes that the current pass has ended: whatever follows belongs to the next."""
         self.add_up()
         run = self.run
         disturbed = run is not None and run.departures != self._departures.count
@@ -167,7 +167,7 @@ class Replay:
         self.recordings.end(disturbed=disturbed)
 
     def add_up(self) -> None:
-        """Brings the counters up to date: as a pass ends, and before anybody looks at them."""
+        """Brings the counters up to date: at the end of a pass, and before they are read."""
         run, counters = self.run, self._counters
         if run is not None:
             counters.hits += run.cursor - run.counted
@@ -175,24 +175,23 @@ class Replay:
         counters.add_up()
 
     def interrupt(self) -> None:
-        """Ends the replay of the pass under way at its next use; any thread may call it."""
+        """Ends the replay of the current pass at its next use; any thread may call this."""
         run = self.run
         if run is not None:
             run.departures = -1
 
     def use(self, block_id: int) -> Slot | None:
-        """Makes the use of a block that is in HBM and was foreseen, or is used once more in a row.
+        """Performs the use of a block that is in HBM and was foreseen, or is used again in a row.
 
-        It does what :meth:`Acquirer.acquire` does, and asks nothing that cannot have changed since
-        the pass began. Most uses of most passes go this way, and come upon caches that kernels
-        have emptied: so all of it is in this file, and in as few calls as can be.
+        It does the same as :meth:`Acquirer.acquire`, without testing anything that cannot have
+        changed since the pass began. Most uses of most passes take this path, with cold CPU caches:
+        so all of it is in this file, and in as few calls as possible.
 
         Args:
             block_id: The block.
 
         Returns:
-            Its slot, the block being leased; None, with nothing entered, where anything is out of
-            the ordinary.
+            Its slot, with the block leased; None, with nothing changed, in any unusual case.
         """
         run, planner, copy = self.run, self._planner, self._copy
         if (
@@ -239,7 +238,7 @@ class Replay:
             ready, stream = self._swapped.ready.get(block_id), copy.stream()
             if stream != self._stream:
                 copy.use(ready)
-                self._stream = stream  # known from now on
+                self._stream = stream  # from now on this stream has waited
             elif ready is not None and ready.waiter != stream:
                 copy.hold_up(stream, ready)
             for swap in step.swaps:
@@ -255,15 +254,15 @@ class Replay:
             raise
 
     def go_on(self, block_id: int) -> None:
-        """Begins the fetches that come next, after a use that repeats nothing."""
+        """Begins the next fetches, after a use that is not replayed."""
         self._evictor.order.note_change(block_id)
         self._prefetcher.run()
 
     def advance(self) -> bool:
-        """Repeats what the passes before did at this use, which :meth:`use` has not made.
+        """Repeats what earlier passes did at this use, which :meth:`use` has not performed.
 
         Returns:
-            False where it is to be decided, and so is the rest of the pass.
+            False if it has to be decided, and so has the rest of the pass.
         """
         run = self.run
         if run is None:
@@ -286,7 +285,7 @@ class Replay:
     # -- inside ----------------------------------------------------------
 
     def _use_again(self, run: _Run, block_id: int) -> Slot | None:
-        """Makes another use of the block that was used last; None where it is not that one."""
+        """Performs another use of the block that was used last; None if it is not that one."""
         step = run.steps[run.cursor]
         record = step.used
         again = block_id == self._planner.last and step.block == block_id
@@ -302,7 +301,7 @@ class Replay:
         return self._swapped.current[block_id]
 
     def _is_in_place(self, record: Record) -> bool:
-        """Whether a block is in HBM, and need not be moved before it is held."""
+        """Whether a block is in HBM and need not be moved before it is held."""
         state, extent = record.in_hbm, record.extent
         if (state is not _VALID and state is not _DIRTY) or extent is None:
             return False
@@ -310,15 +309,15 @@ class Replay:
         return extent.offset >= later or record.leases > 0
 
     def _swap(self, run: _Run, swap: Swap) -> bool:
-        """Performs one of the swaps of a place of the schedule.
+        """Performs one of the swaps recorded at a position of the schedule.
 
-        A block comes up from DRAM to where another one begins, which leaves for it, in one go: the
-        place is not given back in between. Done at every streamed use, it is in line what
-        :class:`LeaveRules`, :class:`ResidencyTable`, :class:`Transfers` and the counters do one by
-        one for a block that is evicted and one that is filled.
+        A block is copied from DRAM to the place of another one, which leaves for it, in one
+        operation: the place is not given back in between. As this happens at every use of a
+        streaming block, it does in line what :class:`LeaveRules`, :class:`ResidencyTable`,
+        :class:`Transfers` and the counters do for an eviction and a fill.
 
         Returns:
-            False where that is no longer possible: it is to be decided, and so is the rest.
+            False if that is no longer possible: this and the rest of the pass have to be decided.
         """
         swapped, leaves, comes, nbytes = self._swapped, swap.leaves, swap.comes, swap.nbytes
         went, came, before = swap.went, swap.came, leaves.extent
@@ -360,20 +359,20 @@ class Replay:
         try:
             if before.nbytes != nbytes:
                 if nbytes > before.nbytes:
-                    again = None  # it stands for copies to the bytes behind the other as well
+                    again = None  # it also covers copies to the bytes behind the other block
                 if not swapped.table.hbm.retake(before, extent):
                     return self._stop()
-            # in one line, in which Python calls nothing: nothing can cut it short
+            # one line without Python calls, so that it cannot be interrupted half way
             leaves.in_hbm, leaves.extent, comes.in_hbm, comes.extent, at[offset] = (
                 _ABSENT, None, _FILLING, extent, comes
             )  # fmt: skip
             leaves.copied = comes.copied = False
-            run.departures = self._departures.count = run.departures + 1  # they are the same
+            run.departures = self._departures.count = run.departures + 1  # they were equal
             if swapped.transfers.poisons or went in self._pending:
                 swapped.transfers.left_unused(went, slot, before)
-            swapped.ready.pop(went, None)  # nothing waits for it any longer
+            swapped.ready.pop(went, None)  # nothing waits for this event any more
             swapped.current[came] = swapped.by_address[place.address] = place
-            del swapped.current[went]  # last: a slot in both is taken out of both by the handler
+            del swapped.current[went]  # last: repair removes a slot that is in both from both
             if plain:  # Transfers.copy_up, in line
                 started = perf_counter_ns()
                 after = swapped.home_ready.get(came)
@@ -400,9 +399,9 @@ class Replay:
             raise
 
     def _swap_otherwise(self, run: _Run, swap: Swap) -> bool:
-        """Performs a swap for which no other block leaves, or several do, or one that was written.
+        """Performs a swap for which no block leaves, or several, or one that was written.
 
-        One that may not leave ends the replay.
+        If one must not leave, the replay ends.
         """
         leaves, fit, extent = swap.leaves, swap.fit, swap.leaves.extent
         if leaves is swap.comes and fit is not None:
@@ -413,17 +412,17 @@ class Replay:
         return self._stop([leaves] if as_was else ())
 
     def _written_home(self, run: _Run, record: Record) -> bool:
-        """Writes a block home that was written since and may leave; returns whether that could be.
+        """Writes home a block that was written since and may leave; returns whether it could.
 
-        In rounds that are laid out, which only read: a program looked at an output layer's weight
-        outside of every call, say, and could have written it. Loops that write begin to do so
-        earlier, and are decided.
+        This happens in rounds that are laid out, which only read, for example if a program accessed
+        an output layer's weight outside of every call and may have written it. Loops that write
+        begin to write blocks home earlier, and have no layout.
         """
         rules = self._evictor.rules
         return run.arranged and rules.may_leave(record, _AHEAD) and write_home(self._parts, record)
 
     def _fill(self, run: _Run, swap: Swap, fit: Fit) -> bool:
-        """Brings a block to a place that is not just another's; returns whether that could be."""
+        """Fetches a block to a place that is not that of one other; returns whether it could."""
         comes, offset = swap.comes, fit.offset()
         moves = comes.in_hbm is _DIRTY and comes in fit.leaves  # to another place, by way of home
         if moves and not self._written_home(run, comes):
@@ -446,7 +445,7 @@ class Replay:
         return True
 
     def _send_away(self, run: _Run, record: Record) -> bool:
-        """Does what :meth:`Evictor.evict` does, but for the queue, which is rebuilt later."""
+        """As :meth:`Evictor.evict`, without the queue, which is rebuilt later."""
         if record.in_hbm is _DIRTY and not self._written_home(run, record):
             return False
         if record.in_hbm is not _VALID or not self._evictor.rules.may_leave(record, _AHEAD):
@@ -463,10 +462,9 @@ class Replay:
         return True
 
     def _step_now(self, run: _Run) -> Step | None:
-        """Returns what to do at the use that the planner has come to; None if it was not foreseen.
+        """Returns the step at the planner's present use; None if that was not foreseen.
 
-        For uses that :meth:`use` does not make: the begin of a pass, and whatever is
-        out of the ordinary.
+        For uses that :meth:`use` does not perform: the begin of a pass, and unusual cases.
         """
         planner = self._planner
         cursor = run.cursor + 1
@@ -482,10 +480,10 @@ class Replay:
         return run.steps[cursor]
 
     def _stop(self, leaving: Sequence[Record] = ()) -> bool:
-        """Ends the replay: the rest of the pass is decided, and passes are recorded anew.
+        """Ends the replay: the rest of the pass is decided, and passes are recorded again.
 
         Args:
-            leaving: Blocks that were to leave, of which some may not be let go yet.
+            leaving: Blocks that should leave, some of which may not be released yet.
         """
         run = self.run
         self.add_up()

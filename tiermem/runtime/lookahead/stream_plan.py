@@ -1,4 +1,4 @@
-"""What is planned for one schedule: what stays, and when fetches are due."""
+"""The plan for one schedule: what stays, and when fetches are due."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tiermem.core.cost import Timetable
 from tiermem.core.loops import Plan
 
 _BINDS = 1.15
-"""Of the compute: what copies take at least where they are what passes wait for."""
+"""A pass counts as bound by copies if these take at least this many times the compute."""
 _AS_LONG = 1.1
-"""Of the copies: what passes take that are as good as nothing else."""
+"""A pass that takes less than this many times its copies is bound by them only."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,17 +20,18 @@ class StreamPlan:
 
     Attributes:
         made_of: What it depends on, besides the schedule.
-        plan: What stays in HBM and in DRAM, and what is left to stream through.
-        ahead: Bytes of HBM that may be fetched ahead, the last block of them not counted.
-        due: Makes the timetable, which only passes that are decided go by.
-        compute: Seconds of each use; None where nothing is known of it.
-        through_dram: Whether blocks come from files by way of DRAM, where the plan does not say.
-        turn: Uses within which what comes again stays, where HBM is handed out in circles; else 0.
-        foreseen: Whether it was made with something known of such passes, so that it does for one
-            more where that has changed.
-        copies: Seconds of a pass's copies up from DRAM, of what HBM has no room for; 0 where it
+        plan: What stays in HBM and in DRAM, and the reserve for streaming blocks.
+        ahead: Bytes of HBM that may be prefetched, not counting the last block.
+        due: Makes the timetable, which only passes without a replay use.
+        compute: Seconds of each use; None if unknown.
+        through_dram: Whether blocks are read from files through DRAM, if the plan does not say.
+        turn: If HBM is used as a ring: blocks that are used again within this many uses stay;
+            else 0.
+        foreseen: Whether it was made with knowledge of such passes, so that it can be used for one
+            more pass after that has changed.
+        copies: Seconds of a pass's copies from DRAM, of blocks for which HBM has no room; 0 if it
             writes blocks.
-        computes: Seconds of its compute; None where that is not known.
+        computes: Seconds of its compute; None if unknown.
     """
 
     made_of: tuple[int, ...]
@@ -53,19 +54,19 @@ class StreamPlan:
         return self._timetable
 
     def link_binds(self, longest: float | None) -> bool:
-        """Whether passes wait for copies up from DRAM, so that it is worth while to unpack.
+        """Whether passes are bound by copies from DRAM, so that packed copies are worth it.
 
-        Kernels that unpack take the device's memory for a twentieth of the time that the bytes are
-        on the link unpacked, and wait for others: where both take about as long, little is gained.
+        Kernels that unpack use the device's memory for a twentieth of the time of an unpacked copy,
+        and wait for other kernels: if copies and compute take about as long, little is gained.
 
         Args:
-            longest: Seconds of the longest of the last such passes; None where none is known.
+            longest: Seconds of the longest of the last such passes; None if unknown.
         """
         if self.computes is None or not self.copies:
-            return self.copies > 0.0  # what is not known yet is measured in the first two passes
+            return self.copies > 0.0  # unknown times are measured in the first two passes
         if self.copies > _BINDS * self.computes:
             return True
-        # what is measured of compute has the host's time in it, where that is long
+        # measured compute includes the host's time, if that is long
         as_long = longest is not None and longest < _AS_LONG * self.copies
         return as_long and self.computes < _BINDS * self.copies
 
@@ -79,10 +80,10 @@ class StreamPlan:
         )
 
     def take_times(self, other: StreamPlan) -> None:
-        """Takes over the times of a plan that decides the same, and so goes on.
+        """Copies the times of a plan that decides the same, and stays in force.
 
-        A recording of what was done by it is not made anew for times that differ by a little, and
-        those that differ by more are met with at the next check.
+        Small differences in times need no new recording, and larger ones are found at the next
+        check.
         """
         self.made_of, self.compute = other.made_of, other.compute
         self.due, self._timetable = other.due, other._timetable

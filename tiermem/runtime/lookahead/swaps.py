@@ -1,4 +1,4 @@
-"""Swaps: what comes into HBM at one place of a schedule, and what leaves for it."""
+"""Swaps: the fetch of a block at one position of a schedule, and the blocks that leave for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tiermem.core.residency import Record
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """The place of a block that does not take over just the place of one other.
+    """The place of a block that does not simply replace one other block.
 
-    A loop may go round its slots more slowly than round its blocks, so the place is given relative
-    to a block that is there, or was.
+    A loop may cycle through its slots more slowly than through its blocks, so the place is given
+    relative to a block that is or was there.
 
     Attributes:
         leaves: The blocks that are evicted for it.
-        anchor: One of those, or a neighbour that stays; None where the address is always the same.
+        anchor: One of those, or a neighbour that stays; None if the address is always the same.
         behind: Whether ``delta`` counts from the end of the anchor, not from its begin.
         delta: Bytes from there.
     """
@@ -29,12 +29,12 @@ class Fit:
 
     @property
     def instead_of(self) -> Record | None:
-        """The one block that leaves for it, where that begins at the same place; else None."""
+        """The one block that leaves for it, if that has the same offset; else None."""
         one = len(self.leaves) == 1 and self.anchor is self.leaves[0]
         return self.anchor if one and not (self.behind or self.delta) else None
 
     def offset(self) -> int:
-        """Returns the offset in HBM; below zero where the anchor is not in HBM."""
+        """Returns the offset in HBM; negative if the anchor is not in HBM."""
         if self.anchor is None:
             return self.delta
         extent = self.anchor.extent
@@ -45,19 +45,19 @@ class Fit:
 
 @dataclass(slots=True, eq=False)
 class Swap:
-    """One block that comes into the place of another, or of several.
+    """One block that is fetched to the place of another, or of several.
 
     Attributes:
         comes: The block that is fetched.
-        leaves: The block that is evicted for it, and begins where it will; ``comes`` itself where
-            ``fit`` says what leaves.
-        nbytes: Size of the place, wherever it is: a loop may go round its slots more slowly than
-            round its blocks.
-        position: Where in the schedule it is used.
+        leaves: The block that is evicted for it, with the same offset; ``comes`` itself if ``fit``
+            says which blocks leave.
+        nbytes: Size of the place, wherever it is: a loop may cycle through its slots more slowly
+            than through its blocks.
+        position: Position of its use in the schedule.
         passes: How many passes later that is.
         key: Name of that pass.
-        fit: Its place, where it is not that of one other of the same size; that one may be smaller
-            or larger, if the place begins with it.
+        fit: Its place, if that is not the place of one other block of the same size; the other
+            block may be smaller or larger if the place begins with it.
         came: Id of the block that is fetched.
         went: Id of the block of ``leaves``.
     """
@@ -81,7 +81,7 @@ class Swap:
         return 1 if self.fit is None else len(self.fit.leaves)
 
     def told(self) -> tuple[int, ...]:
-        """Returns the values by which two swaps are compared: alike where they do the same."""
+        """Returns the values by which two swaps are compared: equal if they do the same."""
         fit = self.fit
         if fit is None:
             return self.comes.block.id, self.leaves.block.id, self.nbytes
@@ -92,11 +92,11 @@ class Swap:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """The swaps at one place of a schedule.
+    """The swaps at one position of a schedule.
 
     Attributes:
-        used: Record of the block that is used; None before the first.
-        block: Id of that block; -1 before the first.
+        used: Record of the block that is used; None before the first use.
+        block: Id of that block; -1 before the first use.
         swaps: The swaps performed then.
     """
 
@@ -106,7 +106,7 @@ class Step:
 
 
 def steps_over(order: Iterable[int], get: Callable[[int], Record | None]) -> list[Step]:
-    """Returns the steps of a pass, without swaps yet: one as it begins, and one after each use.
+    """Returns the steps of a pass, without swaps yet: one at its begin, and one after each use.
 
     Args:
         order: Ids of the blocks that it uses.

@@ -1,4 +1,4 @@
-"""How a schedule is walked ahead of the compute: use by use, or round a ring."""
+"""How a schedule is walked ahead of the compute: use by use, or around a ring."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class Fetcher:
     """Begins fetches of blocks that are used later.
 
     Attributes:
-        beside: Whether copies from DRAM run beside the compute, as on a GPU. On the CPU such a
-            copy is made by the thread that computes: begun early it hides behind nothing, so only
-            files are worth fetching ahead.
-        number: Of the pass under way.
-        fill: Begins one, if that evicts nothing needed sooner: see :meth:`BlockManager.try_fill`.
-        lent: The blocks whose home is lent to code on the host, by id: nothing fetches them
-            before they are back.
-        laid_out: Whether the next pass is expected to go as HBM is laid out.
+        beside: Whether copies from DRAM run beside the compute, as on a GPU. On the CPU, the
+            thread that computes makes such a copy, so it gains nothing by beginning early, and only
+            files are worth prefetching.
+        number: Number of the current pass.
+        fill: Begins a fetch, if that evicts nothing needed sooner: see
+            :meth:`BlockManager.try_fill`.
+        lent: Blocks whose home is lent to code on the host, by id: they are not fetched before they
+            are back.
+        laid_out: Whether the next pass is expected to follow a layout.
     """
 
     def __init__(
@@ -35,8 +36,8 @@ class Fetcher:
         """Works on ``parts``.
 
         Args:
-            parts: Of the manager.
-            host_loans: Knows which blocks are on loan, which nothing fetches.
+            parts: The parts of the manager.
+            host_loans: Knows which blocks are on loan, which are not fetched.
             fill: :meth:`BlockManager.try_fill`.
         """
         self.beside = parts.device.type == "cuda"
@@ -49,15 +50,15 @@ class Fetcher:
         self._copy = parts.copy
         self._transfers = parts.transfers
         self._waste = parts.transfers.waste
-        # of the passes foreseen the one that was asked about last: begin, end, number and name
+        # the foreseen pass that was looked up last: begin, end, number and name
         self._pass: tuple[int, int, tuple[int, Hashable]] = (0, 0, (0, None))
 
     def begin_schedule(self) -> None:
-        """Notes that positions refer to another schedule from now on."""
+        """Notes that positions refer to a new schedule from now on."""
         self._pass = (0, 0, (0, None))
 
     def is_due(self, record: Record, schedule: Schedule, position: int) -> bool:
-        """Whether a block is to be fetched for its use at a position, as far as it goes."""
+        """Whether the state of a block permits and requires a fetch for its use at a position."""
         if not record.defined or record.in_hbm is not State.ABSENT:
             return False
         if self._waste.stopped:
@@ -70,10 +71,10 @@ class Fetcher:
         """Begins to fetch a block for its use at a position; returns whether there was room.
 
         Args:
-            record: The block; :meth:`is_due` said so, or it holds no data, and gets its place.
-            schedule: What comes.
-            position: Where in it the use is.
-            cursor: Where in it the compute is.
+            record: The block; :meth:`is_due` was true, or it holds no data and only gets a place.
+            schedule: The schedule.
+            position: Position of the use.
+            cursor: Position of the compute.
         """
         if not self.fill(record, position - cursor):
             return False
@@ -86,9 +87,9 @@ class Fetcher:
     def is_back(self, block_id: int) -> bool:
         """Whether a block that was lent is at home again, so that it can be fetched.
 
-        A step on the host that was asked for is waited for while the link has something to do: a
-        copy up comes after all compute that was submitted before it, so the host would only submit
-        more that it comes after (virtual time, Llama, clipped in each step: 610 to 557 ms).
+        This waits for a confirmed step on the host while the link is busy: a copy to HBM runs after
+        all compute submitted before it, so otherwise the host would only submit more compute before
+        the copy (simulated, for a Llama clipped in each step: 557 instead of 610 ms).
         """
         if block_id in self._deferred.owed and self._transfers.mover is None:
             risen = self._copy.risen()
@@ -97,12 +98,12 @@ class Fetcher:
         return block_id not in self.lent
 
     def _pass_at(self, schedule: Schedule, position: int) -> tuple[int, Hashable]:
-        """Returns which of the passes foreseen a position is in, and that pass's name."""
+        """Returns the number and name of the foreseen pass at a position."""
         passes = schedule.passes
         if not passes:
             return 1, self._planner.key
         begin, end, found = self._pass
-        if not begin <= position < end:  # as a rule it is the one asked about before
+        if not begin <= position < end:  # mostly it is the one looked up before
             number = bisect_right(passes, position, key=lambda entry: entry[0]) - 1
             end = passes[number + 1][0] if number + 1 < len(passes) else len(schedule)
             found = (number, passes[number][1])
@@ -112,20 +113,20 @@ class Fetcher:
 
 _AUTO_BLOCKS = 2
 _MOST_BLOCKS = 64
-_BURST = 4  # fetches at one use: what comes first is also wanted by compute, which waits meanwhile
+_BURST = 4  # fetches at one use: the first block is also needed by compute, which waits meanwhile
 _FIRST = 4
-"""Uses of a pass at which a ring fetches nothing: as a model begins the device often has nothing to
-do (values were read back), and what the host does before it launches kernels is lost."""
+"""Uses at the begin of a pass at which a ring fetches nothing: the device is often idle then, as
+models copy values to the host, and host time before kernels are launched is lost."""
 _MANY = 64  # uses of a schedule of which that is a small part
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far ahead a user wants fetches to be.
+    """How far ahead of the compute fetches may begin, by the user's settings.
 
     Attributes:
-        blocks: Blocks ahead of the one in use; None for as far as the measured times ask.
-        least: Bytes ahead where nothing has been measured.
+        blocks: Blocks ahead of the one in use; None if measured times decide.
+        least: Bytes ahead if nothing has been measured.
     """
 
     blocks: int | None
@@ -133,12 +134,12 @@ class Reach:
 
 
 class _Ahead:
-    """The uses ahead of the compute of blocks that take room.
+    """The uses ahead of the compute, of blocks that take room.
 
     Attributes:
         uses: Position and block of each, in order.
         often: How many uses of each block there are, by id.
-        nbytes: Of the blocks, each counted once.
+        nbytes: Bytes of the blocks, each counted once.
     """
 
     def __init__(self) -> None:
@@ -148,13 +149,13 @@ class _Ahead:
         self.nbytes = 0
 
     def clear(self) -> None:
-        """Counts none any more."""
+        """Removes all uses."""
         self.uses.clear()
         self.often.clear()
         self.nbytes = 0
 
     def append(self, position: int, block: Block) -> None:
-        """Counts a use; a block that is used again takes no more room."""
+        """Adds a use; a block that is used again takes no more room."""
         often = self.often.get(block.id, 0)
         self.often[block.id] = often + 1
         if not often:
@@ -162,7 +163,7 @@ class _Ahead:
         self.uses.append((position, block))
 
     def leave_before(self, cursor: int) -> None:
-        """Counts no use before a cursor any more."""
+        """Removes all uses before a cursor."""
         uses, often = self.uses, self.often
         while uses and uses[0][0] < cursor:
             block = uses.popleft()[1]  # _leave_out, in line
@@ -173,7 +174,7 @@ class _Ahead:
                 self.nbytes -= block.nbytes
 
     def leave_from(self, position: int) -> None:
-        """Counts no use at or behind a position any more."""
+        """Removes all uses at or after a position."""
         while self.uses and self.uses[-1][0] >= position:
             self._leave_out(self.uses.pop()[1])
 
@@ -188,29 +189,29 @@ class _Ahead:
 def make_walk(
     parts: Parts, fetcher: Fetcher, schedule: Schedule, outlook: StreamPlan, reach: Reach
 ) -> SequenceWalk:
-    """Returns the walk that a plan asks for.
+    """Returns the walk for a plan.
 
     Args:
-        parts: Of the manager.
+        parts: The parts of the manager.
         fetcher: Begins the fetches.
-        schedule: What is walked.
-        outlook: What was decided for it.
-        reach: How far ahead the user wants fetches to be.
+        schedule: The schedule to be walked.
+        outlook: Its plan.
+        reach: How far ahead fetches may begin, by the user's settings.
     """
     kind = RingWalk if outlook.turn else SequenceWalk
     return kind(parts, fetcher, schedule, outlook, reach)
 
 
 class SequenceWalk:
-    """Looks at one use after the other, as far ahead as transfers need.
+    """Visits one use after the other, as far ahead as transfers need.
 
-    Each place of the schedule is looked at once as long as nothing leaves HBM, so that a use
-    costs the same however much is resident.
+    Each position of the schedule is visited once as long as nothing leaves HBM, so that the cost
+    of a use does not depend on how much is resident.
 
     Attributes:
-        position: The first use that has not been looked at.
-        complete: Departures from HBM by the time at which every block was there to stay; -1 where
-            they never were. Until another one leaves there is nothing to look at.
+        position: The first use that has not been visited.
+        complete: Number of departures from HBM when every block was there to stay; -1 if they never
+            were. Until another block leaves, there is nothing to do.
     """
 
     _idle_of_many = -1
@@ -223,7 +224,7 @@ class SequenceWalk:
         outlook: StreamPlan,
         reach: Reach,
     ) -> None:
-        """Begins at the begin; see :func:`make_walk`."""
+        """Starts at the begin; see :func:`make_walk`."""
         self.position = 0
         self.complete = -1
         self._get = parts.table.get
@@ -242,7 +243,7 @@ class SequenceWalk:
         self._lacking = True
 
     def restart(self, cursor: int) -> None:
-        """Looks at every use again from a cursor on."""
+        """Visits every use again from a cursor on."""
         self._seen = self._departures.count
         self._departures.unread.clear()
         self.position = cursor
@@ -252,14 +253,14 @@ class SequenceWalk:
             self.position = len(self._schedule.order)
 
     def follow(self, cursor: int, end: int) -> bool:
-        """Moves the cursor to where the compute is, and begins the fetches that are due.
+        """Moves the cursor to the position of the compute, and begins the fetches that are due.
 
         Args:
-            cursor: Where the compute is; what has left HBM since is looked at again.
+            cursor: Position of the compute; blocks that have left HBM since are visited again.
             end: As for :meth:`go_on`.
 
         Returns:
-            Whether everything from the cursor on was looked at again, or a fetch has begun.
+            Whether everything from the cursor on was visited again, or a fetch has begun.
         """
         again = cursor < self._cursor or self._is_behind(cursor)
         if again:
@@ -284,43 +285,43 @@ class SequenceWalk:
             if record is not None:
                 if record.in_hbm is State.ABSENT:
                     if record.block.id in fetcher.lent and not fetcher.is_back(record.block.id):
-                        return begun  # once back, its copy would wait for those of what follows
+                        return begun  # else its copy would wait for those of later blocks
                     if record.defined and fetcher.is_due(record, self._schedule, self.position):
                         if begun == _BURST or not self._fetch(record):
                             return begun
                         begun += 1
                     elif self._gets_place(record):
-                        self._fetch(record)  # where the ring has no place it gets one later
+                        self._fetch(record)  # if the ring has no place, it gets one later
                 if not (record.block.id in residents and record.usable):
                     ahead.append(self.position, record.block)
                     self._lacking = True
             self.position += 1
         if not self._lacking and self.position == len(order):
-            # every block is in HBM and stays: no need to look again until one leaves
+            # every block is in HBM and stays: nothing to do until one leaves
             self.complete = self._seen
         return begun
 
     def _gets_place(self, _record: Record) -> bool:
-        """Whether a block that is not in HBM gets its place ahead, as there is nothing to fetch."""
+        """Whether a block without data to fetch gets its place ahead."""
         return False
 
     def _fetch(self, record: Record) -> bool:
         if not self._fetcher.begin(record, self._schedule, self.position, self._cursor):
             return False
         self._seen = self._departures.count
-        self._departures.unread.clear()  # what left for it comes after it
+        self._departures.unread.clear()  # blocks that left for it are used after it
         return True
 
     def _is_behind(self, cursor: int) -> bool:
-        """Whether something has left HBM, so that all has to be looked at again."""
+        """Whether a block has left HBM, so that all uses have to be visited again."""
         return self._seen != self._departures.count
 
     def _enough(self) -> int | None:
-        """Returns the bytes ahead that are enough; None where each use is asked about."""
+        """Returns the bytes ahead that are enough; None if each use has to be tested."""
         return None
 
     def _wants_more(self) -> bool:
-        """Whether more is to be ahead of the compute than is."""
+        """Whether there should be more blocks ahead of the compute."""
         blocks, nbytes, reach = len(self._ahead.often), self._ahead.nbytes, self._reach
         if reach.blocks is not None:
             return blocks < reach.blocks
@@ -333,12 +334,12 @@ class SequenceWalk:
 
 
 class RingWalk(SequenceWalk):
-    """Fetches as far ahead as there is room, where HBM is handed out in a ring.
+    """Fetches as far ahead as there is room, if HBM is used as a ring.
 
-    Nothing comes to stay there, so when a block leaves all but its own next use is as it was.
-    Gradients get their places among what is fetched, in order of use. A place that is taken only
-    as a gradient is there is one that was written home just now, if fetches ahead have taken all
-    others: compute would wait for that copy.
+    No block stays in a ring, so when a block leaves, only its own next use has to be visited again.
+    Gradients get their places among the fetched blocks, in order of use (places ahead). If a
+    gradient's place was taken only when the gradient arrives, prefetches would have taken all other
+    places, and compute would wait for a block that is just being written home.
     """
 
     _idle_of_many = _FIRST
@@ -354,7 +355,7 @@ class RingWalk(SequenceWalk):
         return False
 
     def _step_back(self, cursor: int) -> None:
-        """Goes back to the first use of what has left HBM, or is at home again, since."""
+        """Goes back to the first use of blocks that have left HBM, or are at home again, since."""
         first = self.position
         for block_id in self._departures.read():
             first = min(first, self._schedule.next_use(block_id, cursor))
