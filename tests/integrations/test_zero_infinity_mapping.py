@@ -267,7 +267,7 @@ def test_what_has_no_effect_is_listed_by_name() -> None:
         "aio.block_size", "aio.thread_count", "prescale_gradients", "tensorboard",
     }  # fmt: skip
     text = str(found)
-    assert "aio.thread_count = 2: no effect: tiermem drives files by io_uring" in text
+    assert "aio.thread_count = 2: no effect: tiermem uses io_uring for files" in text
     assert f"{PARAM}.device = 'cpu': Policy(params='dram')" in text
 
 
