@@ -143,8 +143,8 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Returns the gradient of a parameter in host memory, in float32; None for none."""
-    with zero.GatheredParameters(param):
-        return None if param.grad is None else param.grad.detach().float().cpu().clone()
+    gradient = param.grad  # not gathered: that would round it to the dtype of the weight
+    return None if gradient is None else gradient.detach().to("cpu", torch.float32, copy=True)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> Any:
