@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import tiermem
-
 from . import zero
 
 logger = logging.getLogger("tiermem.integrations.zero_infinity")
@@ -111,14 +109,9 @@ class OnDevice:
 # -- whole weights, gradients and state of one parameter ----------------------
 
 
-def _optimizer_of(param: torch.Tensor) -> tiermem.TieredOptimizer | None:
-    found: tiermem.TieredOptimizer | None = zero.optimizers.get(param)
-    return found
-
-
 def _kept(param: torch.Tensor, key: str) -> Any:
     """Returns a value that the optimizer keeps of a parameter; None for none."""
-    optimizer = _optimizer_of(param)
+    optimizer = zero.optimizers.get(param)
     if optimizer is None:
         return None
     order = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -143,8 +136,8 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Returns the gradient of a parameter in host memory, in float32; None for none."""
-    with zero.GatheredParameters(param):
-        return None if param.grad is None else param.grad.detach().float().cpu().clone()
+    gradient = param.grad  # not gathered: that would round it to the dtype of the weight
+    return None if gradient is None else gradient.detach().to("cpu", torch.float32, copy=True)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> Any:

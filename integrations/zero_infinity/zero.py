@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tiermem import TierManager
+from tiermem import TieredOptimizer, TierManager
 
 from . import notation, reading
 
-managed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+T = TypeVar("T")
+
+
+class OfParameters(Generic[T]):
+    """What parameters belong to; keeps neither them nor that alive, which has them in turn."""
+
+    def __init__(self) -> None:
+        """Starts without parameters."""
+        self._found = WeakIdKeyDictionary()
+
+    def __setitem__(self, param: torch.Tensor, value: T) -> None:
+        """Notes what a parameter belongs to."""
+        self._found[param] = weakref.ref(value)
+
+    def get(self, param: torch.Tensor) -> T | None:
+        """Returns what a parameter belongs to; None for nothing, or where that is gone."""
+        found: weakref.ref[T] | None = self._found.get(param)
+        return None if found is None else found()
+
+
+managed: OfParameters[TierManager] = OfParameters()
 """Parameters of every engine's model, and the manager that has them."""
-optimizers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+optimizers: OfParameters[TieredOptimizer] = OfParameters()
 """The same parameters, and the engine's optimizer."""
 
 

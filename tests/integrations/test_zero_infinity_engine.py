@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import sys
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -359,3 +361,20 @@ def test_deepspeed_itself_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     with pytest.raises(tiermem.ConfigError, match="imported already; install first"):
         deepspeed.install()
+
+
+@pytest.mark.parametrize("ends", ["destroyed", "given back", "forgotten"])
+def test_nothing_of_an_engine_outlives_its_model(ends: str) -> None:
+    model = build()
+    engine = deepspeed.initialize(model=model, config=config(bf16={"enabled": True}))[0]
+    train(engine, 3, torch.bfloat16)
+    param = engine.module[0].up.weight
+    assert deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg") is not None
+    if ends == "given back":
+        engine.tier.unwrap(model)
+    if ends != "forgotten":
+        engine.destroy()
+    gone = [weakref.ref(each) for each in (model, param, engine, engine.tier, engine.optimizer)]
+    del model, param, engine
+    gc.collect()
+    assert not any(each() is not None for each in gone)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support_deepspeed_files import PlainRun, stage_3, stages_1_and_2
 from support_integrations import batches, decoder
-from support_zero_infinity import batch, build, config, loss_of, plain, started, train
+from support_zero_infinity import batch, build, config, loss_of, losses_of, plain, started, train
 
 import tiermem
 import tiermem.integrations.zero_infinity as deepspeed
@@ -221,6 +221,25 @@ def test_whole_weights_of_one_parameter() -> None:
         assert torch.allclose(moment, gradient * 0.1)
         deepspeed.utils.safe_set_full_fp32_param(param, torch.full_like(master, 3.0))
         assert set(deepspeed.utils.safe_get_full_fp32_param(param).flatten().tolist()) == {3.0}
+
+
+def test_whole_gradients_are_not_rounded_to_the_dtype_of_the_weights() -> None:
+    wide = config(
+        bf16={"enabled": True},
+        data_types={"grad_accum_dtype": "fp32"},
+        gradient_accumulation_steps=2,
+    )
+    with started(wide) as engine:
+        losses_of(engine, range(1), torch.bfloat16)
+        engine.backward(loss_of(engine, batch(1, torch.bfloat16)))
+        for param in engine.module.parameters():
+            gradient = deepspeed.utils.safe_get_full_grad(param)
+            assert torch.equal(gradient, param.grad)
+        assert not torch.equal(gradient, gradient.bfloat16().float())
+        frozen = torch.nn.Parameter(torch.zeros(1))
+        assert deepspeed.utils.safe_get_full_grad(frozen) is None  # of no engine
+        frozen.grad = torch.ones(1)
+        assert deepspeed.utils.safe_get_full_grad(frozen) is not frozen.grad
 
 
 @pytest.mark.parametrize("how", ["stage 2", "stage 3", "own"])

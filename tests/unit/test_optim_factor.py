@@ -127,6 +127,23 @@ def test_gradients_stay_and_zero_grad_forgets_the_factor() -> None:
         assert optimizer.grad_factor is None
 
 
+@pytest.mark.parametrize("factor", [0.5, torch.tensor([1.0]), torch.tensor([0.5, 2.0])])
+def test_a_factor_that_is_no_number_in_a_tensor_is_refused_before_the_step(factor: Any) -> None:
+    with tiermem.TierManager("cpu", hbm="128KiB", dram="4MiB") as tier:
+        model = tier.wrap(build())
+        optimizer = tier.optimizer(model, torch.optim.SGD, lr=1.0)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for _ in range(3):  # also where steps are made inside backward
+            loss_of(model, 0).backward()
+            optimizer.grad_factor = factor
+            with pytest.raises(tiermem.StepError, match=r"grad_factor=.*must be None or a 0-d tensor"):
+                optimizer.step()
+            assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+            optimizer.grad_factor = torch.tensor(0.0)
+            optimizer.step()  # nothing is left of the one before
+            optimizer.zero_grad()
+
+
 def test_gradients_that_a_program_put_there_stay_too() -> None:
     with tiermem.TierManager("cpu", hbm="128KiB", dram="4MiB") as tier:
         model = tier.wrap(build())

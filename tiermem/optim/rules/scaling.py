@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tiermem.errors import StepError
+
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
@@ -24,7 +26,14 @@ class Scaling:
 
     @classmethod
     def of(cls, optimizer: object) -> Scaling | None:
-        """Returns the scale set as attributes of an optimizer for the step under way."""
+        """Returns the scale set as attributes of an optimizer for the step under way.
+
+        Raises:
+            StepError: If the factor is no 0-d tensor.
+        """
+        given = getattr(optimizer, "grad_factor", None)
+        if given is not None and not (isinstance(given, torch.Tensor) and given.dim() == 0):
+            raise StepError(f"optimizer.grad_factor={given!r}: it must be None or a 0-d tensor")
         names = ("grad_scale", "found_inf", "grad_factor")
         put = [getattr(optimizer, name, None) for name in names]
         # a scaler that has looked at no gradient puts the sum of nothing, which is no tensor
