@@ -136,7 +136,9 @@ def test_a_factor_that_is_no_number_in_a_tensor_is_refused_before_the_step(facto
         for _ in range(3):  # also where steps are made inside backward
             loss_of(model, 0).backward()
             optimizer.grad_factor = factor
-            with pytest.raises(tiermem.StepError, match=r"grad_factor=.*must be None or a 0-d tensor"):
+            with pytest.raises(
+                tiermem.StepError, match=r"grad_factor=.*must be None or a 0-d tensor"
+            ):
                 optimizer.step()
             assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
             optimizer.grad_factor = torch.tensor(0.0)
