@@ -28,7 +28,7 @@ class TransferLog:
         self.enter = timeline.enter
 
     def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
-        """Enters a file transfer that has finished, well or not."""
+        """Enters a file transfer that has finished, with or without an error."""
         if transfer.error is not None:
             self.counters.errors += 1
             return
