@@ -124,7 +124,7 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Genera
 
 @contextmanager
 def trial() -> Iterator[Draws]:
-    """Returns a context for trying a class; gradients are recorded there as by default."""
+    """Returns a context for trying a class; autograd is enabled in it, as by default."""
     draws = Draws()
     with ExitStack() as stack:
         stack.enter_context(outside_inference())
@@ -145,11 +145,10 @@ def undispatched() -> Iterator[None]:
 
 
 def _uncompiled() -> TracingContext:
-    """Returns a context of torch's compiler in which compiled functions run as they are written.
+    """Returns a context of torch's compiler in which compiled functions run uncompiled.
 
-    The compiler never compiles inside of what it runs as a kernel itself. Where a version of torch
-    does not look for that, it finds the dispatch mode of :class:`Draws`, and compiles nothing
-    either.
+    The compiler never compiles inside code that it runs as a kernel itself. If a version of torch
+    does not check that, it finds the dispatch mode of :class:`Draws`, and does not compile either.
     """
     context = TracingContext(None)
     context.fake_mode = SimpleNamespace(in_kernel_invocation=True, shape_env=None)  # type: ignore[assignment]
