@@ -218,7 +218,7 @@ class BlockManager:
         Raises:
             CapacityError: If HBM cannot hold it beside the leased blocks.
             StorageError: If its bytes cannot be read, or those of a block to be evicted cannot be
-            written.
+                written.
             ConfigError: If a CUDA graph is being captured and the block may move.
             ClosedError: After ``close()``, or in a forked child.
         """

@@ -210,7 +210,7 @@ def of_object(value: Any, names: Set[str], places: Places, depth: int = _HELD) -
 
     Yields:
         Elements of a list or dictionary, methods, functions that an object was given, and the
-            same of its attributes.
+        same of its attributes.
     """
     kind = type(value)
     if kind in _LISTS or isinstance(value, dict):

@@ -1,8 +1,7 @@
 """Tensor subclasses that wrap plain tensors: unwrapping, and rebuilding around other tensors.
 
 A quantized optimizer state, for example, consists of codes and scales that appear as one tensor.
-For
-its compiler, torch defines how to unwrap and rebuild such a class: ``__tensor_flatten__`` and
+For its compiler, torch defines how to unwrap and rebuild such a class: ``__tensor_flatten__`` and
 ``__tensor_unflatten__``. The plain tensors inside have bytes that can be moved.
 """
 

@@ -4,7 +4,7 @@ All of them are ``module._apply(fn)``. If ``fn`` changes no tensor, nothing is d
 resident module (trainers call ``model.to(device)`` for any model); anything else is refused,
 before any tensor is changed. To find out, ``fn`` is called with small tensors like those of the
 module: of the same dtype and device, with the same layout, and at most two elements in each
-    dimension.
+dimension.
 """
 
 from __future__ import annotations

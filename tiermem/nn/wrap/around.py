@@ -128,8 +128,7 @@ def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     Raises:
         CapacityError: If what a ``DistributedDataParallel`` broadcasts has no room in HBM.
         WrapError: If one graph is requested for a wrapped model, or copies of it on several
-        devices,
-            or the reduction of its parameters without its modules.
+            devices, or the reduction of its parameters without its modules.
     """
     if child is None:
         return

@@ -385,7 +385,7 @@ class WrappedModel:
                 group.let_go()
 
     def move_apart(self, device: torch.device) -> None:
-        """Moves the buffers that are in no block: they may grow, share memory, or are a script's."""
+        """Moves the buffers in no block: those that may grow, share memory, or are a script's."""
         with torch.no_grad():
             for tensor in self._apart:
                 if tensor.device != device:

@@ -3,8 +3,7 @@
 There is no list of known classes: the class is run on tiny parameters, all at once and one by one,
 with gradients that are missing at times, and must give the same bits. One by one is how blocks are
 stepped: settings are those of the group when a step begins, and counters of the class there
-    continue
-as for a single parameter.
+continue as for a single parameter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A context in which an optimizer class is tried without changing the process's state.
 
 Random numbers come from generators of the trial, so other threads' numbers are not affected. Code
-that
-the class has compiled runs uncompiled: a step on tiny tensors is not worth minutes of
+that the class has compiled runs uncompiled: a step on tiny tensors is not worth minutes of
 compiling. Collectives in which processes have different roles are refused: each process would find
 something else, and wait for the others. All of this affects the calling thread only.
 """

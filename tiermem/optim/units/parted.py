@@ -126,8 +126,7 @@ class PartedUnit(StepUnit):
         """Returns the blocks of the largest part, three times.
 
         Weights and gradient stay where they are while parts are streamed, and the rest of HBM may
-        be
-        on both sides of either: of three runs, one then has room for a part.
+        be on both sides of either: of three runs, one then has room for a part.
         """
         largest = max(self._parted(), key=lambda found: sum(block.nbytes for block in found))
         return [*self._whole_blocks(), *largest, *largest, *largest]

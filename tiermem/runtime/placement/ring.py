@@ -2,9 +2,8 @@
 
 In a loop that writes the blocks it streams (steps of an optimizer), the block that was just used
 has the furthest next use, and by that rule it would leave first. But its copy home has just begun,
-so
-its place is free last: copies to HBM would wait for copies home, and compute for both, with most of
-HBM idle. The block that has been there longest is already home. If HBM holds a small part of the
+so its place is free last: copies to HBM would wait for copies home, and compute for both, with most
+of HBM idle. The block that has been there longest is already home. If HBM holds a small part of the
 loop, hardly a byte more moves.
 """
 

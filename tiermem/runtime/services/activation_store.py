@@ -6,11 +6,9 @@ and so are fetched ones. Three rules keep it safe without the host ever waiting 
 1. The source of a copy from HBM is held until the compute stream waits for the copy.
    Its memory is next allocated on the same stream, so it is reused only after the copy.
 2. The target of a copy to HBM is allocated on the compute stream and filled on the up stream, after
-an
-   event of the compute stream; it is neither read nor freed before compute waits for the copy.
+   an event of the compute stream; it is neither read nor freed before compute waits for the copy.
 3. A copy that is garbage-collected adds itself to a queue, in whichever thread and at whatever
-moment
-   that happens; the queue is emptied when the next copy is requested.
+   moment that happens; the queue is emptied when the next copy is requested.
 """
 
 from __future__ import annotations

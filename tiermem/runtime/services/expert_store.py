@@ -4,8 +4,7 @@ A *stack* is a block whose tensors hold one row for each expert of a layer. One 
 tensors is a *piece*. The block stays below HBM; pieces are copied from its home into
 seats in HBM (:mod:`tiermem.core.experts`), all of which are in one block, the *expert room*, whose
 home is HBM. It is created when a pass begins that uses pieces, from HBM that other blocks leave
-free, and
-given back as soon as another block needs room: pieces are copies, so nothing is lost.
+free, and given back as soon as another block needs room: pieces are copies, so nothing is lost.
 
 A piece is valid until the block is written. Callers that write through the tensors they get detect
 that from their use, and write the block; a seat is occupied as long as one of these tensors exists.

@@ -28,9 +28,10 @@ class Shadows:
     def __init__(self, manager: BlockManager, give_up: Callable[[], bool]) -> None:
         """Starts without shadows.
 
-        manager: The manager of the blocks.
-        give_up: Called when a home needs room; calls :meth:`release` if the shadows can be spared,
-            and returns whether that freed any.
+        Args:
+            manager: The manager of the blocks.
+            give_up: Called when a home needs room; calls :meth:`release` if the shadows can be
+                spared, and returns whether that freed any.
         """
         self._manager = manager
         self._spare: dict[int, Extent] = {}

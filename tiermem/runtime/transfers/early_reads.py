@@ -24,8 +24,7 @@ class ReadAhead:
     If a disk worked only while HBM has a free slot, it would be idle while the device computes, and
     between two passes. So the next blocks of the schedule are read into DRAM that no home
     needs, and copied to HBM as soon as there is room. They stay in DRAM until their place is needed
-    for
-    a block that is used sooner: a block that is used again before that is not read again. The
+    for a block that is used sooner: a block that is used again before that is not read again. The
     residency table does not know about it: these bytes are a copy of a valid home, and may be
     dropped at any time.
 

@@ -49,8 +49,7 @@ class PackedHomes:
 
         Returns:
             Whether it is possible: not if DRAM has no room to spare, or kernels do not see it at
-                the
-            addresses that the host has for it.
+            the addresses that the host has for it.
         """
         if self._flags is None:
             extent = self._homes.lend(flags_nbytes(self._homes.dram.capacity), spare=True)

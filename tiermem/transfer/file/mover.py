@@ -135,7 +135,7 @@ class FileMover:
             label: Name of the block, for messages.
             urgent: Whether it has priority over those that are not urgent.
             in_place: Whether the disk may read directly into the target, which must be host
-                    memory, and has wrong bytes if the transfer ends with an error.
+                memory, and has wrong bytes if the transfer ends with an error.
             after: Events of other users of the target, for the copier to wait for.
 
         Returns:
