@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
 
 _FIRST = 2
-"""Passes in a row without need of interceptors before those are removed for the first time."""
+"""Passes in a row without need of interceptors before those are removed, at first."""
 _CLEARED = 3
 """Forwards with gradients left to torch before earlier gradients are cleared from the tiers."""
 _MOST = 1024
-"""The maximum of these numbers, however often interceptors were restored."""
+"""Maximum of that number of passes, which doubles whenever the removal was in vain."""
 
 
 class Bypass:

@@ -500,8 +500,8 @@ class LeftInterceptor(Interceptor):
     """Stands in for an interceptor that is removed, until the module is called by itself.
 
     For other modules, a use of a weight shows that. A module that first checks the class of weights
-    would take another path in that call than in a call that does not hold them: for a block
-    that was not used before.
+    would take another path in that call, as in a call that does not hold them: for a block that was
+    not used before.
     """
 
     __slots__ = ("_call", "_here")

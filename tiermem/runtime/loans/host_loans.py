@@ -61,7 +61,7 @@ class HostLoans:
             error = transfers.settle(block.id)
             record = self._parts.table[block.id]
             if error is None and record.home is Tier.NVME and record.in_hbm is State.DIRTY:
-                # its write has failed, and the error was raised in a wait for another transfer
+                # its write has failed, which a wait for another transfer has noticed
                 transfers.drain(record)
                 error = transfers.settle(block.id)
             if error is not None:

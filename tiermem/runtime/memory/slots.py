@@ -141,7 +141,7 @@ class Sight:
     read: dict[View, torch.Tensor] = field(default_factory=dict)
 
     def read_view(self, view: View) -> torch.Tensor:
-        """Returns a new tensor over ``reading``, copied from the last one with the same view."""
+        """Returns a new tensor over ``reading``, made from the last one with the same view."""
         found = self.read.get(view)
         if found is None:
             found = typed_view(self.reading, *view)
@@ -160,7 +160,7 @@ class Pointer(Protocol):
         ...
 
     def all_at(self, slot: Slot) -> bool:
-        """Whether each is still where it was pointed, also ones that a class hides."""
+        """Whether each is still where it was pointed; hidden ones are asked without their class."""
         ...
 
 

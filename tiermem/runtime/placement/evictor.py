@@ -479,7 +479,7 @@ class Evictor:
         seen = slot is not None and slot.aliased and (gone or not record.fixed)
         keep = seen and record.annexed is None  # an annexed block has no place in HBM
         if keep and slot is not None:
-            self._orphans.append(slot)  # first: cut short, the bytes must stay all the same
+            self._orphans.append(slot)  # first: if interrupted, the bytes must stay as well
         if gone:
             if record.fixed:
                 self.regions.divide_anew()
@@ -496,7 +496,7 @@ class Evictor:
             extent: The place.
             parts: Parts that stay as long as they have aliases.
         """
-        self._orphans.extend(parts)  # first: cut short, the bytes must stay all the same
+        self._orphans.extend(parts)  # first: if interrupted, the bytes must stay as well
         self._orphans = [left for left in self._orphans if left.extent != extent]
         self.table.reclaim(extent)
         for part in parts:

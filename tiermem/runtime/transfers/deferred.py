@@ -74,7 +74,7 @@ class DeferredWork:
 
     @property
     def here(self) -> bool:
-        """Whether there is deferred work that is not under way in another thread already."""
+        """Whether there is deferred work that is not in progress in another thread already."""
         return any(debt.elsewhere is None for owed in self.owed.values() for debt in owed)
 
     def add(self, debt: Deferred, *, first: bool = False) -> None:

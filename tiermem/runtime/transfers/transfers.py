@@ -250,7 +250,7 @@ class Transfers:
             if self.homes.read_only(record.home_extent):
                 if self._is_as_in_files(record):
                     record.at_home = State.VALID
-                    record.in_hbm = State.VALID  # last: cut short before it, it is dirty still
+                    record.in_hbm = State.VALID  # last: if interrupted before it, it is still dirty
                     self.failing.discard(block.id)
                     return
                 self._make_writable(record)
@@ -262,7 +262,7 @@ class Transfers:
             if record.home is Tier.DRAM:
                 event = self._copy_down(record, slot, move.target_extent)
                 record.at_home = State.VALID  # ResidencyTable.end_drain, in line
-                record.in_hbm = State.VALID  # last: cut short before it, it drains still
+                record.in_hbm = State.VALID  # last: if interrupted before it, it still drains
                 record.copied = event is not None and _is_alone(slot)
                 self.log.counters.write_backs += 1
                 self.failing.discard(block.id)
