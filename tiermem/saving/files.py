@@ -147,7 +147,7 @@ def write_all(files: FileOperations, fd: int, data: memoryview, offset: int) -> 
 
 @functools.cache
 def _libc_call(name: str) -> Callable[..., int] | None:
-    """Returns a call of the C library, or None where it has none of this name."""
+    """Returns a call of the C library, or None if it has none of this name."""
     try:
         found: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):

@@ -64,7 +64,6 @@ def reads_rows(module: nn.Module) -> str:
 
     Returns:
         ``"eager"``, ``"batched_mm"`` or ``"grouped_mm"``; empty if unknown.
-        ``"eager"``, ``"batched_mm"`` or ``"grouped_mm"``; empty where it cannot be told.
     """
     kind: Any = type(module)
     names = tuple(module.__dict__["_parameters"])

@@ -85,7 +85,6 @@ class Bypass:
 
         Returns:
             The groups to hold for the whole pass; none if the calls inside hold their own.
-            The groups to hold for all of it; none where the calls inside hold their own.
         """
         found = self._begin(scope)
         if is_grad_enabled() and not _in_backward():

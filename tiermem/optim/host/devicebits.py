@@ -29,10 +29,7 @@ class DeviceBits:
     """Whether the host's steps of one optimizer give the same bits as the device's.
 
     Attributes:
-        reason: Why the last unit that was checked has no such step; empty if it has.
-
-    Attributes:
-        reason: Why the last unit that was asked for has none; empty where it has.
+        reason: Why the last unit that was checked has no such step; empty if it has one.
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], make: Make, device: torch.device) -> None:
@@ -119,9 +116,6 @@ class ShareTrial(LoopTrial):
 
     The limit is often the host's memory bandwidth, which copies and steps share, and its capacity
     is not known before. The bits are the same both ways, so it is tried in the loop itself.
-
-    What limits is often the host's memory, which serves copies and steps, and how much that
-    bears is not known before. Bits are the same both ways, so it is tried in the loop itself.
     """
 
     def host_has_share(self, ticket: object) -> bool:
@@ -137,8 +131,7 @@ class Movable:
     """Moves units between host and device: the host steps where its bits are the device's.
 
     That is decided for each step: the settings must have proven bits, gradients must not await a
-    change or have a scale, and no weight that would have to leave HBM may have a view. and have no
-    scale, no view of a weight that would have to leave HBM.
+    change or have a scale, and no weight that would have to leave HBM may have a view.
 
     Attributes:
         trial: Finds out whether it is faster; None if that is assumed.

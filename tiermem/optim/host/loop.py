@@ -107,7 +107,6 @@ def make_steps(rows: Sequence[Row]) -> None:
 
     Raises:
         NoLoop: If the loop is not available; nothing is stepped.
-        NoLoop: If the loop cannot be had; nothing is stepped.
     """
     if rows:
         _teams.run((Row * len(rows))(*rows), torch.get_num_threads())

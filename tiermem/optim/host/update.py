@@ -90,7 +90,7 @@ class HostUpdate:
         manager.parts.timeline.add("optimizer", self._unit.name, began, time.perf_counter_ns())
 
     def update(self, optimizer: torch.optim.Optimizer, job: Job, undo: Undo) -> set[int]:
-        """Steps what is at hand; returns the ids of the blocks that were changed."""
+        """Steps the lent tensors; returns the ids of the blocks that were changed."""
         unit = self._unit
         gradients = job.settled_gradients()
         weights = self._open(job)

@@ -380,7 +380,7 @@ def _count(rows: Rows, counts: Writes) -> None:
 
 
 def _writes_of(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | None:
-    """Returns how torch counts the writes of such a step; None where the bits are others."""
+    """Returns how torch counts the writes of such a step; None if the bits differ."""
     if kind not in _tried:
         with outside_inference(), torch.no_grad():
             try:
@@ -393,7 +393,7 @@ def _writes_of(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes
 
 
 def _try(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | None:
-    """Makes steps both ways; returns how torch counts them, None where a bit differs."""
+    """Performs steps both ways; returns how torch counts them, None if a bit differs."""
     cls: Any = kind.cls
     settings = {name: group[name] for name in (*_NUMBERS, "betas", "maximize")}
     if cls is torch.optim.Adam and kind.decoupled:
@@ -437,7 +437,7 @@ def _step_mine(
     optimizer: torch.optim.Optimizer,
     params: Sequence[nn.Parameter],
 ) -> None:
-    """Makes a step by the kernel, of whatever size."""
+    """Performs a step with the kernel, of any size."""
     group, states = optimizer.param_groups[0], [optimizer.state[param] for param in params]
     torch._foreach_add_([state["step"] for state in states], 1)
     settings = *map(group.__getitem__, _NUMBERS), *group["betas"]

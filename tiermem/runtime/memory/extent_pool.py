@@ -75,7 +75,7 @@ class ExtentPool:
             name: What it is for, for messages.
 
         Returns:
-            The place; None where the budget or the disk has no room.
+            The place; None if the budget or the disk has no room.
         """
         size = align_up(nbytes)
         idle = self._idle.get((Tier(home), size))

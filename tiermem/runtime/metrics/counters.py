@@ -131,7 +131,7 @@ class Stats:
         packed_in_dram: Bytes of packed copies of weights in DRAM, which have three quarters of the
             bytes of the weights. They are freed for homes that need this DRAM.
         kept_in_hbm: Bytes of blocks that stay in HBM while the present loop streams others.
-        hbm_mapped: Bytes of device memory that the HBM tier has taken by now, in whole chunks; at
+        hbm_mapped: Bytes of device memory that the HBM tier has mapped, in whole chunks; at
             most its budget, rounded up to the driver's units (2 MiB).
         activations: Tensors saved for backward that left HBM.
     """

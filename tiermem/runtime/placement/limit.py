@@ -150,7 +150,7 @@ class HbmLimit:
             short: Whether the device had less memory than the limit allows.
 
         Returns:
-            Whether the limit was set anew.
+            Whether the limit was changed.
         """
         hbm, room = self._table.hbm, self._room
         spare = self._arena.mapped

@@ -21,7 +21,7 @@ class TransferLog:
     """
 
     def __init__(self, counters: Counters, timeline: Timeline, pass_timer: PassTimer) -> None:
-        """Enters what it is told into all three."""
+        """Stores the three; transfers are entered into all of them."""
         self.counters = counters
         self.pass_timer = pass_timer
         self._timeline = timeline
