@@ -1,4 +1,4 @@
-"""File I/O: the contract of an engine, and the engines that keep it."""
+"""File I/O: the interface of an engine, and the engines that implement it."""
 
 from __future__ import annotations
 

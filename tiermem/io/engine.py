@@ -1,9 +1,9 @@
-"""The contract of file I/O: what is asked, what comes back, and what every engine keeps.
+"""The interface of file I/O: requests, completions, and what every engine guarantees.
 
-An engine is made, used and closed by one thread; only :meth:`IoEngine.wake`
-may be called from another. It hands back exactly one completion for every
-request: short reads and writes are carried on inside, passing refusals
-(EAGAIN, EINTR, EBUSY) are retried, and whatever else fails comes back with its
+An engine is created, used and closed by one thread; only :meth:`IoEngine.wake`
+may be called from another. It returns exactly one completion for every
+request: short reads and writes are continued internally, transient refusals
+(EAGAIN, EINTR, EBUSY) are retried, and any other failure is returned with its
 error number.
 """
 
@@ -22,13 +22,13 @@ from tiermem.core.block import ALIGNMENT
 from tiermem.errors import CapacityError, ClosedError
 
 PASSING = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY})
-"""Refusals that say "not now": worth another try."""
+"""Transient refusals, which are retried."""
 
 MAX_RETRIES = 400
-"""Tries of one request that may be refused in a row (about two seconds in all)."""
+"""How often in a row a request may be refused (about two seconds in all)."""
 
 MAX_STALLS = 4
-"""Short results in a row that may bring no aligned byte before a request fails."""
+"""Short results in a row without an aligned byte, before a request fails."""
 
 _FIRST_DELAY = 50e-6
 _LAST_DELAY = 5e-3
@@ -51,7 +51,7 @@ class IoRequest:
         offset: First byte in the file.
         address: First byte in host memory; it must stay valid until the completion.
         nbytes: Bytes to move, at least 1.
-        token: The caller's own number, handed back in the completion.
+        token: A number of the caller's, returned in the completion.
     """
 
     op: IoOp
@@ -78,13 +78,13 @@ class IoCompletion:
 
 
 class Progress:
-    """How far one request has come; shared by every engine.
+    """The progress of one request; shared by all engines.
 
     Attributes:
-        request: What was asked.
+        request: The request.
         done: Bytes moved so far, always aligned until the end.
         retries: Refusals in a row.
-        cancelled: Whether it is to stop at the next occasion.
+        cancelled: Whether it has to stop as soon as possible.
     """
 
     __slots__ = ("cancelled", "done", "request", "retries", "stalls")
@@ -97,7 +97,7 @@ class Progress:
         self.cancelled = False
 
     def note_result(self, result: int) -> IoCompletion | None:
-        """Takes in the result of one try.
+        """Processes the result of one try.
 
         Args:
             result: Bytes moved, or a negative error number.
@@ -113,7 +113,7 @@ class Progress:
             return IoCompletion(request.token, request.nbytes, 0)
         if result == 0:
             return self.fail(errno.EIO if request.op is IoOp.READ else errno.ENOSPC)
-        # O_DIRECT can only go on from an aligned offset: what lies past it is done again.
+        # O_DIRECT can only continue from an aligned offset: bytes after it are transferred again.
         aligned = result // ALIGNMENT * ALIGNMENT
         self.done += aligned
         self.stalls = 0 if aligned else self.stalls + 1
@@ -134,7 +134,7 @@ class Progress:
         return IoCompletion(self.request.token, self.done, code)
 
     def delay(self) -> float:
-        """Returns how many seconds to leave before the next try (0.0 after a short result)."""
+        """Returns how many seconds to wait before the next try (0.0 after a short result)."""
         if self.retries == 0:
             return 0.0
         return min(_LAST_DELAY, _FIRST_DELAY * float(1 << min(self.retries, 10)))
@@ -146,10 +146,10 @@ def memory_view(address: int, nbytes: int) -> memoryview:
 
 
 def start_threads(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
-    """Starts threads that can do each other's work; returns those that the system let start.
+    """Starts threads of which each can do all the work; returns those that could be started.
 
     Raises:
-        CapacityError: If that is none of them.
+        CapacityError: If none could be started.
     """
     started: list[threading.Thread] = []
     for thread in threads:
@@ -167,11 +167,11 @@ def start_threads(threads: Sequence[threading.Thread]) -> list[threading.Thread]
 
 
 class IoEngine(ABC):
-    """Submit and poll of file I/O.
+    """Submits and polls file I/O.
 
     Attributes:
         name: Short name for statistics: ``"uring"``, ``"threads"``, ...
-        note: Why it is not the engine that was chosen, or "".
+        note: Why another engine than the chosen one is used, or "".
     """
 
     name: str = "engine"
@@ -182,12 +182,12 @@ class IoEngine(ABC):
 
     @abstractmethod
     def open(self, files: Sequence[int], buffers: Sequence[tuple[int, int]]) -> None:
-        """Makes the engine ready.
+        """Prepares the engine for use.
 
         Args:
-            files: Descriptors that requests refer to by index. They stay the caller's.
+            files: Descriptors that requests refer to by index. The caller still owns them.
             buffers: ``(address, nbytes)`` of memory that most requests will use; it is
-                registered where the system's limits allow. Other memory works as well.
+                registered as far as the system's limits allow. Other memory works as well.
 
         Raises:
             OSError: If the system refuses the engine.
@@ -195,7 +195,7 @@ class IoEngine(ABC):
 
     @abstractmethod
     def submit(self, requests: Sequence[IoRequest]) -> None:
-        """Starts requests, or holds them back until there is room; never waits for them.
+        """Starts requests, or queues them until there is room; never waits for them.
 
         Raises:
             ClosedError: If the engine is closed or belongs to another process.
@@ -207,7 +207,7 @@ class IoEngine(ABC):
         """Waits, without the GIL, for a completion, a :meth:`wake` or the timeout.
 
         Args:
-            timeout: Seconds; 0 only looks, ``None`` waits without end.
+            timeout: Seconds; 0 only polls, ``None`` waits without limit.
 
         Returns:
             Everything that has completed; empty after a wake or a timeout.
@@ -224,25 +224,25 @@ class IoEngine(ABC):
     @property
     @abstractmethod
     def in_flight(self) -> int:
-        """Requests submitted whose completion has not been handed out."""
+        """Requests submitted whose completion has not been returned yet."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Asks everything outstanding to stop.
+        """Asks all outstanding requests to stop.
 
         Each request still gets one completion: ECANCELED if it was stopped, or
-        its true result when it was too late for that.
+        its true result if it was too late for that.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Cancels, waits until the system is done with the memory, gives everything back.
+        """Cancels, waits until the system no longer uses the memory, releases everything.
 
         Works in any state and any number of times; in a forked child it does nothing.
         """
 
     def forked(self) -> None:
-        """Closes the parent's descriptors; for a forked child, before it opens its own."""
+        """Closes the parent's descriptors; called in a forked child, before it opens its own."""
         return
 
     def describe(self) -> str:

@@ -12,13 +12,13 @@ from tiermem.io.uring import UringEngine
 
 
 class FallbackEngine(IoEngine):
-    """io_uring, until it is refused (by a seccomp filter that came later, say); then threads.
+    """io_uring until the kernel refuses it, as after a later seccomp filter; then threads.
 
-    What was under way is done again: a read brings the same bytes, and what is written does not
-    change before its completion. It is not done again before the kernel has ended it.
+    Requests in progress are repeated: a read returns the same bytes, and the bytes to be written do
+    not change before the completion. They are repeated only after the kernel has ended them.
 
     Attributes:
-        note: Why threads have taken over, or "".
+        note: Why threads are used now, or "".
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FallbackEngine(IoEngine):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Name of the engine that works now."""
+        """Name of the engine in use."""
         return self._engine.name
 
     def open(self, files: Sequence[int], buffers: Sequence[tuple[int, int]]) -> None:
@@ -53,7 +53,7 @@ class FallbackEngine(IoEngine):
         """See :meth:`IoEngine.submit`."""
         try:
             self._engine.submit(requests)
-        except OSError as error:  # they are among what is under way
+        except OSError as error:  # these requests are among those in progress
             self._switch(error)
 
     def wait(self, timeout: float | None) -> list[IoCompletion]:
@@ -108,10 +108,10 @@ class FallbackEngine(IoEngine):
         return engine
 
     def _switch(self, error: OSError) -> None:
-        """Hands everything over to threads.
+        """Passes all requests to threads.
 
         Raises:
-            OSError: As it came, where it was threads already.
+            OSError: The given error, if threads were used already.
         """
         ring = self._engine
         if not isinstance(ring, UringEngine):

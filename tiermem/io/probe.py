@@ -1,4 +1,4 @@
-"""Which I/O engine this machine can run, found out by trying."""
+"""Which I/O engine this machine can run, found by trying."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiermem.io.threads import ThreadEngine
 from tiermem.io.uring import UringEngine
 
 VARIABLE = "TIERMEM_IO_ENGINE"
-"""Environment variable that says which engine to use, over any setting."""
+"""Environment variable that names the engine to use; it overrides any setting."""
 
 _NAMES = ("uring", "threads")
 _PROBE_NBYTES = 4096
@@ -24,17 +24,17 @@ _PROBE_SECONDS = 5.0
 
 
 def choose_engine(preferred: str | None = None) -> tuple[Callable[[], IoEngine], str, str]:
-    """Chooses the engine: io_uring where a real operation works, else threads.
+    """Chooses the engine: io_uring if a real operation works, otherwise threads.
 
     Args:
         preferred: ``"uring"``, ``"threads"`` or ``None``; the environment variable
-            ``TIERMEM_IO_ENGINE`` goes before it.
+            ``TIERMEM_IO_ENGINE`` overrides it.
 
     Returns:
-        A function that makes an engine, its name, and one sentence saying why this one.
+        A function that creates an engine, its name, and one sentence on why it was chosen.
 
     Raises:
-        ConfigError: If the engine asked for has no such name.
+        ConfigError: If there is no engine of that name.
     """
     from_environment = os.environ.get(VARIABLE) or None
     asked = from_environment or preferred
@@ -53,7 +53,7 @@ def probe_uring() -> str | None:
     """Tries a write and a read through io_uring on a file in memory.
 
     Returns:
-        ``None`` if both worked, else the reason why not.
+        ``None`` if both worked, otherwise the reason.
     """
     if sys.platform != "linux":
         return "io_uring is a part of Linux"
@@ -90,7 +90,7 @@ def _round_trip(engine: IoEngine) -> str | None:
 
 
 def explain(code: int) -> str:
-    """Returns why the kernel refuses io_uring with this error number, as half a sentence."""
+    """Returns why the kernel refuses io_uring with this error number (part of a sentence)."""
     name = errno.errorcode.get(code, str(code))
     disabled = _read_setting()
     if code in (errno.EPERM, errno.EACCES):

@@ -1,4 +1,4 @@
-"""Files and memory that an io_uring ring knows, so that not every request has them looked up."""
+"""Files and memory registered with an io_uring ring, which saves a look-up per request."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from tiermem.io.ring import Iovec, Ring, prefault
 
 MAX_AREA = 1 << 30
-"""Bytes that one registered buffer may have."""
-_END_MILLISECONDS = 120_000  # longer than disks take to answer, or the kernel to give them up
+"""Maximal bytes of one registered buffer."""
+_END_MILLISECONDS = 120_000  # longer than disks take to answer, or the kernel to give up on them
 
 
 class Registered:
-    """What was registered with one ring, as far as the kernel took it.
+    """What was registered with one ring, as far as the kernel permitted.
 
     Attributes:
         files: Descriptors, as they were given.
-        fixed: Whether requests name files by their place in that list.
+        fixed: Whether requests name files by their index in that list.
         areas: Addresses and bytes of the registered memory, in order.
-        notes: What the kernel refused.
+        notes: What the kernel refused, and why.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,12 @@ class Registered:
         self._witness = -1
 
     def add_files(self, ring: Ring, files: Sequence[int]) -> None:
-        """Registers files, and the end of a pipe that closes when the kernel lets go of them."""
+        """Registers files, and the end of a pipe that closes when the kernel releases them."""
         self.files = list(files)
         if not self.files:
             return
-        # The ring's own end of a pipe goes with the ring: when nothing is under way any more.
+        # The ring's end of the pipe is closed with the ring: when no request is in progress any
+        # more.
         self._witness, end = os.pipe()
         try:
             array = (ctypes.c_int * (len(self.files) + 1))(*self.files, end)
@@ -50,7 +51,7 @@ class Registered:
             self.notes.append(f"files not registered: {os.strerror(-code)}")
 
     def add_buffers(self, ring: Ring, buffers: Sequence[tuple[int, int]]) -> None:
-        """Registers all of them or, where the kernel refuses, the first alone."""
+        """Registers all of them or, if the kernel refuses, only the first."""
         code = self._try_buffers(ring, buffers)
         if code != 0 and len(buffers) > 1:
             self.notes.append(f"only the first buffer registered: {os.strerror(-code)}")
@@ -76,7 +77,7 @@ class Registered:
         return int(code)
 
     def area_of(self, address: int, nbytes: int) -> int:
-        """Returns the number of the registered area that some memory lies in; -1 for none."""
+        """Returns the number of the registered area that contains some memory; -1 for none."""
         index = bisect.bisect_right(self._starts, address) - 1
         if index >= 0:
             start, length = self.areas[index]
@@ -85,16 +86,16 @@ class Registered:
         return -1
 
     def let_go(self, ring: Ring) -> None:
-        """Takes the files back from a ring that has nothing under way.
+        """Unregisters the files of a ring that has no request in progress.
 
-        Without it the kernel keeps them, and the space of those that have no name, until it has
-        done away with the ring, some time after that was closed.
+        Otherwise the kernel keeps them, and the space of those without a name, until it has
+        destroyed the ring, some time after that was closed.
         """
         if self.fixed:
             ring.lib.unregister_files(ring.address)
 
     def await_the_end(self) -> None:
-        """Waits until the kernel has let go of the files of a ring that was closed."""
+        """Waits until the kernel has released the files of a ring that was closed."""
         if self.fixed:
             poll = select.poll()
             poll.register(self._witness, select.POLLIN)

@@ -2,8 +2,8 @@
 
 The package's own Python calls hold the GIL, so the exported C functions are
 used instead: those that may block through ``CDLL`` (the GIL is released), the
-short ones through ``PyDLL`` (a release per call would let a busy thread keep
-the GIL for a whole switch interval each time).
+short ones through ``PyDLL`` (if each call released the GIL, a busy thread could take
+it for a whole switch interval each time).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 from tiermem.io.engine import PASSING
 
-RING_NBYTES = 1024  # struct io_uring is 216 bytes; room for releases to come
-RING_FD = 196  # its ring_fd, behind both queues (104 and 88 bytes) and the flags
+RING_NBYTES = 1024  # struct io_uring is 216 bytes; room for later versions
+RING_FD = 196  # its ring_fd, after both queues (104 and 88 bytes) and the flags
 _PARAMS_NBYTES = 120
 _COOP_TASKRUN = 1 << 8
 _SINGLE_ISSUER = 1 << 12
@@ -28,7 +28,7 @@ FLAG_CHOICES = (
     _COOP_TASKRUN,
     0,
 )
-"""Ring flags, best first; older kernels answer EINVAL to those they do not know."""
+"""Ring flags, best first; older kernels return EINVAL for those that they do not know."""
 
 _POPULATE_WRITE = 23
 _CQE = struct.Struct("<Qi")
@@ -121,12 +121,12 @@ def init_ring(lib: SimpleNamespace, ring: int, entries: int) -> int:
 
 
 class Ring:
-    """One ring, and the memory through which the kernel and this process hand entries over.
+    """One ring, and the memory through which the kernel and this process exchange entries.
 
     Attributes:
         lib: The C functions.
-        address: Of the ring.
-        flags: What it was set up with.
+        address: Address of the ring.
+        flags: The flags with which it was set up.
     """
 
     def __init__(self, entries: int) -> None:
@@ -141,7 +141,7 @@ class Ring:
         self._first = ctypes.c_void_p()
 
     def start(self) -> None:
-        """Asks the kernel to set it up.
+        """Asks the kernel to set up the ring.
 
         Raises:
             OSError: If it refuses a ring.
@@ -149,7 +149,7 @@ class Ring:
         self.flags = init_ring(self.lib, self.address, self._entries)
 
     def submit_and_wait(self, left: float | None) -> None:
-        """Submits, and sleeps in the kernel for up to ``left`` seconds (0: not at all)."""
+        """Submits, and waits in the kernel for up to ``left`` seconds (0: not at all)."""
         if left == 0.0:
             # Deferred task work only runs when the kernel is asked for events.
             code = self.lib.submit_and_get_events(self.address)
@@ -167,26 +167,27 @@ class Ring:
             raise OSError(-code, f"io_uring_submit_and_wait: {os.strerror(-code)}")
 
     def completed(self) -> list[tuple[int, int]]:
-        """Takes every entry out of the completion queue; returns their data and results."""
+        """Removes all entries from the completion queue; returns their data and results."""
         entries: list[tuple[int, int]] = []
         batch = ctypes.addressof(self._batch)
         while True:
             count = self.lib.peek_batch_cqe(self.address, batch, len(self._batch))
             if count == 0:
                 return entries
-            # Copied first and given back at once: an entry seen twice would be a lost request.
+            # Copied first and returned at once: an entry that is read twice would be a lost
+            # request.
             for address in self._batch[:count]:
                 entries.append(_CQE.unpack(ctypes.string_at(address or 0, 12)))
             self.lib.cq_advance(self.address, count)
 
     def file(self) -> int:
-        """Returns its descriptor."""
+        """Returns the ring's descriptor."""
         (found,) = struct.unpack_from("<i", self._memory, RING_FD)
         return int(found)
 
 
 def prefault(address: int, nbytes: int) -> None:
-    """Brings memory in, contents untouched: registering cold pages is a hundred times slower."""
+    """Faults memory in without changing it: registering cold pages is a hundred times slower."""
     libc = ctypes.CDLL(None, use_errno=True)
     page = os.sysconf("SC_PAGESIZE")
     start = address // page * page

@@ -1,4 +1,4 @@
-"""File I/O through io_uring, on the C library inside the ``liburing`` package."""
+"""File I/O through io_uring, with the C library in the ``liburing`` package."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tiermem.io.registered import Registered
 from tiermem.io.ring import Ring
 
 MAX_PIECE = 1 << 30
-"""Bytes asked of the kernel at once (it stops at 2 GiB - 4 KiB by itself)."""
+"""Maximal bytes per request to the kernel (its own limit is 2 GiB - 4 KiB)."""
 
 _WAKE = (1 << 63) | 1
 _CANCEL = (1 << 63) | 2
@@ -35,7 +35,7 @@ class UringEngine(IoEngine):
     """One ring, used by the thread that opened it.
 
     Args:
-        depth: Requests that may be inside the kernel at once; the rest is held back.
+        depth: Requests that may be inside the kernel at once; the rest is queued.
     """
 
     name = "uring"
@@ -87,7 +87,7 @@ class UringEngine(IoEngine):
 
     @property
     def flags(self) -> int:
-        """What the ring was set up with."""
+        """The flags with which the ring was set up."""
         return self._ring.flags
 
     def describe(self) -> str:
@@ -117,7 +117,7 @@ class UringEngine(IoEngine):
             raise ClosedError("this I/O engine is not open")
 
     def _fill(self) -> int:
-        """Puts what waits into the submission queue; returns how many requests went in."""
+        """Puts queued requests into the submission queue; returns how many."""
         if self._delayed:
             now = time.monotonic()
             while self._delayed and self._delayed[0][0] <= now:
@@ -186,7 +186,7 @@ class UringEngine(IoEngine):
         return done
 
     def _left(self, deadline: float | None) -> float | None:
-        """Returns the seconds that this round may sleep; retries that fall due shorten it."""
+        """Returns the seconds that this iteration may sleep; a due retry shortens that."""
         ends = [] if deadline is None else [deadline]
         if self._delayed:
             ends.append(self._delayed[0][0])
@@ -195,7 +195,7 @@ class UringEngine(IoEngine):
         return max(0.0, min(ends) - time.monotonic())
 
     def _reap(self) -> bool:
-        """Takes every entry out of the completion queue; returns whether a wake was among them."""
+        """Removes all entries from the completion queue; returns whether one was a wake."""
         woken = False
         for data, result in self._ring.completed():
             if data == _WAKE:
@@ -224,7 +224,7 @@ class UringEngine(IoEngine):
     def wake(self) -> None:
         """See :meth:`IoEngine.wake`."""
         self._check_owner()
-        with self._event_lock:  # a closed descriptor's number may be another file's by now
+        with self._event_lock:  # after closing, the descriptor's number may belong to another file
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
 
@@ -248,7 +248,7 @@ class UringEngine(IoEngine):
         if not sqe:
             self._ring.submit_and_wait(0.0)
             sqe = lib.get_sqe(ring)
-        if sqe:  # without room the request simply runs to its end
+        if sqe:  # without room the request runs to its end
             lib.prep_cancel64(sqe, data, 0)
             lib.sqe_set_data64(sqe, _CANCEL)
             self._cancels += 1
@@ -266,7 +266,7 @@ class UringEngine(IoEngine):
                 self._drain()
             drained = True
         except OSError:
-            pass  # the kernel takes no more calls; it ends what it has all the same
+            pass  # the kernel accepts no more calls, but still ends its requests
         finally:
             self._closed = True
             if self._open:
@@ -278,10 +278,10 @@ class UringEngine(IoEngine):
             self._close_event()
 
     def abandon(self) -> tuple[list[IoCompletion], list[Progress]]:
-        """Closes a ring that the kernel refuses to work on, once it writes to no memory any more.
+        """Closes a ring on which the kernel refuses to work, once it writes to no memory any more.
 
         Returns:
-            What has completed, and what has not and may be done again by another engine.
+            The completions, and the requests without one, which another engine may repeat.
         """
         self._check_usable()
         self._reap()
@@ -296,9 +296,9 @@ class UringEngine(IoEngine):
         return done, left
 
     def _await_the_end(self) -> None:
-        """Waits until the kernel has ended what a closed ring had under way.
+        """Waits until the kernel has ended the requests of a closed ring.
 
-        It does so by itself, after the ring's descriptor is closed, and lets go of the files last.
+        It does so by itself after the ring's descriptor is closed, and releases the files last.
         """
         if self._inside or self._wake_armed or self._cancels:
             self._known.await_the_end()
@@ -313,11 +313,11 @@ class UringEngine(IoEngine):
     def forked(self) -> None:
         """Closes the child's copies of the ring and its event.
 
-        The ring has the files registered: with it open their space would stay taken. Its memory
-        is not mapped here (see :meth:`open`), and nothing is told to the kernel.
+        The ring has the files registered: as long as it is open, their space stays taken. Its
+        memory is not mapped here (see :meth:`open`), and no call is made to the kernel.
         """
         was_open, self._open, self._closed = self._open, False, True
-        self._event_lock = threading.RLock()  # a thread of the parent may have had it
+        self._event_lock = threading.RLock()  # a thread of the parent may have held it
         self._close_event()
         if not was_open:
             return
@@ -326,7 +326,7 @@ class UringEngine(IoEngine):
             if "io_uring" in os.readlink(f"/proc/self/fd/{ring_file}"):
                 os.close(ring_file)
         except OSError:
-            return  # no such descriptor, or no way to tell what it is: then it stays open
+            return  # there is no such descriptor, or its kind is unknown: then it stays open
 
     def _drain(self) -> None:
         self.cancel()
@@ -341,6 +341,6 @@ class UringEngine(IoEngine):
     def __del__(self) -> None:
         if getattr(self, "_open", False) and not self._closed and os.getpid() == self._pid:
             self._closed = True
-            # Dropping the memory alone would leak the ring's descriptor.
+            # Freeing only the memory would leak the ring's descriptor.
             self._ring.lib.queue_exit(self._ring.address)
             self._close_event()

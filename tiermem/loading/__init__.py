@@ -1,4 +1,4 @@
-"""Models straight from safetensors checkpoints: which bytes of the files each tensor is.
+"""Models from safetensors checkpoints: which bytes of the files belong to each tensor.
 
-Knows modules, names and files; the tiers take over from :class:`tiermem.nn.wrap.origins.Origins`.
+Handles modules, names and files; the tiers use :class:`tiermem.nn.wrap.origins.Origins`.
 """

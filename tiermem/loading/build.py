@@ -1,4 +1,4 @@
-"""Makes the model that a checkpoint is for: its parameters take no memory, its buffers are real."""
+"""Creates the model of a checkpoint: its parameters take no memory, its buffers are real."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def model_of(
     dtype: torch.dtype | None,
     options: ClassOptions | None = None,
 ) -> nn.Module:
-    """Returns a module, or makes one.
+    """Returns a module, or creates one.
 
     Args:
-        made_by: A module; a callable without arguments that makes one; or a class of transformers
-            (``AutoModelForCausalLM``, ``LlamaForCausalLM``) or of diffusers, made from the folder's
-            config.json.
+        made_by: A module; a callable without arguments that creates one; or a class of transformers
+            (``AutoModelForCausalLM``, ``LlamaForCausalLM``) or of diffusers, created from the
+            folder's config.json.
         path: The checkpoint.
         files: The same, opened.
-        dtype: Of such a class's parameters; None for what ``from_pretrained`` takes.
-        options: Of such a class.
+        dtype: Dtype of such a class's parameters; None for the default of ``from_pretrained``.
+        options: Options of such a class.
 
     Raises:
-        CheckpointError: If the folder has no configuration for a class, or another class's.
-        ConfigError: If it is none of these, or an option is not the class's.
+        CheckpointError: If the folder has no configuration for the class, or that of another one.
+        ConfigError: If it is none of these, or the class has no such option.
     """
     if isinstance(made_by, nn.Module):
         return made_by
@@ -62,10 +62,11 @@ def model_of(
 
 
 def is_pretrained_class(made_by: Any) -> bool:
-    """Whether models are made of a folder's config.json by it, in the dtypes that they are to have.
+    """Whether it creates models from a folder's config.json, in their final dtypes.
 
     Raises:
-        ConfigError: If it has ``from_pretrained`` but nobody here knows how it makes models.
+        ConfigError: If it has ``from_pretrained`` but tiermem does not support how it creates
+            models.
     """
     if not isinstance(made_by, type) or not hasattr(made_by, "from_pretrained"):
         return False
@@ -113,19 +114,19 @@ def _with_config(cls: Any, path: Path, options: ClassOptions) -> Path:
 def _diffusers_model(
     cls: Any, folder: Path, dtype: torch.dtype | None, options: ClassOptions
 ) -> nn.Module:
-    """Makes a model as ``from_pretrained`` of diffusers does."""
+    """Creates a model like ``from_pretrained`` of diffusers."""
     where = folder if options.config is None else options.config
     try:
         config, unused = cls.load_config(
             where, local_files_only=True, return_unused_kwargs=True, **options.others
         )
-    except Exception as error:  # as of transformers
+    except Exception as error:  # as for transformers
         raise _no_config(where, error) from error
     if config.get("quantization_config") is not None:
         raise _quantized(folder)
     from diffusers.models import modeling_utils
 
-    # draws from the generator as often as from_pretrained, so that adapters get the same numbers
+    # draws from the generator as often as from_pretrained, so that adapters get the same values
     with (
         getattr(modeling_utils, "no_init_weights", nullcontext)(),
         parameters_on_meta(),
@@ -143,7 +144,7 @@ def _diffusers_model(
 
 @contextmanager
 def _by_default(dtype: torch.dtype | None) -> Iterator[None]:
-    """Floating tensors are made in a dtype, if it may be a default: buffers of no file as well."""
+    """Creates floating tensors in a dtype, if it may be a default; also buffers in no file."""
     before = torch.get_default_dtype()
     if dtype is not None and dtype.itemsize > 1:
         torch.set_default_dtype(dtype)
@@ -162,15 +163,15 @@ def _quantized(folder: Path) -> CheckpointError:
 
 
 def _made(cls: Any, folder: Path, options: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Makes a model of a configuration.
+    """Creates a model from a configuration.
 
     Raises:
-        CheckpointError: If it cannot be made of it.
-        ConfigError: If options were given that class and configuration do not know.
+        CheckpointError: If it cannot be created from it.
+        ConfigError: If options were given that class and configuration do not have.
     """
     try:
         return make()
-    except Exception as error:  # whatever a class raises: there is no common one
+    except Exception as error:  # any exception of a class: there is no common one
         said = str(error).partition("\n")[0]
         if options and isinstance(error, TypeError):
             named = ", ".join(options)
@@ -185,7 +186,7 @@ def _made(cls: Any, folder: Path, options: Mapping[str, Any], make: Callable[[],
 def _transformers_config(
     cls: Any, folder: Path, options: ClassOptions
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns the configuration, and the options that it does not know."""
+    """Returns the configuration, and the options that it does not have."""
     from transformers import AutoConfig, PreTrainedConfig
 
     others = dict(options.others)
@@ -195,21 +196,21 @@ def _transformers_config(
     auto = not issubclass(cls, nn.Module)
     if auto and options.trust_remote_code is not None:
         others["trust_remote_code"] = options.trust_remote_code
-    # those are the model's, and not the configuration's
+    # those belong to the model, not to the configuration
     apart = {name: others.pop(name) for name in _IMPLEMENTATIONS if name in others}
     config_class = AutoConfig if auto else cls.config_class
     try:
         config, unused = config_class.from_pretrained(
             where, local_files_only=True, return_unused_kwargs=True, **others
         )
-    except Exception as error:  # a broken file makes it raise whatever its text leads to
+    except Exception as error:  # a broken file may cause any exception
         raise _no_config(where, error) from error
     unused.pop("trust_remote_code", None)
     return config, {**unused, **apart}
 
 
 def _no_config(where: Any, error: Exception) -> CheckpointError:
-    """Returns the error for a config.json that cannot be read, or is another model's."""
+    """Returns the error for a config.json that cannot be read, or belongs to another model."""
     path = f"{where}/config.json"
     begin = b""
     with suppress(OSError, ValueError), open(path, "rb") as file:
@@ -225,9 +226,9 @@ _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def _text_alone(cls: Any, config: Any) -> Any:
-    """Returns the part of a configuration that an auto class makes its model of.
+    """Returns the part of a configuration from which an auto class creates its model.
 
-    Of a model of text and images ``AutoModelForCausalLM`` makes that of the text, in its dtype.
+    For a model of text and images ``AutoModelForCausalLM`` creates the text model, in its dtype.
     """
     part = getattr(config, "sub_configs", {}).get("text_config")
     mapping = getattr(cls, "_model_mapping", None)
@@ -271,8 +272,8 @@ def _transformers_model(
             cls, folder, others, lambda: create(copy.deepcopy(config), dtype=dtype, **others)
         )
 
-    # transformers draws no values for what is said to have them: random numbers for parameters
-    # without memory took as long as all else that makes a model of 32 layers
+    # transformers does not initialize what is marked as having values: random numbers for
+    # parameters without memory took as long as everything else in creating a model of 32 layers
     before = torch.get_rng_state()
     with (
         torch.random.fork_rng(devices=[]),
@@ -297,14 +298,14 @@ def _transformers_model(
 
 
 def _set_generation(model: Any, folder: Path) -> None:
-    """Gives a model that writes text the settings of the folder, as ``from_pretrained`` does."""
+    """Gives a text-generating model the folder's settings, like ``from_pretrained``."""
     from transformers import GenerationConfig
 
     if not model.can_generate():
         return
     try:
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except OSError:  # there is none, or it cannot be read: settings may be in config.json
+    except OSError:  # there is none, or it is unreadable: settings may be in config.json
         with suppress(OSError):
             model.generation_config = GenerationConfig.from_pretrained(
                 folder, config_file_name="config.json", local_files_only=True,
@@ -317,10 +318,10 @@ def _set_generation(model: Any, folder: Path) -> None:
 
 
 def _draw_as_from_pretrained(make: Callable[[], Any]) -> None:
-    """Leaves the random generator as ``from_pretrained`` does: adapters are drawn next.
+    """Leaves the random generator in the state after ``from_pretrained``: adapters are drawn next.
 
-    It makes the model on the meta device, where ``torch.randn`` draws nothing, and
-    ``torch.normal(0.0, 1.0, size)`` and what names another device do.
+    That creates the model on the meta device, where ``torch.randn`` draws nothing, while
+    ``torch.normal(0.0, 1.0, size)`` and operations on an explicit device do.
     """
     from transformers import initialization
 
@@ -330,10 +331,11 @@ def _draw_as_from_pretrained(make: Callable[[], Any]) -> None:
 
 
 def _thaw(model: Any) -> None:
-    """Has those parameters trained that are after ``from_pretrained``.
+    """Makes those parameters trainable that are after ``from_pretrained``.
 
-    It makes new ones of all it reads, which are trained: also those that the class freezes as it is
-    made, such as tables of positions. Then it calls ``_init_weights``, which may freeze some again.
+    It creates new parameters for all it reads, which are trainable, including those that the class
+    freezes in its constructor, such as position tables. Then it calls ``_init_weights``, which may
+    freeze some again.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     if not frozen:
@@ -341,14 +343,14 @@ def _thaw(model: Any) -> None:
     for param in frozen:
         param.requires_grad = True
     for module in model.modules():
-        module.__dict__.pop(HAS_VALUES, None)  # else it is passed over
+        module.__dict__.pop(HAS_VALUES, None)  # otherwise it is skipped
     model.initialize_weights()
 
 
 def _first_dtype(files: CheckpointFiles) -> torch.dtype:
-    """Returns the dtype that ``from_pretrained`` takes where the configuration has none.
+    """Returns the dtype that ``from_pretrained`` uses if the configuration has none.
 
-    That of the first floating tensor of the first file, by name; none of eight bits.
+    That is the dtype of the first floating tensor of the first file, by name; not of eight bits.
     """
     first = sorted((name, t.dtype) for name, t in files.tensors.items() if t.file == 0)
     floating = (dtype for _, dtype in first if dtype.is_floating_point and dtype.itemsize > 1)

@@ -1,4 +1,4 @@
-"""Tensors of a model of transformers that its checkpoints do not have, and others that they do."""
+"""Tensors of a transformers model that its checkpoints do not have, and tensors it ignores."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from tiermem.loading.untouched import Untouched
 
 HAS_VALUES = "_is_hf_initialized"
-"""The attribute by which ``transformers.initialization`` (release 5) knows what has values."""
+"""The attribute by which ``transformers.initialization`` (release 5) marks what has values."""
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers of a model that its checkpoints have, tied ones by each name."""
+    """Returns the buffers of a model that its checkpoints have, tied ones under each name."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -29,18 +29,18 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def complained_of(
     model: Any, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
 ) -> set[str]:
-    """Returns those of the names of which transformers would warn as well."""
+    """Returns those of the names about which transformers would also warn."""
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     return set(info.missing_keys) | set(info.unexpected_keys)
 
 
 def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """Returns what says by a tensor's name the dtype that its class keeps it in; None for most.
+    """Returns a function from a tensor's name to the dtype its class keeps it in; mostly None.
 
     Args:
-        model: A model of transformers.
-        dtype: What was asked for.
+        model: A transformers model.
+        dtype: The requested dtype.
     """
     from transformers.core_model_loading import build_glob_alternation
 
@@ -57,16 +57,16 @@ def kept_dtype(model: Any, dtype: torch.dtype) -> Callable[[str], torch.dtype | 
 
 
 def make_expected(model: Any, missing: Sequence[str]) -> list[str]:
-    """Gives tensors that no checkpoint of this class has their values, as ``from_pretrained`` does.
+    """Gives tensors that no checkpoint of this class has their values, like ``from_pretrained``.
 
-    Such are tables of positions that the model computes.
+    These are, for example, position tables that the model computes.
 
     Args:
-        model: A model of transformers.
-        missing: Names of what the files do not have.
+        model: A transformers model.
+        missing: Names of tensors that the files do not have.
 
     Returns:
-        The names that are left: those of which transformers would warn.
+        The remaining names: those about which transformers would warn.
     """
     left = complained_of(model, missing=missing)
     _initialize(model, _with_memory(model, [name for name in missing if name not in left]))
@@ -76,20 +76,20 @@ def make_expected(model: Any, missing: Sequence[str]) -> list[str]:
 def make_missing(
     model: Any, missing: Sequence[str], found: Collection[str], others: Sequence[str]
 ) -> list[str]:
-    """Gives all that the files do not have its values, as ``from_pretrained`` does.
+    """Gives all tensors that the files do not have their values, like ``from_pretrained``.
 
-    The random generator is left as that leaves it, too: some classes draw numbers for tensors that
+    The random generator is left in the same state, too: some classes draw numbers for tensors that
     have values, and drop them. So does ``from_pretrained`` for a weight that the files have
     under the name of one tied to it.
 
     Args:
-        model: A model of transformers, as its class made it, tied.
-        missing: Names of what the files do not have under any name.
+        model: A transformers model, as created by its class, tied.
+        missing: Names of tensors that the files do not have under any name.
         found: Names that the files have.
-        others: Names of buffers that are in no checkpoint and are to be made anew.
+        others: Names of buffers that are in no checkpoint and have to be recomputed.
 
     Returns:
-        The names of which transformers would warn, as newly initialized.
+        The names about which transformers would warn, as newly initialized.
     """
     own_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     pairs: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -99,9 +99,9 @@ def make_missing(
     made = [name for name in _with_memory(model, missing, own) if name not in tied]
     dropped = {name for name in tied.values() if name not in found and name not in missing}
     with ExitStack() as stack:
-        for name in dropped:  # its values come by another name
+        for name in dropped:  # its values are under another name
             stack.callback(_replaced(model, name, torch.zeros_like, "cpu"))
-        for name in tied:  # it gets its values with that to which it is tied
+        for name in tied:  # it gets its values with the tensor to which it is tied
             if name not in dropped:
                 stack.callback(_replaced(model, name, torch.empty_like, "meta"))
         _initialize(model, {*made, *dropped, *others})
@@ -112,7 +112,7 @@ def make_missing(
 def _with_memory(
     model: Any, names: Sequence[str], dtypes: Mapping[str, torch.dtype] | None = None
 ) -> list[str]:
-    """Gives tensors on the meta device memory, tied ones the same; returns the names."""
+    """Gives tensors on the meta device memory, the same for tied ones; returns the names."""
     blank: dict[int, torch.Tensor] = {}
     for name in names:
         tensors, own = _place(model, name)
@@ -132,7 +132,7 @@ def _place(model: Any, name: str) -> tuple[dict[str, Any], str]:
 def _replaced(
     model: Any, name: str, make: Callable[..., torch.Tensor], device: str
 ) -> Callable[[], None]:
-    """Puts another tensor in the place of one, and returns what puts that back."""
+    """Replaces a tensor, and returns a function that restores it."""
     tensors, own = _place(model, name)
     tensor = tensors[own]
     data = make(tensor, device=device)
@@ -142,7 +142,7 @@ def _replaced(
 
 
 def _initialize(model: Any, names: Collection[str]) -> None:
-    """Lets a model give some of its tensors their values, and no others."""
+    """Makes a model initialize some of its tensors, and no others."""
     untouched = Untouched(model, {})  # on the meta device nothing would be drawn
     try:
         with _all_have_values_but(model, names):
@@ -152,14 +152,14 @@ def _initialize(model: Any, names: Collection[str]) -> None:
 
 
 def _blank(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns memory for a tensor on the meta device; zeros, where nothing sets it."""
+    """Returns memory for a tensor on the meta device; zeros, if nothing sets it."""
     data = torch.zeros_like(tensor, device="cpu", dtype=dtype)
     return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 @contextmanager
 def _all_have_values_but(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Lets transformers give values to some tensors alone."""
+    """Makes transformers initialize only some tensors."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     tensors |= dict(model.named_buffers())
     for module in model.modules():

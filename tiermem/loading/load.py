@@ -1,4 +1,4 @@
-"""Models whose weights come from a safetensors checkpoint, and stay there until they are used."""
+"""Models whose weights are in a safetensors checkpoint, and stay there until they are used."""
 
 from __future__ import annotations
 
@@ -38,46 +38,46 @@ def load_checkpoint(
 ) -> nn.Module:
     """Wraps a model whose weights are in a safetensors checkpoint.
 
-    The checkpoint's files are a home of the NVMe tier. With ``Policy(params="auto")`` or ``"nvme"``
-    weights are read from them when they are needed, and DRAM keeps copies as far as it has room.
-    ``"dram"`` and ``"hbm"`` fill that tier once. The files are never written: a weight that is
-    written gets a home as the policy says. They must not be changed while the model is in the
-    tiers.
+    The checkpoint's files become a home of the NVMe tier. With ``Policy(params="auto")`` or
+    ``"nvme"`` weights are read from them when they are needed, and DRAM keeps copies as far as it
+    has room. ``"dram"`` and ``"hbm"`` read them into that tier once. The files are never written: a
+    weight that is written gets a home according to the policy. They must not be changed while the
+    model is in the tiers.
 
     Args:
         model_or_factory: A module, whose parameters may be on the meta device; a callable that
-            makes one, whose parameters take no memory; or a class of transformers, such as
+            creates one, whose parameters take no memory; or a class of transformers, such as
             ``AutoModelForCausalLM``, or of diffusers, such as ``UNet2DConditionModel``, which is
-            made from the folder's ``config.json`` with the dtypes, buffers and tied weights of
+            created from the folder's ``config.json`` with the dtypes, buffers and tied weights of
             ``from_pretrained``. With a class of transformers, weights that the files do not have
-            are drawn as ``from_pretrained`` draws them, and tensors that the model has not are
-            left; a ``UserWarning`` names them. With a module or a callable these are errors.
+            are initialized like in ``from_pretrained``, and tensors that the model does not have
+            are ignored; a ``UserWarning`` names them. With a module or a callable these are errors.
         path: A safetensors file, or a folder with ``model.safetensors`` or an index.
         tier: The manager.
         names: The file's name for each of the model's parameters and persistent buffers: a
-            mapping (names that are not in it stay) or a callable. It replaces the rules by which
-            transformers adds or takes away prefixes and renames or converts tensors. With it,
+            mapping (names not in it are unchanged) or a callable. It replaces the rules by which
+            transformers adds or removes prefixes and renames or converts tensors. With it,
             other tensors of the files are ignored.
         dtype: Parameters of floating dtype get this one, given as ``torch.bfloat16`` or
-            ``"bfloat16"``; by default, or with ``"auto"``, a module's stay as they are.
-            Those of a class of transformers or diffusers are as ``from_pretrained`` makes them,
-            with and without it.
+            ``"bfloat16"``; by default, or with ``"auto"``, those of a module are not changed.
+            Those of a class of transformers or diffusers are the same as with
+            ``from_pretrained``, with and without this argument.
         lora: Puts adapters around frozen weights: a :class:`tiermem.Lora` or a ``peft.LoraConfig``.
-        blocks: As :meth:`tiermem.TierManager.wrap` takes it.
-        **options: Of a class's ``from_pretrained``: ``subfolder``, ``variant``, ``config``,
+        blocks: As for :meth:`tiermem.TierManager.wrap`.
+        **options: Options of a class's ``from_pretrained``: ``subfolder``, ``variant``, ``config``,
             ``trust_remote_code``, ``attn_implementation``, ``ignore_mismatched_sizes``,
             ``torch_dtype``, and attributes of the configuration, such as ``num_labels=3``. Those of
-            downloads (``revision``, ...) have no meaning for a folder; those that say where weights
-            go (``device_map``, ...) or that quantize them are refused.
+            downloads (``revision``, ...) have no effect for a folder; those that determine where
+            weights go (``device_map``, ...) or that quantize them are refused.
 
     Returns:
         The model, wrapped.
 
     Raises:
-        CheckpointError: If the files are no valid checkpoint, names are missing or unexpected,
+        CheckpointError: If the files are not a valid checkpoint, names are missing or unexpected,
             shapes differ, or a meta buffer gets no value. Nothing is changed.
-        CapacityError: If a budget cannot hold it.
-        ConfigError: If the first argument makes no module, or another is of a wrong kind.
+        CapacityError: If a budget has no room for it.
+        ConfigError: If the first argument creates no module, or another one is of a wrong kind.
         StorageError: If the files cannot be read, or change meanwhile.
     """
     former = options.pop("torch_dtype", None)  # its name in earlier releases of transformers
@@ -93,16 +93,16 @@ def load_made(
     tell: Callable[[str], object],
     lora: Any = None,
 ) -> nn.Module:
-    """Wraps a model that :func:`tiermem.loading.build.model_of` made, as the class would be.
+    """Wraps a model created by :func:`tiermem.loading.build.model_of`, like a class.
 
-    What the files do not have is an error: nobody is to use numbers that were drawn just now.
+    Tensors that the files do not have are an error, as newly drawn values must not be used.
 
     Args:
         model: The model.
         path: Its folder.
         tier: The manager.
-        tell: Told what :func:`load_checkpoint` warns of.
-        lora: As there.
+        tell: Called with the warnings of :func:`load_checkpoint`.
+        lora: As for :func:`load_checkpoint`.
     """
     return _load(model, path, tier, None, None, lora, "auto", {}, tell)
 
@@ -118,7 +118,7 @@ def _load(
     given: dict[str, Any],
     tell: Callable[[str], object] | None = None,
 ) -> nn.Module:
-    if torch.is_inference_mode_enabled():  # a model made in it could not be trained
+    if torch.is_inference_mode_enabled():  # a model created in inference mode could not be trained
         with outside_inference():
             return _load(made_by, path, tier, names, dtype, lora, blocks, given, tell)
     if not isinstance(tier, TierManager):
@@ -149,22 +149,22 @@ def _load(
         from tiermem.lora.adapters import add_adapters
 
         add_adapters(model, settings)
-    own = None if by_class else dtype  # such are made in it
+    own = None if by_class else dtype  # a class creates its model in it
     _wrap(model, files, found.sources, tier, own, blocks)
     said = _said(found, apart)
     if said and tell is not None:
         tell(f"{where}: {said}")
     elif said:
-        level = 3  # of who called load_checkpoint
+        level = 3  # for the caller of load_checkpoint
         warnings.warn(f"{type(model).__name__} from {where}: {said}", UserWarning, level)
     return model
 
 
 def _check_no_adapters(where: Path) -> None:
-    """Refuses a folder of a model that has adapters as well: ``from_pretrained`` puts them on.
+    """Refuses a folder of a model that also has adapters, which ``from_pretrained`` would add.
 
     Raises:
-        CheckpointError: If there are adapters that nobody asked for.
+        CheckpointError: If there are adapters that were not requested.
     """
     folder = where if where.is_dir() else where.parent
     if (folder / ADAPTERS).is_file():
@@ -176,7 +176,7 @@ def _check_no_adapters(where: Path) -> None:
 
 
 def _said(found: Found, apart: list[str]) -> str:
-    """Returns what ``from_pretrained`` would warn of."""
+    """Returns the warnings of ``from_pretrained``."""
     said = []
     if found.drawn:
         said.append(
@@ -242,7 +242,7 @@ def _settings(lora: Any) -> Any:
 def _casts(
     model: nn.Module, dtype: torch.dtype | None, sources: dict[str, Source]
 ) -> dict[int, torch.dtype]:
-    """Returns the dtypes of the parameters that get another one, by id."""
+    """Returns the dtypes of the parameters that are cast, by id."""
     if dtype is None:
         return {}
     params = dict(model.named_parameters(remove_duplicate=False))

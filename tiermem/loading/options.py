@@ -1,4 +1,4 @@
-"""Options of ``from_pretrained`` that a class of transformers or diffusers is loaded with."""
+"""Options of ``from_pretrained`` for loading a class of transformers or diffusers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _OF_NO_MEANING = frozenset(
      "token", "use_auth_token", "resume_download", "mirror", "low_cpu_mem_usage", "weights_only",
      "disable_mmap", "_fast_init", "use_safetensors")
 )  # fmt: skip
-"""Of downloads, and of how memory is filled: a local folder is read into the tiers all the same."""
+"""Options of downloads, and of memory use: they do not matter, as a local folder is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassOptions:
-    """What a class is made and loaded with, besides its dtype.
+    """Options for creating and loading a class, besides its dtype.
 
     Attributes:
-        subfolder: Of the folder, with configuration and weights; ``""`` for the folder itself.
-        variant: Of the weights' files, such as ``"fp16"``.
-        ignore_mismatched_sizes: Whether tensors of another shape are as if they were missing.
-        trust_remote_code: Whether code of the folder is run, as transformers takes it.
-        config: A configuration, or another folder of one, instead of the folder's.
+        subfolder: Subfolder with configuration and weights; ``""`` for the folder itself.
+        variant: Variant of the weights' files, such as ``"fp16"``.
+        ignore_mismatched_sizes: Whether tensors of another shape count as missing.
+        trust_remote_code: Whether code of the folder may be run, as in transformers.
+        config: A configuration, or another folder with one, instead of the folder's.
         others: Attributes of the configuration, and arguments of the class.
     """
 
@@ -52,14 +52,14 @@ class ClassOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], by_class: bool) -> ClassOptions:
-        """Reads what was given by name.
+        """Parses options given by name.
 
         Args:
-            given: The options that ``load_checkpoint`` has no parameter for.
-            by_class: Whether the model is one of a class with ``from_pretrained``.
+            given: The options for which ``load_checkpoint`` has no parameter.
+            by_class: Whether the model is created by a class with ``from_pretrained``.
 
         Raises:
-            ConfigError: If one cannot be used, naming it.
+            ConfigError: If one cannot be used, with its name.
         """
         left = {k: v for k, v in given.items() if v is not None or k not in _NAMED}
         if not by_class and left:
@@ -84,7 +84,7 @@ def dtype_of(given: Any) -> torch.dtype | None:
     """Returns a dtype given as ``torch.float16``, ``"float16"`` or ``"auto"``; None for the last.
 
     Raises:
-        ConfigError: If it is no floating dtype.
+        ConfigError: If it is not a floating-point dtype.
     """
     if given is None or (isinstance(given, str) and given == "auto"):
         return None

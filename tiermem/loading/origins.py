@@ -24,10 +24,10 @@ class FileOrigins:
 
     Args:
         files: The checkpoint.
-        first: Number that the manager gave the first of its files.
-        sources: By the id of each tensor.
-        names: By the same; for messages.
-        read: Reads runs of bytes of the files, numbered as by the manager, past the page cache.
+        first: Number of the first of its files in the manager.
+        sources: Sources by the id of each tensor.
+        names: Names by the same id; for messages.
+        read: Reads runs of bytes of the files, numbered as in the manager, past the page cache.
         fds: A descriptor of each file, which the manager has open.
     """
 
@@ -82,7 +82,7 @@ class FileOrigins:
         return flat.view(view.dtype).reshape(view.shape)
 
     def _ranges(self, view: StoredView) -> list[SourceRange]:
-        """Returns where the files have a tensor's bytes, in its order."""
+        """Returns where the files have a tensor's bytes, in order."""
         target, ranges = 0, []
         for run in view.runs:
             ranges.append(SourceRange(self._first + run.file, run.offset, run.nbytes, target))
@@ -92,7 +92,7 @@ class FileOrigins:
     def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`tiermem.nn.wrap.origins.Origins`.
 
-        Pages are private: what is written to the tensor does not reach the file.
+        Pages are private: writes to the tensor do not change the file.
         """
         source = self._sources[id(tensor)]
         if isinstance(source, Converted):
@@ -100,7 +100,7 @@ class FileOrigins:
         try:
             return self._mapped_in(self._files, source)
         except (CheckpointError, StorageError):
-            # a file was removed, or another has its name by now: it is open, and whole, still
+            # a file was removed, or its name was reused: it is still open, and complete
             opened = tuple(Path(f"/proc/self/fd/{fd}") for fd in self._fds)
             with suppress(CheckpointError, StorageError):
                 return self._mapped_in(replace(self._files, paths=opened), source)
@@ -120,6 +120,6 @@ class FileOrigins:
 
 
 def _as_it_is(source: StoredView, tensor: torch.Tensor) -> bool:
-    """Whether the bytes of the files are those of the tensor."""
+    """Whether the tensor's bytes are stored in the files unchanged."""
     dense = tensor.is_contiguous() and prod(tensor.shape) * tensor.itemsize == source.nbytes
     return dense and source.dtype is tensor.dtype

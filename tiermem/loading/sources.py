@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint each tensor of a model is made of."""
+"""From which tensors of a checkpoint each tensor of a model is created."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Converted:
     """A tensor that is computed from several of the files'; read and converted when needed.
 
     Attributes:
-        sources: Names of those, by the pattern they were found by.
-        convert: Makes the tensor of their values.
+        sources: Names of those, by the pattern that matched them.
+        convert: Computes the tensor from their values.
     """
 
     sources: dict[str, list[str]]
@@ -40,10 +40,10 @@ class Found:
     """What files have for a model.
 
     Attributes:
-        sources: By the model's name; of tied parameters one name at least.
+        sources: Sources by the model's name; for tied parameters at least one name.
         drawn: Names of tensors that are missing and were newly initialized.
-        unused: Names of tensors of the files that the model has not.
-        mismatched: Names of those of the model that the files have in another shape; also drawn.
+        unused: Names of tensors of the files that the model does not have.
+        mismatched: Names of tensors that the files have in another shape; also newly initialized.
     """
 
     sources: dict[str, Source]
@@ -63,19 +63,19 @@ def sources_of(
     """Finds the source of every parameter and persistent buffer.
 
     Args:
-        model: The model; values are not looked at.
+        model: The model; values are not read.
         files: The checkpoint.
-        names: The file's name for each of the model's; by default its own, or what transformers
-            has for a model of its own.
-        initialize: Whether its class made it, so that what differs is taken as
-            ``from_pretrained`` takes it: what is missing is newly initialized, and what is unused
-            left. Also its class then does what it does to weights as they are loaded, even
-            where none are missing.
-        mismatched_too: Whether then what has another shape is newly initialized, too.
+        names: The file's name for each of the model's; by default the same, or for a transformers
+            model its rules.
+        initialize: Whether its class created it, so that differences are treated like in
+            ``from_pretrained``: missing tensors are newly initialized, and unused ones
+            ignored. The class also does what it does to weights during loading, even
+            if none are missing.
+        mismatched_too: Whether tensors of another shape are then newly initialized, too.
 
     Raises:
         CheckpointError: If names are missing or unexpected, or shapes differ.
-        ConfigError: If ``names`` is neither, or gives no names.
+        ConfigError: If ``names`` is neither, or returns no names.
     """
     wanted = wanted_by(model)
     of_transformers = hasattr(model, "base_model_prefix") and hasattr(model, "config")
@@ -102,7 +102,7 @@ def sources_of(
         others = [name for name in files.tensors if name not in used]
         _check_missing(model, missing, others, files, names, initialize)
     unused: list[str] = []
-    if names is None:  # with names given, the other tensors are left out
+    if names is None:  # with names given, the other tensors are ignored
         used.update(name for name, _ in model.named_buffers(remove_duplicate=False))
         left = files.tensors.keys() - used
         if left and hasattr(model, "_adjust_missing_and_unexpected_keys"):
@@ -114,13 +114,13 @@ def sources_of(
 
 
 def wanted_by(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters and persistent buffers of a model by name, tied ones by each."""
+    """Returns the parameters and persistent buffers of a model, tied ones under each name."""
     wanted: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     return wanted | saved_buffers(model)
 
 
 def _not_saved(model: nn.Module) -> list[str]:
-    """Returns the names of the buffers that are in no checkpoint."""
+    """Returns the names of the buffers that checkpoints do not contain."""
     found = []
     for prefix, module in model.named_modules():
         found += [
@@ -130,7 +130,7 @@ def _not_saved(model: nn.Module) -> list[str]:
 
 
 def view_of(files: CheckpointFiles, name: str) -> StoredView:
-    """Returns a tensor of the files, not read."""
+    """Returns a tensor of the files, without reading it."""
     stored = files.tensors[name]
     run = Run(stored.file, stored.offset, stored.nbytes)
     return StoredView(stored.shape, stored.dtype, [run])
@@ -161,15 +161,15 @@ def _by_transformers(
 ) -> tuple[dict[str, Source], set[str]]:
     """Follows transformers' own rules of renaming and conversion (release 5).
 
-    As ``convert_and_load_state_dict_in_model`` of ``transformers.core_model_loading`` does, with
+    Like ``convert_and_load_state_dict_in_model`` of ``transformers.core_model_loading``, with
     tensors that have not been read.
 
     Args:
         model: The model.
         wanted: Its tensors by name.
         files: The checkpoint.
-        noted: Whether the model notes the rules that were followed, as one of ``from_pretrained``
-            does: ``save_pretrained`` follows them back.
+        noted: Whether the applied rules are recorded in the model, like in ``from_pretrained``:
+            ``save_pretrained`` reverses them.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -213,14 +213,14 @@ def _by_transformers(
 
 
 def _was_used(rule: Any) -> bool:
-    """Whether a rule was followed; one of the first releases of transformers 5 does not say so."""
+    """Whether a rule was applied; one of the first releases of transformers 5 omits this."""
     return bool(rule.was_used()) if hasattr(rule, "was_used") else True
 
 
 def _conversion(
     model: Any, target: str, rule: Any, sources: dict[str, list[str]], files: CheckpointFiles
 ) -> dict[str, Source]:
-    """Returns the tensors that a conversion rule of transformers makes, by the model's names."""
+    """Returns the tensors that a conversion rule of transformers creates, by the model's names."""
 
     def run(tensors: dict[str, list[Any]]) -> dict[str, Any]:
         own = deepcopy(rule)
@@ -269,7 +269,7 @@ def _only(made: Any) -> Any:
 
 
 def _full_names(target: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Gives results, which are called as the rule's patterns, the names they have in the model."""
+    """Gives results, which are named by the rule's patterns, their names in the model."""
     whole = target.replace("*.", "0.")
     for key in tensors:
         if key in whole:
@@ -324,7 +324,7 @@ def _check_missing(
     names: Names | None,
     by_class: bool,
 ) -> None:
-    """Raises an error that names what is missing, and says what to do."""
+    """Raises an error that names what is missing, with advice."""
     if not missing:
         return
     kind = type(model).__name__
@@ -380,7 +380,7 @@ def _check_shapes(
 
 
 def some_of(names: Iterable[str]) -> str:
-    """Returns the first of some names, for a message."""
+    """Returns the first of the names, for a message."""
     listed = list(names)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(map(repr, listed[:_SHOWN])) + more

@@ -19,14 +19,14 @@ _PART = 8 << 20
 def untie(model: nn.Module, sources: Mapping[str, Source], files: CheckpointFiles) -> list[str]:
     """Unties weights whose values in the files differ.
 
-    ``from_pretrained`` does so with a model that it has made, and says that its configuration is
-    wrong. A module of the user's own is left as it is.
+    ``from_pretrained`` does so with a model that it has created, and reports that its configuration
+    is wrong. A module of the user's own is not changed.
 
     Returns:
         The names that were untied.
 
     Raises:
-        CheckpointError: If it is no model of transformers: which of the values is meant?
+        CheckpointError: If it is not a transformers model: it is unclear which value is meant.
         StorageError: If the files cannot be read.
     """
     wanted = wanted_by(model)
@@ -52,7 +52,7 @@ def untie(model: nn.Module, sources: Mapping[str, Source], files: CheckpointFile
 
 
 def _same(first: Source, second: Source, files: CheckpointFiles) -> bool:
-    """Whether two sources have the same bytes; they are read for that."""
+    """Whether two sources have the same bytes; which are read for this."""
     if not isinstance(first, StoredView) or not isinstance(second, StoredView):
         return first is second
     if (first.shape, first.dtype) != (second.shape, second.dtype):
@@ -71,7 +71,7 @@ def _same(first: Source, second: Source, files: CheckpointFiles) -> bool:
 
 
 def _part(model: Any, name: str) -> None:
-    """Unties a name: gives it a parameter of its own, without a value."""
+    """Unties a name: gives it a separate parameter, without a value."""
     parent, _, own = name.rpartition(".")
     module = model.get_submodule(parent)
     param = module._parameters[own]

@@ -1,8 +1,8 @@
 """Tensors of a checkpoint that have not been read, and rearrangements of them.
 
-Stacking, concatenating and splitting only say which bytes come after which. So the code that
-converts a checkpoint is run on :class:`StoredView` objects: the result says where in the files
-each byte of the converted tensor lies, and is read from there.
+Stacking, concatenating and splitting only determine the order of bytes. So the code that
+converts a checkpoint is run on :class:`StoredView` objects: the result knows where in the files
+each byte of the converted tensor is, and is read from there.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 _MOST_RUNS = 1 << 16
-"""Into more runs of bytes a tensor is not cut: reading it whole and rearranging it is faster."""
+"""Maximal number of runs of a tensor; beyond, reading it whole and rearranging it is faster."""
 
 
 class NotTracedError(Exception):
-    """An operation that is no rearrangement of whole runs of bytes."""
+    """An operation that is not a rearrangement of whole runs of bytes."""
 
 
 class Run(NamedTuple):
@@ -38,14 +38,14 @@ class Run(NamedTuple):
 
 
 class StoredView:
-    """A contiguous tensor whose bytes lie in files.
+    """A contiguous tensor whose bytes are in files.
 
     Works as an argument of ``torch.stack``, ``cat``, ``chunk``, ``split``, ``narrow`` and methods
     of tensors that change neither value nor order.
 
     Args:
         shape: Sizes.
-        dtype: Of the elements.
+        dtype: Dtype of the elements.
         runs: Its bytes in order.
 
     Attributes:

@@ -15,18 +15,18 @@ from tiermem.core.block import align_up
 
 _EACH = 64
 _NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Not counted as memory in use until touched; Python names it from 3.11 on."""
+"""Mappings not counted as memory in use until touched; named in Python from 3.11 on."""
 _building = threading.Lock()
 
 
 @contextmanager
 def parameters_on_meta(**attributes: Any) -> Iterator[None]:
-    """Modules made inside have their parameters on the meta device; buffers are real.
+    """Modules created inside have their parameters on the meta device; buffers are real.
 
-    One thread at a time: it changes what ``nn.Module`` does.
+    Only one thread may use it at a time: it changes ``nn.Module``.
 
     Args:
-        **attributes: What each parameter is given as attributes.
+        **attributes: Attributes to set on each parameter.
     """
     with _building:
         register = nn.Module.register_parameter
@@ -58,8 +58,8 @@ class Untouched:
     """Gives a model's meta tensors addresses of memory that was never touched.
 
     Args:
-        model: Its meta parameters and buffers are replaced, tied ones by one; :meth:`undo` takes
-            that back.
+        model: Its meta parameters and buffers are replaced, tied ones by one tensor; :meth:`undo`
+            restores them.
         dtypes: Dtypes that parameters get instead of their own, by id.
     """
 
@@ -81,7 +81,7 @@ class Untouched:
                 param.data = param.data.to(dtype)
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restores everything."""
         for tensors, name, tensor in self._places:
             tensors[name] = tensor
         for param, data in self._data:
@@ -91,7 +91,7 @@ class Untouched:
 def _placed(
     tensors: Mapping[int, torch.Tensor], dtypes: Mapping[int, torch.dtype]
 ) -> dict[int, Any]:
-    """Returns tensors like some on the meta device, in dtypes given by the same keys."""
+    """Returns tensors like some on the meta device, with dtypes given by the same keys."""
     total, offsets = 0, {}
     for key, tensor in tensors.items():
         offsets[key] = total

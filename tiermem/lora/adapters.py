@@ -1,10 +1,10 @@
-"""Adapters inside the modules that they adapt: parameters keep the names they have.
+"""Adapters inside the modules that they adapt: parameters keep their names.
 
-A target module gets another class, made of its own and of one of those here, and the adapter's
-parts as children under peft's names. What it computes without the adapter is still its own code,
-its weight is where other code looks for it (``layer.weight``), and checkpoints of the base model
-fit as they are. Every operation, its order and its dtypes are peft's (``peft/tuners/lora/layer.py``
-of 0.21), so that the bits are.
+A target module gets another class, derived from its own and from one of those here, and the
+adapter's parts as children under peft's names. What it computes without the adapter is still its
+own code, its weight is where other code looks for it (``layer.weight``), and checkpoints of the
+base model fit without changes. Every operation, its order and its dtypes are peft's
+(``peft/tuners/lora/layer.py`` of 0.21), and so are the bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Adapted(nn.Module):
     Attributes:
         lora_r: The adapter's rank.
         lora_scaling: Factor of its output.
-        lora_dropout: What its input passes through.
+        lora_dropout: The dropout of its input.
     """
 
     lora_r: int
@@ -45,7 +45,7 @@ class Adapted(nn.Module):
     lora_dropout: nn.Module
 
     def extra_repr(self) -> str:
-        """Shows the adapters' settings."""
+        """Includes the adapters' settings."""
         return f"{super().extra_repr()}, lora_r={self.lora_r}, lora_scaling={self.lora_scaling:g}"
 
     def factors(self) -> dict[str, nn.Parameter]:
@@ -65,7 +65,7 @@ class AdaptedLinear(Adapted):
     lora_B: AdapterLinear
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the layer's output, in the dtype that it has without the adapter."""
+        """Returns the layer's output, in the dtype of the layer without the adapter."""
         result: torch.Tensor = super().forward(x, *args, **kwargs)
         dtype = result.dtype
         x = x.to(self.lora_A.weight.dtype)
@@ -86,8 +86,8 @@ class AdaptedEmbedding(Adapted):
     """An embedding with an adapter: adds rows of one factor, times the other.
 
     Attributes:
-        lora_embedding_A: Of rank times rows.
-        lora_embedding_B: Of the embedding's width times rank.
+        lora_embedding_A: Of shape ``(rank, rows)``.
+        lora_embedding_B: Of shape ``(width, rank)``.
     """
 
     resident_names: ClassVar[tuple[str, ...]] = ("lora_embedding_A", "lora_embedding_B")
@@ -95,7 +95,7 @@ class AdaptedEmbedding(Adapted):
     lora_embedding_B: nn.Parameter
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the embedding's output, in the dtype that it has without the adapter."""
+        """Returns the embedding's output, in the dtype of the embedding without the adapter."""
         result: torch.Tensor = super().forward(x, *args, **kwargs)
         own: Any = self
         rows = functional.embedding(
@@ -141,12 +141,12 @@ def _class_of(adapted: type[Adapted], kind: type) -> type:
 
 
 def add_adapters(model: nn.Module, lora: Any) -> list[str]:
-    """Freezes a model and puts adapters into it, in place.
+    """Freezes a model and adds adapters to it, in place.
 
-    The parameters of the model may be on the meta device, with the dtypes that they will have.
-    Names stay as they are: what is added is ``NAME.lora_A.weight`` and ``NAME.lora_B.weight``
+    The parameters of the model may be on the meta device, with their final dtypes.
+    Names do not change: what is added is ``NAME.lora_A.weight`` and ``NAME.lora_B.weight``
     beside ``NAME.weight`` (for embeddings ``NAME.lora_embedding_A`` and ``..._B``). With the same
-    seed they have the bits that ``peft.get_peft_model`` would have given them.
+    seed they have the same bits as with ``peft.get_peft_model``.
     ``tier.wrap`` keeps them in HBM, with their gradients and optimizer state.
 
     Args:
@@ -154,10 +154,10 @@ def add_adapters(model: nn.Module, lora: Any) -> list[str]:
         lora: A :class:`tiermem.Lora`, or a ``peft.LoraConfig``.
 
     Returns:
-        The qualified names of the parameters that were added.
+        The qualified names of the parameters added.
 
     Raises:
-        ConfigError: If an option or a module is not supported; the model is as it was.
+        ConfigError: If an option or a module is not supported; the model is unchanged.
         WrapError: If it is wrapped already.
     """
     wish = Lora.of(lora)
@@ -171,11 +171,11 @@ def add_adapters(model: nn.Module, lora: Any) -> list[str]:
     for param in trained_biases(model, wish).values():
         param.requires_grad_(True)
     model.__dict__[_SETTINGS] = wish
-    recomputes = getattr(model, "is_activation_checkpointing", None)  # its name in later releases
+    recomputes = getattr(model, "is_activation_checkpointing", None)  # the name in later releases
     if recomputes is None:
         recomputes = getattr(model, "is_gradient_checkpointing", False)
     if recomputes:
-        # without it torch's reentrant checkpoints would see no input that takes a gradient
+        # without it torch's reentrant checkpoints would see no input that requires a gradient
         enable: Callable[[], None] | None = getattr(model, "enable_input_require_grads", None)
         if enable is not None:
             enable()
@@ -183,10 +183,10 @@ def add_adapters(model: nn.Module, lora: Any) -> list[str]:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuses what has adapters already, or is wrapped.
+    """Refuses a model that has adapters already, or is wrapped.
 
     Raises:
-        ConfigError: Saying what to do instead.
+        ConfigError: If it has adapters, with advice.
         WrapError: Likewise.
     """
     if not isinstance(model, nn.Module):
@@ -208,7 +208,7 @@ def check_plain(model: nn.Module) -> None:
 
 
 def settings_of(model: nn.Module) -> Lora | None:
-    """Returns the settings of a model's adapters, None where it has none."""
+    """Returns the settings of a model's adapters, None if it has none."""
     found = model.__dict__.get(_SETTINGS)
     return found if isinstance(found, Lora) else None
 
@@ -246,7 +246,7 @@ def trained_biases(model: nn.Module, lora: Lora) -> dict[str, nn.Parameter]:
 
 
 def _adapt(target: Target, lora: Lora) -> None:
-    """Puts an adapter into a module."""
+    """Adds an adapter to a module."""
     module: Any = target.module
     weight: torch.Tensor = module.weight
     kind = AdaptedEmbedding if isinstance(module, nn.Embedding) else AdaptedLinear
@@ -265,7 +265,7 @@ Part = AdapterLinear | nn.Parameter
 
 
 def _in_dtypes(part: Part, weight: torch.Tensor) -> Any:
-    """Returns a factor as peft has it: rounded to the weight's dtype, kept in float32 at least."""
+    """Returns a factor like peft's: rounded to the weight's dtype, stored in float32 at least."""
     device = torch.device("cpu") if weight.is_meta else weight.device
     wide = torch.float32 if weight.element_size() == 2 else weight.dtype
     if isinstance(part, nn.Parameter):
@@ -274,7 +274,7 @@ def _in_dtypes(part: Part, weight: torch.Tensor) -> Any:
 
 
 def _linear_factors(module: Any, r: int, lora: Lora) -> dict[str, Part]:
-    """Makes the factors of a linear layer, drawing from the generator as often as peft does."""
+    """Creates the factors of a linear layer, drawing as often from the generator as peft."""
     if is_conv1d(module):
         inputs, outputs = module.weight.shape
     else:
@@ -293,7 +293,7 @@ def _linear_factors(module: Any, r: int, lora: Lora) -> dict[str, Part]:
 
 
 def _embedding_factors(module: Any, r: int, lora: Lora) -> dict[str, Part]:
-    """Makes the factors of an embedding, likewise."""
+    """Creates the factors of an embedding, likewise."""
     first = nn.Parameter(torch.randn((r, module.num_embeddings)))
     second = nn.Parameter(torch.randn((module.embedding_dim, r)))
     if lora.init != "random":

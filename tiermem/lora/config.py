@@ -17,10 +17,10 @@ _TASKS = (
     *("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS"),
     "FEATURE_EXTRACTION",
 )
-"""What peft reads in a file; it refuses files with another one."""
+"""The type that peft reads in a file; it refuses files with another one."""
 _CLASSIFIER = ("classifier", "score")
 _HEADS = {"SEQ_CLS": _CLASSIFIER, "TOKEN_CLS": _CLASSIFIER, "QUESTION_ANS": ("qa_outputs",)}
-"""Heads of transformers' classes for a task, which peft trains where it is told the task."""
+"""Heads of transformers' classes for a task, which peft trains if it is told the task."""
 
 
 _PEFT = {
@@ -40,13 +40,13 @@ _PEFT = {
     "lora_bias": "lora_bias",
     "task_type": "task_type",
 }
-"""Our names of what peft's ``LoraConfig`` (0.14 to 0.21) has, and peft's."""
+"""tiermem's names of the options of peft's ``LoraConfig`` (0.14 to 0.21), and peft's."""
 
 _SAYS_NOTHING = frozenset(
     {
         "auto_mapping",
         "base_model_name_or_path",
-        "fan_in_fan_out",  # is known from the module
+        "fan_in_fan_out",  # known from the module
         "inference_mode",
         "megatron_core",
         "peft_type",
@@ -56,14 +56,14 @@ _SAYS_NOTHING = frozenset(
         "runtime_config",
     }
 )
-"""What peft's configurations have beside, which changes no number."""
+"""Other entries of peft's configurations, which change no number."""
 
 
 @dataclass(frozen=True)
 class Lora:
     """Which modules get adapters, and which kind.
 
-    Options and their meaning are those of ``peft.LoraConfig``, whose names are in brackets where
+    Options and their meaning are those of ``peft.LoraConfig``, whose names are in brackets if
     they differ.
 
     Attributes:
@@ -71,22 +71,22 @@ class Lora:
         alpha: Their output is scaled by ``alpha / r`` (``lora_alpha``).
         dropout: Probability with which inputs of adapters are dropped (``lora_dropout``).
         target_modules: Modules that get one: names, each a module's whole name or the end of it;
-            a regular expression that matches whole names; ``"all-linear"``. None: what peft has
-            for the model's architecture where peft is installed, else the projections of query
-            and value by the names that they commonly have.
-        exclude_modules: Modules that do not, likewise.
+            a regular expression that matches whole names; or ``"all-linear"``. None: peft's
+            defaults for the model's architecture if peft is installed, otherwise the projections of
+            query and value by their common names.
+        exclude_modules: Modules that get none, likewise.
         bias: Which biases of the model are trained: ``"none"``, ``"all"``, or ``"lora_only"`` for
             those of target modules.
         rslora: Scales by ``alpha / sqrt(r)`` instead (``use_rslora``).
-        modules_to_save: Names of modules that are trained whole, and saved with the adapters.
-        init: ``"default"``, which begins with what the model gives; ``"gaussian"``, likewise; or
+        modules_to_save: Names of modules that are trained as a whole, and saved with the adapters.
+        init: ``"default"``, which begins with the model's output; ``"gaussian"``, likewise; or
             ``"random"`` (``init_lora_weights`` True, "gaussian", False).
         rank_pattern: Other ranks, by regular expressions of the ends of names.
         alpha_pattern: Other alphas, likewise.
         layers_to_transform: Numbers of the layers whose targets get adapters; None for all.
-        layers_pattern: Names of the list of layers, where not the first number in a name counts.
+        layers_pattern: Names of the list of layers, if it is not the first number in a name.
         lora_bias: Whether adapters have a bias.
-        task_type: What peft is to make of the saved files, such as ``"CAUSAL_LM"``.
+        task_type: The kind of model that peft creates for the saved files, such as ``"CAUSAL_LM"``.
     """
 
     r: int = 8
@@ -109,7 +109,7 @@ class Lora:
         """Checks every option.
 
         Raises:
-            ConfigError: Naming the option.
+            ConfigError: If one is not valid, with its name.
         """
         for name in ("target_modules", "exclude_modules", "layers_pattern"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
@@ -155,10 +155,10 @@ class Lora:
 
         Args:
             config: A :class:`Lora`; a ``peft.LoraConfig``, or anything with its attributes; or a
-                mapping with its names, as ``adapter_config.json`` holds it.
+                mapping with its names, as in ``adapter_config.json``.
 
         Raises:
-            ConfigError: Naming an option that is not supported, or no such configuration.
+            ConfigError: For an option that is not supported, or another kind of configuration.
         """
         if isinstance(config, cls):
             return config
@@ -189,7 +189,7 @@ class Lora:
         return cls(**given)
 
     def peft_options(self) -> dict[str, Any]:
-        """Returns the options by peft's names, as ``adapter_config.json`` holds them."""
+        """Returns the options by peft's names, as in ``adapter_config.json``."""
         found: dict[str, Any] = {"peft_type": "LORA"}
         inits: dict[Any, Any] = {ours: peft for peft, ours in _INITS.items()}
         for each in fields(self):
@@ -199,10 +199,10 @@ class Lora:
         return found
 
     def saved_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Returns names of modules that are trained whole: those asked for, and the task's heads.
+        """Returns names of modules trained as a whole: requested ones, and the task's heads.
 
-        Of the latter a model has one. peft writes all of them into its configuration, as if they
-        had been asked for.
+        A model has one of the latter. peft writes all of them into its configuration, as if they
+        had been requested.
         """
         named: Any = self.modules_to_save or ()
         heads = _HEADS.get(self.task_type or "", ())
@@ -227,7 +227,7 @@ def _number(value: object) -> bool:
 
 
 def _names(name: str, value: Names) -> str | tuple[str, ...] | None:
-    """Returns text as it is, names as a tuple; peft keeps them as a set."""
+    """Returns text unchanged, names as a tuple; peft stores them as a set."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Iterable):

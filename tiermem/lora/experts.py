@@ -1,4 +1,4 @@
-"""What target modules mean where experts are stacked: peft's rules, asked of peft."""
+"""The meaning of target modules if experts are stacked: peft's rules, found by running peft."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL_LINEAR = "all-linear"
 
 
 def is_all_linear(targets: object) -> bool:
-    """Whether targets are all linear layers, by that name."""
+    """Whether the target is "all-linear"."""
     return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
 
@@ -25,17 +25,17 @@ def stacked_experts(model: nn.Module) -> list[str]:
 
 
 def as_peft_means(model: nn.Module, lora: Lora) -> str | tuple[str, ...]:
-    """Returns the target modules that peft makes of those given, for a model with stacked experts.
+    """Returns peft's interpretation of the target modules, for a model with stacked experts.
 
-    For some architectures it takes names of the projections of experts, as older releases of
-    transformers had them, and "all-linear" for the stacked parameters as well.
+    For some architectures it accepts names of the projections of experts from older releases of
+    transformers, and "all-linear" includes the stacked parameters as well.
 
     Args:
         model: A model with such parameters.
         lora: The settings, with target modules.
 
     Raises:
-        ConfigError: If it would put adapters on such parameters, or peft is not there to be asked.
+        ConfigError: If it would put adapters on such parameters, or peft is not available.
     """
     targets: Any = lora.target_modules
     found = _asked(model, lora)
@@ -61,7 +61,7 @@ def check_names(
     """Refuses names that no module has: those of projections of experts, which are stacked.
 
     Raises:
-        ConfigError: Naming them.
+        ConfigError: If there are any, with the names.
     """
     if isinstance(targets, str):
         return
@@ -71,13 +71,13 @@ def check_names(
 
 
 def _asked(model: nn.Module, lora: Lora) -> tuple[Any, Any] | None:
-    """Returns the modules and parameters that peft adapts, None where it cannot be asked."""
+    """Returns the modules and parameters that peft adapts, None if peft cannot be run."""
     if find_spec("peft") is None:
         return None
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # another version of it, or of what it imports
+    except ImportError:  # another version of it, or of its imports
         return None
     targets: Any = lora.target_modules
     config: Any = LoraConfig(

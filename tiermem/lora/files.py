@@ -35,7 +35,7 @@ from tiermem.storage.checkpoint.folder import ADAPTERS
 
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_MOST_SETTINGS = 1 << 24  # bytes of a configuration that is read at all
+_MOST_SETTINGS = 1 << 24  # maximal bytes of a configuration
 
 PathLike = str | os.PathLike[str]
 
@@ -43,17 +43,17 @@ PathLike = str | os.PathLike[str]
 def save_adapters(model: nn.Module, path: PathLike) -> None:
     """Writes a model's adapters as peft's files.
 
-    Both files are written beside the former ones and synced, then put in their places: a crash
+    Both files are written beside the former ones and synced, then renamed: a crash
     leaves the former adapters, the new ones, or a folder without ``adapter_config.json``, which no
     reader takes for adapters.
 
     Args:
         model: A module with adapters, wrapped or not.
-        path: A folder; it is made if need be.
+        path: A folder; it is created if necessary.
 
     Raises:
-        CheckpointError: If the model has no adapters, or ``path`` can be no folder's.
-        StorageError: If a file cannot be written; the former ones are whole.
+        CheckpointError: If the model has no adapters, or ``path`` cannot be a folder.
+        StorageError: If a file cannot be written; the former ones are unchanged.
     """
     lora = settings_of(model)
     if lora is None:
@@ -85,18 +85,19 @@ def save_adapters(model: nn.Module, path: PathLike) -> None:
 
 
 def load_adapters(model: nn.Module, path: PathLike) -> None:
-    """Loads peft's files, of one's own or of peft's, into a model.
+    """Loads files of tiermem or peft into a model.
 
-    A model without adapters gets them as the files say; that is done before ``tier.wrap``. One
-    that has them must have the same ones.
+    A model without adapters gets them according to the files; this has to be done before
+    ``tier.wrap``.
+    If it has adapters, they must be the same.
 
     Args:
         model: The base model, or one with adapters, wrapped or not.
         path: The folder.
 
     Raises:
-        CheckpointError: If the files do not fit the model, or are none; nothing is changed.
-        ConfigError: If their adapters are of a kind that cannot be had; nothing is changed.
+        CheckpointError: If the files do not fit the model, or are not adapters; nothing is changed.
+        ConfigError: If their adapters are of an unsupported kind; nothing is changed.
         WrapError: If the model is wrapped and has no adapters.
     """
     folder = Path(parse_path(path, "path", CheckpointError))
@@ -110,7 +111,7 @@ def load_adapters(model: nn.Module, path: PathLike) -> None:
     wanted = _expected(model, lora, folder / ADAPTERS)
     tensors = _read(folder / WEIGHTS, wanted, _also(model, lora))
     if plain:
-        with torch.random.fork_rng(devices=()):  # what is drawn is not kept
+        with torch.random.fork_rng(devices=()):  # the drawn values are not used
             add_adapters(model, lora)
         for each in adapted(model).values():
             each.lora_dropout.train(each.training)
@@ -149,7 +150,7 @@ def _biases(model: nn.Module, lora: Lora) -> dict[str, torch.Tensor]:
 
 
 def _bias_name(name: str, inside: Iterable[str]) -> str:
-    """Returns a bias's name in the file: peft puts the modules that it adapts into another."""
+    """Returns a bias's name in the file: peft wraps the modules that it adapts."""
     module = name.rpartition(".")[0]
     return f"{_PREFIX}{module}.base_layer.bias" if module in inside else _PREFIX + name
 
@@ -168,10 +169,10 @@ def _also(model: nn.Module, lora: Lora) -> dict[str, torch.Tensor]:
 
 
 def _expected(model: nn.Module, lora: Lora, path: Path) -> dict[str, tuple[int, ...]]:
-    """Returns names and shapes of what a file must hold, of a model that may have no adapters.
+    """Returns names and shapes of a file's expected tensors; the model may have no adapters.
 
     Raises:
-        CheckpointError: If the model has not the modules that are to have adapters.
+        CheckpointError: If the model lacks modules that should have adapters.
     """
     if settings_of(model) is not None:
         tensors = {**_own(model), **_biases(model, lora)}
@@ -232,7 +233,7 @@ def read_settings(path: Path) -> Lora:
 
     Raises:
         CheckpointError: If there are none, or they cannot be read.
-        ConfigError: If they are of a kind that cannot be had.
+        ConfigError: If they are of an unsupported kind.
     """
     try:
         if path.stat().st_size > _MOST_SETTINGS:
@@ -267,7 +268,7 @@ def _check_alike(model: nn.Module, lora: Lora, path: Path) -> None:
     """Refuses settings with which a model's adapters would compute something else.
 
     Raises:
-        CheckpointError: Naming the module, or the option.
+        CheckpointError: If they do, with the module or the option.
     """
     own: Any = settings_of(model)
     whole = [[name for name, _ in saved_whole(model, each)] for each in (own, lora)]
@@ -289,10 +290,10 @@ def _check_alike(model: nn.Module, lora: Lora, path: Path) -> None:
 
 
 def _check_values(model: nn.Module, lora: Lora, path: Path) -> None:
-    """Refuses to load what a file has beside adapters into parameters that have no values yet.
+    """Refuses to load other tensors than adapters into parameters that have no values yet.
 
     Raises:
-        CheckpointError: Naming one of them.
+        CheckpointError: If it would, with one name.
     """
     whole = [name for name, _ in saved_whole(model, lora)]
     for name, param in model.named_parameters():
@@ -312,15 +313,15 @@ def _too_soon(path: Path, name: str) -> CheckpointError:
 def _read(
     path: Path, expected: dict[str, tuple[int, ...]], also: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a file, all of which are as expected.
+    """Returns the tensors of a file, after checking them.
 
     Args:
         path: The file.
-        expected: Shapes of what it has to hold, by name.
-        also: What else it may hold, in the shapes of these.
+        expected: Shapes of the required tensors, by name.
+        also: Other permitted tensors, with these shapes.
 
     Raises:
-        CheckpointError: If the file is none, or has other tensors or other shapes.
+        CheckpointError: If it is not such a file, or has other tensors or other shapes.
     """
     if not path.is_file():
         raise CheckpointError(
@@ -368,13 +369,13 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _set(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Writes a tensor where it has other values: a block that is not written stays clean."""
+    """Writes a tensor only if the values differ: a block that is not written stays clean."""
     if param.requires_grad or not torch.equal(param.cpu(), value.to(param.dtype)):
         param.copy_(value)
 
 
 def _number_of(error: OSError | SafetensorError) -> int | None:
-    """Returns the system's number of an error, which safetensors has in its text alone."""
+    """Returns the system's number of an error, which safetensors only has in its text."""
     if isinstance(error, OSError):
         return error.errno
     found = re.search(r"os error (\d+)", str(error))

@@ -1,4 +1,4 @@
-"""Which modules get adapters: peft's rules, over the names of a model's modules."""
+"""Which modules get adapters: peft's rules, applied to the names of a model's modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMMON = (
     ("query_proj", "value_proj"),
     ("in_proj",),
 )
-"""Names of the projections of query and value, the first that a model has."""
+"""Names of the projections of query and value; the first ones that a model has are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Target:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' ``Conv1D``: a linear layer whose weight lies transposed."""
+    """Whether a module is transformers' ``Conv1D``: a linear layer with a transposed weight."""
     return any(
         kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
         for kind in type(module).__mro__
@@ -66,11 +66,11 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def resolved(model: nn.Module, lora: Lora) -> str | tuple[str, ...]:
-    """Returns the target modules that are meant, by regular expression, names or "all-linear".
+    """Returns the intended target modules: a regular expression, names or "all-linear".
 
     Raises:
-        ConfigError: If none are given, and the architecture is not known; or if peft adapts more
-            than modules.
+        ConfigError: If none are given, and the architecture is not known; or if peft adapts not
+            only modules.
     """
     targets: Any = lora.target_modules
     if targets is not None:
@@ -92,12 +92,12 @@ def resolved(model: nn.Module, lora: Lora) -> str | tuple[str, ...]:
 
 
 def _of_peft(kind: str) -> Any:
-    """Returns the target modules that peft has for an architecture, None for none."""
+    """Returns peft's target modules for an architecture, None for none."""
     if find_spec("peft") is None:
         return None
     try:
         from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as known
-    except ImportError:  # another version of it, or of what it imports
+    except ImportError:  # another version of it, or of its imports
         return None
     return known.get(kind)
 
@@ -146,7 +146,7 @@ def _matches(name: str, targets: str | Sequence[str]) -> bool:
 
 
 def _all_linear(model: nn.Module, lora: Lora) -> Iterator[str]:
-    """Yields the names of all linear layers but the one that makes logits."""
+    """Yields the names of all linear layers except the one that computes logits."""
     get: Any = getattr(model, "get_output_embeddings", None)
     head = None if get is None else get()
     if head is None and lora.task_type == "SEQ_CLS":
@@ -158,7 +158,7 @@ def _all_linear(model: nn.Module, lora: Lora) -> Iterator[str]:
 
 
 def _kept(lora: Lora, by_expression: bool) -> Callable[[str], bool]:
-    """Returns a predicate of the names that neither are excluded nor lie in other layers."""
+    """Returns a predicate for names that are not excluded, and are in the chosen layers."""
     named, heads = lora.saved_names()
     excluded: Any = lora.exclude_modules or ()
 
@@ -166,14 +166,14 @@ def _kept(lora: Lora, by_expression: bool) -> Callable[[str], bool]:
         if _matches(name, excluded):
             return False
         if any(f".{each}." in f".{name}." for each in (*named, *heads)):
-            return False  # it is trained whole, or inside what is
+            return False  # it, or a module around it, is trained as a whole
         return by_expression or _in_layers(name, lora)
 
     return kept
 
 
 def _in_layers(name: str, lora: Lora) -> bool:
-    """Whether a module lies in one of the layers asked for."""
+    """Whether a module is in one of the chosen layers."""
     layers: Any = lora.layers_to_transform
     if not layers:
         return True
@@ -208,7 +208,7 @@ def _check(target: Target, lora: Lora, places: dict[int, set[tuple[int, str]]]) 
     """Refuses a module that cannot have an adapter.
 
     Raises:
-        ConfigError: Naming it.
+        ConfigError: If so, with its name.
     """
     module, what = target.module, f"target module {target.name!r}"
     if not is_linear(module) and not isinstance(module, nn.Embedding):
@@ -231,13 +231,14 @@ def _check(target: Target, lora: Lora, places: dict[int, set[tuple[int, str]]]) 
 
 
 def saved_whole(model: nn.Module, lora: Lora) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that are trained and saved whole, by qualified name.
+    """Returns the modules that are trained and saved as a whole, by qualified name.
 
-    As in peft a name stands for every module whose name has that end: "norm" for "input_layernorm",
-    too, and "classifier" for "pre_classifier".
+    As in peft a name matches every module whose name ends with it: "norm" matches
+    "input_layernorm",
+    too, and "classifier" matches "pre_classifier".
 
     Raises:
-        ConfigError: If one is not there, or has a weight in common with a module that is not.
+        ConfigError: If one does not exist, or shares a weight with a module that is not among them.
     """
     named, heads = lora.saved_names()
     modules = dict(model.named_modules())

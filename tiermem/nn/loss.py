@@ -2,13 +2,13 @@
 
 The logits of all tokens are often the largest tensor of a training step: at 16,384
 tokens and a vocabulary of 128,000 they take 4.2 GB in bf16, and several times that
-while the loss and its gradient are computed. In chunks, those of one chunk exist at
+while the loss and its gradient are computed. In chunks, only those of one chunk exist at
 a time, in forward and in backward.
 
-Backward computes a chunk's logits once more instead of keeping gradients from
-forward on. That costs one more matmul of the head; it lets a loss scale reach the
+Backward recomputes a chunk's logits instead of keeping gradients from
+forward. That costs one more matmul of the head; it applies a loss scale to the
 gradient before it is rounded, holds no gradient of the head between forward and
-backward, and computes nothing where gradients are never asked for.
+backward, and computes nothing if no gradients are requested.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def chunked_cross_entropy(
     bias: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Returns the mean cross-entropy of ``hidden @ weight.T + bias``, never whole.
+    """Returns the mean cross-entropy of ``hidden @ weight.T + bias``, computed in chunks.
 
     With ``z`` the logits of a token in fp32 and ``t`` its target, its loss is
     ``logsumexp(z) - z[t]``, and the gradient of ``z`` is ``softmax(z) - onehot(t)`` over the
-    number of tokens that count. It equals ``F.cross_entropy(logits.float(), targets)`` to
-    rounding: sums over tokens are taken chunk by chunk, and the weight's gradient is rounded to
-    the weight's dtype once a chunk. The same number of chunks gives the same bits again.
+    number of tokens that count. It equals ``F.cross_entropy(logits.float(), targets)`` up to
+    rounding: sums over tokens are computed chunk by chunk, and the weight's gradient is rounded to
+    the weight's dtype once per chunk. The same number of chunks always gives the same bits.
 
     Args:
         hidden: The head's input, ``(..., width)``, any floating dtype.
         weight: The head's weight, ``(vocabulary, width)``.
-        targets: Indices, ``hidden``'s shape less the last, int64.
-        chunks: How many parts the tokens are divided into; fewer where there are fewer tokens.
+        targets: Indices, with the shape of ``hidden`` without the last dimension, int64.
+        chunks: Number of parts into which the tokens are divided; fewer if there are fewer tokens.
         bias: The head's bias, ``(vocabulary,)``, or None.
         ignore_index: Targets that do not count.
 
     Returns:
-        A scalar, fp32 (fp64 where ``hidden`` is); NaN where no target counts, as with torch.
+        A scalar, fp32 (fp64 if ``hidden`` is); NaN if no target counts, as with torch.
 
     Raises:
         ConfigError: If ``chunks`` is not at least 1.
@@ -90,7 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         counted = targets != ignore_index
         wide = _wide(hidden.dtype)
-        # the normalizer of each token is all that backward needs to have the softmax again
+        # backward only needs the normalizer of each token to recompute the softmax
         normalizers = torch.empty(targets.shape, dtype=wide, device=hidden.device)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         for rows in _rows(len(targets), chunks):

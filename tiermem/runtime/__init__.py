@@ -1,1 +1,1 @@
-"""Connects the residency table with the movers that copy bytes; knows no modules."""
+"""Connects the residency table with the code that copies bytes; does not know modules."""

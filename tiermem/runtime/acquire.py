@@ -1,4 +1,4 @@
-"""Acquires a block: fetches it if need be, leases it, and begins the next prefetches."""
+"""Acquires a block: fetches it if necessary, leases it, and begins the next prefetches."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Acquirer:
         """Works on ``parts``.
 
         Args:
-            parts: Of the manager.
-            gate: Stands before every use.
-            prefetcher: Begins the fetches that come next.
-            replay: Repeats what passes before did.
+            parts: The parts of the manager.
+            gate: Checked before every use.
+            prefetcher: Begins the next prefetches.
+            replay: Repeats what earlier passes of the same kind did.
         """
         self._gate = gate
         self._table = parts.table
@@ -47,15 +47,15 @@ class Acquirer:
         self._current = parts.slots.current
         self._prefetcher = prefetcher
         self._replay = replay
-        self._stream = -1  # of the last look at a block at hand
-        self._captured_views: dict[int, Tensor] = {}  # by the id of the block
+        self._stream = -1  # of the last check of a block (at_hand)
+        self._captured_views: dict[int, Tensor] = {}  # by block id
 
     def acquire(self, block: Block) -> Slot:
-        """Brings a block into HBM and leases it; see :meth:`BlockManager.acquire`.
+        """Fetches a block into HBM and leases it; see :meth:`BlockManager.acquire`.
 
-        Every use goes this way, or does both in line: the block is made usable, leased, and the
-        look-ahead moves on. In a pass that repeats others, what has been checked for those is not
-        checked again, and the look-ahead does what it did then.
+        Every use goes through here, or performs the same steps in line: the block is made usable
+        and leased, and the look-ahead advances. In a pass that repeats earlier ones, what was
+        checked then is not checked again, and the look-ahead repeats what it did then.
         """
         slot = self._replay.use(block.id) if self._replay.run is not None else None
         return slot or self.decide(block)
@@ -82,7 +82,7 @@ class Acquirer:
         """Leases a block that was used a moment ago, as a part of that use.
 
         Returns:
-            Its slot; None where it is not as it was, so that it has to be acquired.
+            Its slot; None if its state has changed, so that it has to be acquired.
         """
         record = self.at_hand(block.id)
         if record is None:
@@ -91,7 +91,7 @@ class Acquirer:
         return self._current[block.id]
 
     def enter_stream(self) -> int:
-        """Returns the current compute stream, which is known from now on to use blocks."""
+        """Returns the current compute streamand notes that it uses blocks."""
         stream = self._copy.stream()
         if stream != self._stream:
             self._copy.use(None)
@@ -99,13 +99,13 @@ class Acquirer:
         return stream
 
     def at_hand(self, block_id: int) -> Record | None:
-        """Looks again at a block that was used a moment ago, as a part of that use.
+        """Checks again a block that was used a moment ago, as a part of that use.
 
-        Neither schedule nor look-ahead move on: nothing has come up or left for it. It stays until
-        the caller gives the lock back, or for as long as an alias of it lives.
+        Neither schedule nor look-ahead advance: nothing is fetched or evicted for it. The block
+        stays until the caller releases the lock, or as long as an alias of it exists.
 
         Returns:
-            Its record; None where it is not as it was, so that it has to be acquired.
+            Its record; None if its state has changed, so that it has to be acquired.
         """
         gate = self._gate
         record = self._get(block_id)
@@ -122,12 +122,12 @@ class Acquirer:
         ready, stream = self._ready.get(block_id), self._copy.stream()
         if stream != self._stream or (ready is not None and ready.waiter != stream):
             self._copy.use(ready)
-            self._stream = stream  # known from now on
+            self._stream = stream  # noted as a stream that uses blocks
         record.copied = False
         return record
 
     def decide(self, block: Block) -> Slot:
-        """Does what :meth:`acquire` does in a pass that is measured, or that repeats no other."""
+        """Does what :meth:`acquire` does in a pass that is measured, or that is not a replay."""
         if modes():
             with without_modes():
                 return self.decide(block)
@@ -147,10 +147,10 @@ class Acquirer:
             raise
 
     def _use(self, record: Record) -> None:
-        """Makes a block usable, leases it, and moves the look-ahead on.
+        """Makes a block usable, leases it, and advances the look-ahead.
 
-        One that is in HBM for good has no place in the order of use: nothing is fetched for it or
-        leaves for it, and whether a pass uses it as well is no reason to plan anew.
+        A block that is in HBM permanently is not part of the order of use: nothing is fetched or
+        evicted for it, and a pass that uses it in addition needs no new plan.
         """
         block_id, evictor = record.block.id, self._evictor
         moved_on = False
@@ -175,7 +175,7 @@ class Acquirer:
         ready, stream = self._ready.get(block_id), self._copy.stream()
         if stream != self._stream or (ready is not None and ready.waiter != stream):
             self._copy.use(ready)
-            self._stream = stream  # known from now on
+            self._stream = stream  # noted as a stream that uses blocks
         if moved_on:
             if self._replay.run is None or not self._replay.advance():
                 evictor.order.note_change(block_id)
@@ -184,17 +184,17 @@ class Acquirer:
                 self._pass_timer.started(record, self._ready.get(block_id))
 
     def place_blank(self, record: Record) -> None:
-        """Allocates HBM for a block without data, which the caller is about to write."""
+        """Allocates HBM for a block without data, which the caller will write."""
         self._transfers.blank(record, self._place(record.block))
 
     def place_for_good(self, record: Record) -> None:
-        """Allocates HBM for a block without data that never leaves."""
+        """Allocates HBM permanently for a block without data."""
         extent = self._evictor.place_for_good(record.block) or self._place(record.block)
         self._transfers.blank(record, extent)
         record.fixed = True
 
     def _let_in(self, block_id: int) -> None:
-        """Does the deferred work of a block that is to be used now.
+        """Does the deferred work of a block that is about to be used.
 
         Raises:
             ClosedError: If blocks can no longer be used.
@@ -208,9 +208,10 @@ class Acquirer:
             deferred.collect()
 
     def _bring(self, record: Record) -> None:
-        """Makes the HBM copy usable, waiting for what has to be waited for.
+        """Makes the HBM copy usable, waiting where necessary.
 
-        A fetch ahead that failed says nothing: it is made again, and that one's error counts.
+        A prefetch that failed raises nothing: the fetch is repeated, and the error of that one is
+        raised.
         """
         self._counters.misses += 1
         block, transfers = record.block, self._transfers
@@ -218,7 +219,7 @@ class Acquirer:
         while (state := record.in_hbm) is not _VALID and state is not _DIRTY:
             if state is not State.ABSENT:
                 if block.id in transfers.flights:
-                    self._prefetcher.look_ahead()  # what comes next is asked for before the wait
+                    self._prefetcher.look_ahead()  # begin the next fetches before waiting
                 error = transfers.settle(block.id)
                 if error is not None and asked:
                     raise error
@@ -237,7 +238,7 @@ class Acquirer:
         return room.extent
 
     def _captured(self, record: Record) -> Slot:
-        """Leases a block for kernels that a CUDA graph records: its address must hold for good."""
+        """Leases a block for kernels that a CUDA graph captures: its address must never change."""
         block = record.block
         if not record.fixed and not self._stays_from_now_on(record):
             raise ConfigError(
@@ -248,20 +249,22 @@ class Acquirer:
                 "tier.materialize(module)"
             )
         if not record.still:
-            # the graph has its address from now on, and those of buffers that nobody acquires
+            # the graph has its address from now on, and the addresses of buffers that nobody
+            # acquires
             for each in self._table:
                 each.still = each.still or each.fixed
         self._table.lease(block.id)
         return self._current[block.id]
 
     def _stays_from_now_on(self, record: Record) -> bool:
-        """Keeps a block where it is in HBM, if that has room for all; returns whether it could be.
+        """Keeps a block at its place in HBM if HBM has room for all; returns whether it is kept.
 
-        A graph sees it as a view does that a program keeps: what has one neither leaves nor moves.
+        To a graph it is like a view that a program keeps: a block with such a view is not moved or
+        evicted.
         """
         block_id = record.block.id
         ready = self._ready.get(block_id)
-        # a stream that waits for its copy has been waited for as the capture began
+        # if a stream waits for its copy, that copy was waited for when the capture began
         there = record.usable and (ready is None or ready.waiter != -1)
         if not (there and self._table.all_fit):
             return False

@@ -1,4 +1,4 @@
-"""Opens the tiers, puts the parts of a manager together, and closes what was opened."""
+"""Opens the tiers, creates the parts of a manager, and closes what was opened."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class OpenTiers:
         arena: HBM.
         copy: Copies between HBM and host memory.
         slots: Views into HBM.
-        transfers: Has the file mover.
-        chosen: Name of the I/O engine, and why it is this one.
+        transfers: Owns the file mover.
+        chosen: Name of the I/O engine, and why it was chosen.
     """
 
     def __init__(self, settings: Settings, engine: Callable[[], IoEngine] | None) -> None:
-        """Opens nothing yet.
+        """Stores the settings; opens nothing yet.
 
         Args:
             settings: Budgets, paths and policy.
-            engine: Makes the I/O engine; None for the best that works here.
+            engine: Creates the I/O engine; None for the best one that works here.
         """
         self._settings = settings
         self._engine = engine
@@ -63,14 +63,14 @@ class OpenTiers:
         self.chosen = ("none", "")
 
     def make_parts(self, hbm: Callable[[Settings, torch.device], OpenHbm]) -> Parts:
-        """Opens the tiers, but for the file mover.
+        """Opens the tiersexcept the file mover.
 
         Args:
             hbm: Opens HBM.
 
         Raises:
             ConfigError: If a path cannot be used.
-            CapacityError: If memory or disk space is not there.
+            CapacityError: If memory or disk space is not available.
         """
         settings, device = self._settings, torch.device(self._settings.device)
         cuda = device.type == "cuda"
@@ -85,8 +85,8 @@ class OpenTiers:
         pass_timer = open_pass_timer(copy, counters, device)
         homes: Homes = self.homes  # type: ignore[assignment]
         slots.annex = lambda extent: _seen(copy, homes.arena.bytes_of(extent))
-        # what leaves the stand-in for HBM is overwritten, so that a wrong residency shows;
-        # on a GPU that costs bandwidth, and is for tests
+        # what is evicted from the stand-in for HBM is overwritten, so that wrong residency is
+        # noticed; on a GPU that costs bandwidth, and is only for tests
         poison = not cuda or os.environ.get("TIERMEM_POISON") == "1"
         log = TransferLog(counters, timeline, pass_timer)
         self.transfers = transfers = Transfers(table, slots, homes, copy, log, poison=poison)
@@ -98,15 +98,15 @@ class OpenTiers:
         )  # fmt: skip
 
     def open_mover(self, parts: Parts) -> None:
-        """Opens a file mover, of which the one before, if there is one, is to be closed.
+        """Opens a file mover; an earlier one has to be closed before.
 
         Raises:
-            StorageError: If its ring or threads cannot be made.
+            StorageError: If its ring or threads cannot be created.
         """
         open_mover(parts.homes, parts.copy, parts.device, self._engine, self._take_mover)
 
     def io(self) -> tuple[str, str]:
-        """Returns the name of the I/O engine in use, and why it is this one."""
+        """Returns the name of the I/O engine in use, and why it was chosen."""
         name, reason = self.chosen
         mover = None if self.transfers is None else self.transfers.mover
         if mover is None or name == "given":
@@ -115,12 +115,12 @@ class OpenTiers:
         return name, note or reason
 
     def close(self, first: ExitStack) -> None:
-        """Closes everything that was opened, also where closing one of them fails.
+        """Closes everything that was opened, even if closing one of them fails.
 
         Args:
-            first: Callbacks to run before, in reverse order.
+            first: Callbacks to run before that, in reverse order.
         """
-        with ExitStack() as steps:  # runs them last first
+        with ExitStack() as steps:  # run in reverse order
             if self.homes is not None:
                 steps.callback(self.homes.close)
             if self.arena is not None:
@@ -141,7 +141,7 @@ class OpenTiers:
 
 
 def _seen(copy: CopyEngine, source: torch.Tensor) -> torch.Tensor:
-    """Returns bytes of DRAM as kernels see them, which they were asked about before."""
+    """Returns bytes of DRAM as kernels see them; the check that they do was made before."""
     found = copy.seen(source)
     if found is None:
         raise InvariantError(f"the device does not see {source.numel()} bytes of DRAM any more")

@@ -1,9 +1,9 @@
 """The block manager: joins the residency table, the memories and the movers.
 
-All blocks, whatever their role, go through here: :meth:`BlockManager.acquire`
-brings a block into HBM and leases it, :meth:`BlockManager.release` gives the
-lease back. The residency table is written by the manager's parts alone. A completed transfer is
-noticed when the manager polls; no transfer calls back.
+All blocks, whatever their role, are managed here: :meth:`BlockManager.acquire`
+fetches a block into HBM and leases it, :meth:`BlockManager.release` gives the
+lease back. Only the manager's parts write the residency table. The manager polls for completed
+transfers; there are no callbacks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tiermem.runtime.transfers.file_fills import FileFills
 from tiermem.storage.checkpointstore import SourceRange
 
 _STAMPS = 4
-"""For a use: its begin and end, and those of the copy for it."""
+"""Stamps per use: begin and end of the use, and of the copy for it."""
 
 
 class BlockManager:
@@ -61,7 +61,7 @@ class BlockManager:
 
         Args:
             settings: Budgets, paths and policy.
-            engine: Makes the I/O engine; by default the best that works here.
+            engine: Creates the I/O engine; by default the best one that works here.
             hbm: Opens HBM.
 
         Raises:
@@ -102,20 +102,20 @@ class BlockManager:
         home: str | Sequence[str | None] | None = None,
         stored: Sequence[StoredBlock | None] = (),
     ) -> list[Block]:
-        """Packs and enters blocks, with home space for all of them or an error for all.
+        """Creates blocks and reserves a home for each; if one does not fit, for none.
 
         Args:
             wanted: Name, role and tensors of each block.
-            home: Overrides the policy's home: of all, or of each (None for the policy's).
-            stored: Of each block, where files of :meth:`attach_files` have its tensors (one
-                sequence of ranges for each); None for a block that gets an ordinary home. By
-                default that is all of them.
+            home: Overrides the policy's home: one for all, or one each (None for the policy's).
+            stored: For each block, the ranges of files of :meth:`attach_files` that have its
+                tensors (one sequence of ranges per tensor); None for a block that gets an ordinary
+                home. By default all blocks get one.
 
         Returns:
             The blocks, in order; those that are not ``stored`` hold no data yet.
 
         Raises:
-            CapacityError: Naming the block and the least budget that would do.
+            CapacityError: Naming the block and the smallest budget that would be enough.
         """
         self.gate.guard()
         with self.lock:
@@ -123,15 +123,15 @@ class BlockManager:
             return self._registry.add(wanted, home, stored)
 
     def annex(self, block: Block) -> bool:
-        """Has kernels use a block where it lies in DRAM, for good, as if that were a part of HBM.
+        """Makes kernels use a block permanently where it is in DRAM, as if that were a part of HBM.
 
-        It takes no room of HBM and comes and goes no more, and is as slow as the bus.
+        The block takes no room in HBM and is never copied; access to it is as slow as the bus.
 
         Args:
             block: The block; it holds no data yet.
 
         Returns:
-            Whether it is so from now on: not where its home is elsewhere, or kernels do not see it.
+            Whether this was done: not if its home is elsewhere, or kernels cannot address it.
         """
         self.gate.guard()
         with self.lock:
@@ -146,13 +146,13 @@ class BlockManager:
         Args:
             paths: The files; they are only read.
             check: Called with the descriptor of each file and its index in ``paths``; raises if
-                that is not the file it should be.
+                that is not the expected file.
 
         Returns:
             The number of the first of them; the others follow.
 
         Raises:
-            CapacityError: If DRAM has no room for the chunks that reads pass through.
+            CapacityError: If DRAM has no room for the staging chunks of reads.
             StorageError: If a file cannot be opened.
         """
         self.gate.guard()
@@ -168,14 +168,14 @@ class BlockManager:
             return first
 
     def make_writable(self, blocks: Sequence[Block]) -> None:
-        """Gives blocks at home in checkpoint files homes that may be written, or none of them.
+        """Gives blocks whose home is a checkpoint file a writable home; all of them, or none.
 
-        Others are passed over. Policy ``"auto"`` is taken for ``"nvme"`` where there is no swap
+        Other blocks are skipped. Policy ``"auto"`` is treated as ``"nvme"`` if there is no swap
         file.
 
         Raises:
             CapacityError: If a tier cannot hold them.
-            StorageError: If one cannot be read; it and those behind it stay as they were.
+            StorageError: If one cannot be read; it and the blocks after it are unchanged.
         """
         self.gate.guard()
         with self.lock:
@@ -183,9 +183,9 @@ class BlockManager:
             self._registry.make_writable(blocks)
 
     def remove_blocks(self, blocks: Sequence[Block]) -> None:
-        """Takes blocks out and gives their space back; what they hold is lost.
+        """Removes blocks and gives their space back; what they hold is lost.
 
-        Blocks that are gone already are passed over.
+        Blocks that are already removed are skipped.
 
         Raises:
             InvariantError: If one of them is leased; nothing is changed then.
@@ -196,7 +196,7 @@ class BlockManager:
             self._registry.remove(blocks)
 
     def can_hold(self, nbytes: int) -> bool:
-        """Whether HBM can hold so many bytes at one time; it is made larger for that if need be."""
+        """Whether HBM can hold this many bytes at once; its limit is raised if necessary."""
         with self.lock:
             return self.parts.limit.require(nbytes)
 
@@ -207,29 +207,30 @@ class BlockManager:
     # -- use -------------------------------------------------------------
 
     def acquire(self, block: Block) -> Slot:
-        """Brings a block into HBM and leases it.
+        """Fetches a block into HBM and leases it.
 
-        Where it holds no data yet it gets a blank place, to be written.
+        A block that holds no data yet gets a place whose bytes are undefined, to be written.
 
         Returns:
-            Its slot; the current stream waits for the bytes, the host does not, save for
-            bytes that come from a file.
+            Its slot; the current stream waits for the bytes. The host does not wait, except for
+            bytes that are read from a file.
 
         Raises:
-            CapacityError: If HBM cannot hold it beside what is leased.
-            StorageError: If its bytes cannot be read, or what must leave cannot be written.
+            CapacityError: If HBM cannot hold it beside the leased blocks.
+            StorageError: If its bytes cannot be read, or those of a block to be evicted cannot be
+                written.
             ConfigError: If a CUDA graph is being captured and the block may move.
             ClosedError: After ``close()``, or in a forked child.
         """
         if self.gate.closed or self.gate.torn:
-            self.gate.guard()  # before the lock as well: a forked child may find it taken for ever
+            self.gate.guard()  # also before the lock, which may be held for ever in a forked child
         with self.lock:
             return self.acquirer.acquire(block)
 
     def again(self, block: Block) -> Slot:
         """Leases a block as a part of its last use, just before; see :meth:`Acquirer.again`.
 
-        Where it is not as it was then, it is acquired.
+        If its state has changed since then, it is acquired.
         """
         if self.gate.closed or self.gate.torn:
             self.gate.guard()
@@ -239,8 +240,8 @@ class BlockManager:
     def acquire_all(self, blocks: Sequence[Block]) -> list[Slot]:
         """Acquires several blocks that are used together, or none.
 
-        Until all are there no caller has seen an address of theirs, so they may be moved to make
-        room for each other.
+        Until all of them are in HBM, no caller has seen an address of theirs, so they may be moved
+        to make room for each other.
         """
         if self.gate.closed or self.gate.torn:
             self.gate.guard()
@@ -289,7 +290,7 @@ class BlockManager:
     def read_one(self, block: Block, index: int) -> torch.Tensor:
         """Returns a copy of one of a block's tensors in ordinary host memory.
 
-        A block in a file is brought up for it, if HBM has room: others of it may be asked for next.
+        A block in a file is fetched for it if HBM has room, as its other tensors may be read next.
 
         Raises:
             StorageError: If its bytes cannot be read.
@@ -310,19 +311,19 @@ class BlockManager:
                     self.release(block)
 
     def restore(self, block: Block, begin: int, end: int) -> None:
-        """Copies home bytes over a leased copy once more; see :meth:`BlockIo.restore`."""
+        """Copies home bytes over a leased copy again; see :meth:`BlockIo.restore`."""
         with self.lock, outside_inference(), torch.no_grad():
             self.block_io.restore(block, begin, end)
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Writes a block without data straight to its home; see :class:`BlockIo`."""
+        """Writes a block without data directly to its home; see :class:`BlockIo`."""
         self.gate.guard()
         with self.lock, outside_inference(), torch.no_grad():
             self.gate.guard()
             self.block_io.write_home(block, tensors)
 
     def fill_from_files(self, wanted: Sequence[tuple[Block, StoredBlock]]) -> None:
-        """Reads blocks without data from files straight to their homes; see :class:`FileFills`."""
+        """Reads blocks without data from files directly to their homes; see :class:`FileFills`."""
         self.gate.guard()
         with self.lock, outside_inference(), torch.no_grad():
             self.gate.guard()
@@ -349,18 +350,18 @@ class BlockManager:
         """Begins a pass; see :class:`~tiermem.core.schedule.Planner`.
 
         Args:
-            key: Which pass this is.
-            guess: Order to assume where this pass has not been seen before.
+            key: Identifies the pass.
+            guess: Order to assume if this pass has not been seen before.
             like: Another pass, whose order is assumed rather than ``guess`` if it has been seen.
-            load: Its tokens, rounded; 0 where they are not known.
-            again: Whether to assume that it comes again, where nothing is known to follow it.
+            load: Its tokens, rounded; 0 if unknown.
+            again: Whether to assume that it is repeated, if it is not known what follows it.
         """
         self.gate.guard()
         with self.lock:
             self.gate.guard()
             self.threads.note()
             if self.parts.copy.capturing():
-                return  # nothing runs now; replays are not seen at all
+                return  # no kernel runs during capture, and replays are not seen at all
             if self._heap is not None:
                 self._heap.trim_if_grown()
             if self.parts.limit.follow(key):
@@ -379,9 +380,9 @@ class BlockManager:
                 self.prefetcher.run()
 
     def goes_on(self) -> bool:
-        """Whether a pass that uses no block may be taken for a part of the last one, which did not.
+        """Whether a pass that uses no block counts as a part of the last one, which used none.
 
-        Then nothing is learned, planned or measured of it; under the manager's lock.
+        Then it is not recorded, planned or measured; under the manager's lock.
         """
         planner, parts = self.parts.planner, self.parts
         if planner.key is None or planner.last != -1 or parts.pass_timer.pending:
@@ -391,7 +392,7 @@ class BlockManager:
         return not parts.limit.follow(planner.key)
 
     def fill_ahead(self, order: Sequence[int], held: Collection[int]) -> None:
-        """Begins to bring up what the first pass of a model begins with; see :class:`FirstFill`.
+        """Begins to fetch what the first pass of a model uses first; see :class:`FirstFill`.
 
         Args:
             order: Ids of its blocks, in the order of the modules.
@@ -403,7 +404,7 @@ class BlockManager:
             FirstFill(self.parts, self.prefetcher, self.replay.arranger).fill(order, held)
 
     def prepare_stamps(self, uses: int) -> None:
-        """Makes ahead what measuring a first pass takes, where blocks move in it.
+        """Creates the stamps beforehand that measuring a first pass needs, if blocks move in it.
 
         Args:
             uses: How many uses of blocks it has.
@@ -413,7 +414,7 @@ class BlockManager:
                 self.parts.pass_timer.clock.prepare(_STAMPS * uses)
 
     def end_pass(self) -> None:
-        """Ends the pass under way; without this call it ends when the next begins."""
+        """Ends the current pass; without this call it ends when the next one begins."""
         pass_timer, prefetcher = self.parts.pass_timer, self.prefetcher
         prefetcher.ended = True
         with self.lock:
@@ -422,18 +423,18 @@ class BlockManager:
                 prefetcher.plan_next()
 
     def flush(self) -> None:
-        """Waits until no transfer is under way, and frees what belongs to no block."""
+        """Waits until no transfer is in progress, and frees memory that belongs to no block."""
         with self.lock:
             self.parts.transfers.settle_all()
             self.parts.evictor.reap()
 
     def try_fill(self, record: Record, position: int) -> bool:
-        """Begins to fetch a block ahead of its use, if that evicts nothing needed sooner.
+        """Begins to prefetch a block, if nothing that is needed sooner has to be evicted for it.
 
-        One that holds no data gets its place.
+        A block that holds no data gets its place.
 
         Args:
-            record: A block that is in HBM neither now nor soon.
+            record: A block that is neither in HBM nor being fetched.
             position: Uses until it is needed.
 
         Returns:
@@ -447,13 +448,13 @@ class BlockManager:
             self.parts.evictor.order.note_change(record.block.id)
             return True
         if record.home is Tier.NVME and not self.prefetcher.disk.staged(record, position):
-            return False  # on its way into DRAM: it takes no room here until it is there
+            return False  # being copied to DRAM: it takes no HBM before that is done
         room = self.parts.evictor.place(record.block, position)
         if room is None:
             return False
         self.parts.transfers.fill(record, room.extent)
         if room.left is not None or not self.parts.evictor.ring.uses:
-            self.replay.recordings.note(record, room, position)  # else it is not replayed
+            self.replay.recordings.note(record, room, position)  # otherwise it is not replayed
         self.parts.evictor.order.note_change(record.block.id)
         self.parts.counters.prefetches += 1
         return True
@@ -461,7 +462,7 @@ class BlockManager:
     # -- reports ---------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Returns what happened so far."""
+        """Returns the counters."""
         with self.lock:
             homes, settings = self.parts.homes, self.parts.settings
             on_disk = homes.swap.capacity if homes.swap is not None else 0
@@ -497,7 +498,7 @@ class BlockManager:
     def close(self) -> None:
         """Stops every transfer and gives memory and disk space back; idempotent.
 
-        Cut short (by Ctrl-C), it can be called again.
+        If it is interrupted (by Ctrl-C), it can be called again.
         """
         if self._given_back or self.gate.forked:
             return
@@ -509,11 +510,11 @@ class BlockManager:
             self._given_back = True
 
     def stop(self) -> None:
-        """Stops every transfer for good; what is in HBM and at home in DRAM can still be read.
+        """Stops every transfer for good; the bytes in HBM and in DRAM can still be read.
 
-        The first half of :meth:`close`: page-locked memory is ordinary memory from here on.
+        The first half of :meth:`close`: page-locked memory is ordinary memory after it.
         """
-        with self.lock, ExitStack() as steps:  # runs them last first
+        with self.lock, ExitStack() as steps:  # run in reverse order
             self.gate.closed = True
             self.replay.interrupt()
             steps.callback(self.parts.homes.arena.unlock)
@@ -523,8 +524,8 @@ class BlockManager:
             steps.callback(self.parts.deferred.wait)
 
     def _give_back(self) -> None:
-        """Closes everything that was opened, also where closing one of them fails."""
-        first = ExitStack()  # runs them last first
+        """Closes everything that was opened, even if closing one of them fails."""
+        first = ExitStack()  # run in reverse order
         if hasattr(self, "parts"):
             for holder in list(self.parts.holders.values()):
                 first.callback(holder.unpoint)
@@ -537,7 +538,7 @@ class BlockManager:
         self._opened.close(first)
 
     def before_fork(self) -> None:
-        """Shares with forked children the HBM bytes that have aliases (CPU), and no others."""
+        """Makes the HBM bytes that have aliases visible to forked children (CPU), and no others."""
         self._forking = self.lock.acquire(blocking=False)
         if self._forking:
             slots = self.parts.slots.current.values()
@@ -555,7 +556,7 @@ class BlockManager:
 
     def forked(self) -> None:
         """In a forked child: refuses further calls, closes the files and waits for no thread."""
-        # another thread of the parent may have had the lock, and will never give it back here
+        # another thread of the parent may have held the lock, and cannot release it in the child
         self.lock = threading.RLock()
         self.gate.closed = self.gate.forked = True
         self.replay.interrupt()
@@ -568,21 +569,21 @@ class BlockManager:
             holder.forked()
 
     def cut_short(self) -> None:
-        """Notes that an exception was raised at a line of tiermem's own: anything may be half done.
+        """Notes that an exception was raised in tiermem's own code: any operation may be half done.
 
-        The next call from outside has :mod:`tiermem.runtime.repair` put it right.
+        The next call from outside repairs that with :mod:`tiermem.runtime.repair`.
         """
         self.gate.torn = self.gate.unsure = True
         self.replay.interrupt()  # so that the next use checks the gate
 
     def repair_blocks(self) -> None:
-        """Makes table, slots and transfers agree; see :mod:`tiermem.runtime.repair`."""
+        """Makes table, slots and transfers consistent; see :mod:`tiermem.runtime.repair`."""
         repair_blocks(self.parts, self.host_loans, self.zero_copy, self.prefetcher, self.replay)
 
     # -- inside ----------------------------------------------------------
 
     def _repair(self) -> None:
-        """Puts the blocks right, unless an operation of this very thread is under way."""
+        """Repairs the blocks, unless this thread is in an operation on them."""
         if self.lock._is_owned():  # type: ignore[attr-defined]
             return
         with self.lock:

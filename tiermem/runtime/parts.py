@@ -1,4 +1,4 @@
-"""The parts of a manager, for the components below it that work on them."""
+"""The parts of a manager, for the components that work on them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Parts:
 
     Attributes:
         settings: Budgets, paths and policy.
-        device: Where blocks are used.
-        table: Where every block is; written by transfers, evictor, replay and leases alone.
+        device: The device where blocks are used.
+        table: The residency table; only transfers, evictor, replay and leases write it.
         slots: Views of blocks in HBM.
         homes: Space below HBM.
         copy: Copies between HBM and host memory.
         planner: The order of uses.
         pass_timer: Times of passes, links and blocks.
-        counters: What happened.
-        timeline: When it did.
+        counters: Counts of what happened.
+        timeline: When it happened.
         holders: The holders that point parameters at blocks in HBM, by the id of the block.
         deferred: Deferred work of blocks.
-        transfers: Transfers under way.
-        evictor: Places in HBM.
-        limit: How many bytes of HBM there are.
+        transfers: Transfers in progress.
+        evictor: Allocates places in HBM.
+        limit: How many bytes of HBM may be used.
     """
 
     settings: Settings

@@ -1,4 +1,4 @@
-"""Which blocks there are: they enter with homes, get others that may be written, and go."""
+"""The set of blocks: adds them with homes, gives them writable homes, removes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_BACKWARD = (Role.GRAD, Role.ACTIVATION)
 class BlockRegistry:
     """Implements ``add_blocks``, ``make_writable`` and ``remove_blocks`` of the block manager.
 
-    All of it under the manager's lock.
+    Everything is done under the manager's lock.
     """
 
     def __init__(
@@ -29,17 +29,17 @@ class BlockRegistry:
         """Works on ``parts``.
 
         Args:
-            parts: Of the manager.
-            acquirer: Brings blocks up.
-            zero_copy: Forgets what is lent of blocks that go.
-            repair: Makes table, slots and transfers agree after an exception anywhere.
+            parts: The parts of the manager.
+            acquirer: Fetches blocks.
+            zero_copy: Forgets loans of blocks that are removed.
+            repair: Makes table, slots and transfers consistent after an exception anywhere.
         """
         self._parts = parts
         self._acquirer = acquirer
         self._zero_copy = zero_copy
         self._repair = repair
         self._next_id = 0
-        self._seen: list[Extent] = []  # in DRAM, of annexed blocks that are gone, with aliases
+        self._seen: list[Extent] = []  # places in DRAM of removed annexed blocks with aliases
         parts.homes.owners.append(self._annexed)
 
     def add(
@@ -48,7 +48,7 @@ class BlockRegistry:
         home: str | Sequence[str | None] | None,
         stored: Sequence[StoredBlock | None],
     ) -> list[Block]:
-        """Packs and enters blocks; see :meth:`BlockManager.add_blocks`."""
+        """Creates blocks; see :meth:`BlockManager.add_blocks`."""
         blocks, requests = [], []
         homes = [home] * len(wanted) if home is None or isinstance(home, str) else home
         files = stored or [None] * len(wanted)
@@ -68,7 +68,7 @@ class BlockRegistry:
             self._parts.evictor.expect(max(later, default=0))
         except BaseException as error:
             if not isinstance(error, REFUSALS):
-                self._repair()  # it may have come anywhere
+                self._repair()  # the exception may have been raised anywhere
             self.remove(blocks)
             for tier, extent in places:
                 if extent is not None and self._parts.homes.holds(tier, extent):
@@ -77,7 +77,7 @@ class BlockRegistry:
         return blocks
 
     def annex(self, block: Block) -> bool:
-        """Has a block used in DRAM for good; see :meth:`BlockManager.annex`."""
+        """Makes a block permanently used in DRAM; see :meth:`BlockManager.annex`."""
         record = self._parts.table[block.id]
         if record.home is not Tier.DRAM or record.defined or record.in_hbm is not State.ABSENT:
             return False
@@ -93,7 +93,7 @@ class BlockRegistry:
         return [(Tier.DRAM, place) for place in (*places, *self._seen) if place is not None]
 
     def make_writable(self, blocks: Sequence[Block]) -> None:
-        """Gives blocks homes that may be written; see :meth:`BlockManager.make_writable`."""
+        """Gives blocks writable homes; see :meth:`BlockManager.make_writable`."""
         records = [self._parts.table[block.id] for block in blocks]
         records = [r for r in records if self._parts.homes.read_only(r.home_extent)]
         requests = [self._writable(record) for record in records]
@@ -105,7 +105,7 @@ class BlockRegistry:
                     self._parts.transfers.rehome(record, tier, extent)
                 finally:
                     self._parts.table.release(record.block.id)
-        except REFUSALS:  # any other may be raised anywhere: a repair frees unowned space
+        except REFUSALS:  # after any other exception, a repair frees unowned space
             for record, (tier, extent) in zip(records, places, strict=True):
                 if extent is not None and record.home_extent != extent:
                     self._parts.homes.release(tier, extent)
@@ -118,14 +118,14 @@ class BlockRegistry:
         return HomeRequest(record.block.name, record.block.nbytes, home)
 
     def remove(self, blocks: Sequence[Block]) -> None:
-        """Takes blocks out; see :meth:`BlockManager.remove_blocks`."""
+        """Removes blocks; see :meth:`BlockManager.remove_blocks`."""
         present = [block for block in blocks if self._parts.table.get(block.id) is not None]
         for block in present:
             self._parts.transfers.settle(block.id)
             if self._parts.table[block.id].leases:
                 raise InvariantError(f"block {block.name!r} is in use and cannot be removed")
         if any(self._parts.table[block.id].home is Tier.DRAM for block in present):
-            # the host may be the next to write at home
+            # the host may write the home next
             self._parts.copy.wait(self._parts.copy.risen())
         if any(self._parts.table[block.id].annexed for block in present):
             self._parts.copy.synchronize()  # kernels may use it
@@ -156,7 +156,7 @@ class BlockRegistry:
         """Allocates the permanent places of blocks whose home is HBM.
 
         Raises:
-            CapacityError: If it has no room for all of them.
+            CapacityError: If HBM has no room for all of them.
         """
         if not blocks:
             return

@@ -1,13 +1,13 @@
-"""Makes a manager consistent again after an exception that came at a line of its own.
+"""Makes a manager consistent again after an exception raised in its own code.
 
-Ctrl-C, a signal handler of the user's, a RecursionError or a MemoryError may come between any two
+Ctrl-C, a signal handler of the user's, a RecursionError or a MemoryError may occur between any two
 lines. No order of assignments makes every operation atomic for all of them. So the public entry
 points note that such an exception has passed (:attr:`CallGate.torn`), and the next call runs this
-repair first, before it looks at any state.
+repair first, before it uses any state.
 
-Trusted is state that changes by one assignment, or is the only copy of something: the records of
-the blocks, the transfers under way, the tensors' own bytes. All else (the places in HBM, what is
-free, what was read ahead, what was learned of the order of use) is rebuilt from that.
+State that changes by one assignment, or is the only copy of something, is trusted: the records of
+the blocks, the transfers in progress, the bytes of tensors. Everything else (the places in HBM, the
+free space, what was read ahead, the learned order of use) is rebuilt from that.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tiermem.runtime.parts import Parts
 def repair_blocks(
     parts: Parts, host_loans: HostLoans, zero_copy: ZeroCopy, prefetcher: Prefetcher, replay: Replay
 ) -> None:
-    """Makes table, slots and transfers agree; leases and their holders are left alone.
+    """Makes table, slots and transfers consistent; leases and their holders are not changed.
 
     Called under the manager's lock right after it was taken, so that no operation on blocks is
-    under way. It waits for the disk. Cut short itself, it can be called again.
+    in progress. It waits for the disk. If it is interrupted, it can be called again.
     """
     parts.evictor.repair()
     parts.transfers.repair()
@@ -44,7 +44,7 @@ def repair_blocks(
 
 
 def repair_homes(parts: Parts) -> None:
-    """Frees unowned space below HBM; nothing else may be under way in any thread."""
+    """Frees unowned space below HBM; no other operation may be in progress in any thread."""
     homes = [(r.home, r.home_extent) for r in parts.table if r.home_extent is not None]
     parts.homes.repair(homes)
 
@@ -52,13 +52,13 @@ def repair_homes(parts: Parts) -> None:
 def end_leases(parts: Parts, kept: Mapping[int, int]) -> None:
     """Ends every lease that no holder of the block counts as its own.
 
-    A leased block may have been written without being marked dirty: the copy in HBM is the newer
-    one in any case, and counts from now on. Nothing else may be under way.
+    A leased block may have been written without being marked dirty: the copy in HBM is never older,
+    and is the valid one from now on. No other operation may be in progress.
 
     Args:
-        parts: Of the manager.
-        kept: Leases that stay, by the id of the block: those of a step that could not be taken
-            back, which marks itself what it has written.
+        parts: The parts of the manager.
+        kept: Leases that stay, by block id: those of a step that could not be undone, which
+            marks blocks that it has written itself.
     """
     for record in parts.table:
         if record.block.id in kept:

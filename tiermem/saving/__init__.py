@@ -1,6 +1,6 @@
-"""Checkpoints of a whole training run: written so that a crash leaves one, read bit for bit.
+"""Checkpoints of a training run: a crash while saving leaves one; bits are restored exactly.
 
-``files`` is every operation on the file system, ``folder`` puts a new folder in the place of the
-old one, ``layout``, ``writer`` and ``reader`` are safetensors files, ``values`` is what goes into
-JSON, ``contents`` says which bytes of the tiers are which tensor, ``save`` and ``load`` join them.
+``files`` has every operation on the file system, ``folder`` replaces the old folder with a new
+one, ``layout``, ``writer`` and ``reader`` handle safetensors files, ``values`` converts to
+JSON, ``contents`` maps bytes of the tiers to tensors, ``save`` and ``load`` combine them.
 """

@@ -1,9 +1,9 @@
-"""Files of the user's own in a checkpoint's folder: which are kept, and how they are.
+"""The user's own files in a checkpoint's folder: which are kept, and how.
 
-Users who put ``config.json`` and the tokenizer beside weights can give the folder to transformers,
-and expect to find them there after the next save. A save makes a new folder, so they go over to it:
-as second names of the same files (hard links), before the folders are exchanged, so that at any
-instant they are there. A file system that has no such links gets copies.
+Users who put ``config.json`` and the tokenizer beside weights can load the folder with
+transformers, and expect to find these files there after the next save. A save creates a new folder,
+so they get second names (hard links) there before the folders are exchanged, so that they exist at
+any instant. On a file system without hard links they are copied.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BESIDE_WEIGHTS = re.compile(
     r"added_tokens\.json|vocab\b.*|merges\.txt|.*\.(model|jinja|py|md)|chat_template.*|"
     r".*processor.*\.json|(README|LICENSE|NOTICE|USE_POLICY)\b.*|\.git(attributes|ignore)"
 )
-"""Names of files that other code puts beside weights, in a folder to be saved to."""
+"""Names of files that other code puts beside weights, in a folder for a checkpoint."""
 _OF_A_CHECKPOINT = re.compile(
     r"(model-\d+/)?(model|optimizer)\b.*\.safetensors(\.index\.json)?|tiermem\.json.*"
 )
-"""What readers would take for a part of the checkpoint."""
+"""Names that readers would take for a part of the checkpoint."""
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 _PART = 1 << 20
 
@@ -33,9 +33,9 @@ def refused(names: Sequence[str], is_checkpoint: bool) -> list[str]:
     """Returns those of the user's files that a checkpoint cannot be saved beside.
 
     Args:
-        names: Of files that are none of a checkpoint's, by their path in the folder.
-        is_checkpoint: Whether the folder has a checkpoint. If not, it may be anything, and only
-            what belongs beside weights says that it is to have one.
+        names: Files that do not belong to a checkpoint, by their path in the folder.
+        is_checkpoint: Whether the folder has a checkpoint. If not, it may be any folder, and only
+            files that belong beside weights show that it is meant for one.
     """
     if is_checkpoint:
         return [name for name in names if _OF_A_CHECKPOINT.fullmatch(name)]
@@ -43,7 +43,7 @@ def refused(names: Sequence[str], is_checkpoint: bool) -> list[str]:
 
 
 def walk(folder: str) -> Iterator[str]:
-    """Yields the files in a folder and in its folders, by their path in it; links as files."""
+    """Yields the files in a folder and its subfolders, by their path in it; links as files."""
     for where, folders, names in os.walk(folder):
         below = os.path.relpath(where, folder)
         links = [name for name in folders if os.path.islink(os.path.join(where, name))]
@@ -58,7 +58,7 @@ def take_over(files: FileOperations, names: Sequence[str], source: str, target: 
         files: The file system.
         names: Paths in both folders.
         source: The folder that has them.
-        target: The other; files that it has already stay.
+        target: The other; files that exist there are kept.
 
     Raises:
         OSError: If the file system fails.
@@ -76,7 +76,7 @@ def take_over(files: FileOperations, names: Sequence[str], source: str, target: 
 
 
 def take_over_folders(files: FileOperations, source: str, target: str) -> None:
-    """Makes the empty folders of one folder in another: somebody may be about to write there.
+    """Creates the empty folders of one folder in another, as files may be written there later.
 
     Raises:
         OSError: If the file system fails.
@@ -88,7 +88,7 @@ def take_over_folders(files: FileOperations, source: str, target: str) -> None:
 
 
 def _make_folders(files: FileOperations, root: str, below: str) -> set[str]:
-    """Makes a folder in ``root``, and those above it; returns the folders that changed."""
+    """Creates a folder in ``root``, and those above it; returns the folders that changed."""
     if not below or os.path.isdir(os.path.join(root, below)):
         return set()
     changed = _make_folders(files, root, os.path.dirname(below))

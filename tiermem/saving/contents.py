@@ -42,12 +42,12 @@ class Collector:
         models: The wrapped models.
         model_specs: Tensors of each model's own files.
         specs: All other tensors.
-        sources: What holds them.
-        manifest: What is no tensor.
+        sources: The sources of all tensors.
+        manifest: Everything that is not a tensor.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
-        """Lists the wrapped models; the rest is for :meth:`collect`."""
+        """Lists the wrapped models; :meth:`collect` does the rest."""
         self._runtime = runtime
         self._manager = runtime.manager
         self.models = models_of(runtime)
@@ -63,10 +63,10 @@ class Collector:
 
         Args:
             optimizers: The contents of the optimizers.
-            **values: Plain values and tensors, each by its name.
+            **values: Plain values and tensors, by name.
 
         Raises:
-            CheckpointError: Naming what cannot be saved.
+            CheckpointError: With the name of what cannot be saved.
         """
         self._keys = keys_of(self.models, optimizers)
         for specs, model in zip(self.model_specs, self.models, strict=True):
@@ -119,7 +119,7 @@ class Collector:
         }
 
     def _take_outside(self, optimizers: Sequence[Contents]) -> None:
-        """Takes parameters that optimizers step and no model has."""
+        """Collects parameters that optimizers step and no model has."""
         taken = set()
         for optimizer in optimizers:
             for param in (p for group in optimizer.groups for p in group["params"]):
@@ -215,7 +215,7 @@ class Collector:
     # -- gradients -------------------------------------------------------
 
     def _gradients(self, optimizers: Sequence[Contents]) -> dict[str, str]:
-        """Takes every gradient that is there; those in the tiers are settled."""
+        """Collects all gradients; those in the tiers are settled."""
         found: dict[str, str] = {}
         entries = {id(e.param): e for model in self.models for e in model.wrapped.entries}
         params = {id(n.tensor): n.tensor for model in self.models for n in model.tensors}
@@ -223,7 +223,7 @@ class Collector:
         params |= {id(p): p for o in optimizers for group in o.groups for p in group["params"]}
         sources: dict[int, BlockSource] = {}
         for ident, param in params.items():
-            if ident not in self._keys:  # its module has been taken out of the model
+            if ident not in self._keys:  # its module has been removed from the model
                 continue
             entry = entries.get(ident)
             if entry is not None:
@@ -255,7 +255,7 @@ class Collector:
     # -- tensors in ordinary memory --------------------------------------
 
     def _put(self, path: str, tensor: torch.Tensor) -> str:
-        """Takes a tensor among plain values; returns its name, which nothing else has."""
+        """Collects a tensor among plain values; returns its unique name."""
         name = path
         while name in self._taken:
             name += "'"
@@ -277,7 +277,7 @@ class Collector:
         """Returns a tensor without its gradient's graph.
 
         Raises:
-            CheckpointError: If it is sparse, has no bytes, or is of a class of its own.
+            CheckpointError: If it is sparse, has no bytes, or is of a subclass.
         """
         with torch._C.DisableTorchFunctionSubclass():
             wrong = ""

@@ -1,4 +1,4 @@
-"""Copies within host memory without Python's lock and without torch's threads."""
+"""Copies within host memory without the GIL and without torch's threads."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from tiermem.transfer.copy import host_copy
 _PART = 8 << 20
 _MOST_THREADS = 4
 _CORES_FOR_EACH = 4
-"""Cores for each thread: the others are for the training that goes on."""
+"""Cores per thread: the others are for the training that continues."""
 _MOST_FRESH = 16
 _SHARE_FRESH = 0.75
-"""Of the cores, while pages are brought in, which takes several times as long as the copy."""
+"""Share of the cores while pages are faulted in, which takes several times as long as the copy."""
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies all bytes of a tensor.
 
-    Within host memory without torch, whose threads would spin on cores that others need, those
-    that read and write the files among them.
+    Within host memory it does not use torch, whose threads would spin on cores that others need,
+    such as the threads that read and write the files.
 
     Args:
-        target: Contiguous uint8, as long; it counts as changed, as torch's own copy makes it.
+        target: Contiguous uint8, of the same length; its version counter is raised, as by torch's
+            copy.
         source: Contiguous uint8.
     """
     if target.device.type != "cpu" or source.device.type != "cpu":
@@ -39,10 +40,10 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class MemoryCopier:
-    """A context manager: its threads end with it.
+    """A context manager for copies by several threads, which end with it.
 
-    One thread copies about 10 GB/s, and host memory gives many times that; torch's own threads
-    would all take part in a copy, and the training waits for them.
+    One thread copies about 10 GB/s, and host memory permits many times that; torch's own threads
+    would all take part in a copy, and the training would wait for them.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class MemoryCopier:
         Args:
             target: Contiguous uint8 in host memory, at least as long.
             source: Contiguous uint8 in host memory.
-            fresh: Whether pages of ``target`` have to be brought in, for which more threads are
+            fresh: Whether pages of ``target`` have to be faulted in; then more threads are
                 used.
         """
         whole = source.numel()

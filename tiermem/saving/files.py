@@ -1,4 +1,4 @@
-"""Every operation on the file system that a save makes, in one place: tests put a double here."""
+"""Every operation of a save on the file system, in one place: tests replace it with a double."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _opened: set[int] = set()
 
 
 def _forked() -> None:
-    """Closes what a save of the parent has open: it would stay on the disk, removed and locked."""
+    """Closes files that a save of the parent has open, which would stay on the disk, locked."""
     while _opened:
         with suppress(OSError):
             os.close(_opened.pop())
@@ -31,7 +31,7 @@ class FileOperations:
     """The system's own calls; each raises :class:`OSError` as they do."""
 
     def make_folder(self, path: str) -> None:
-        """Makes a folder."""
+        """Creates a folder."""
         os.mkdir(path)
 
     def open(self, path: str, flags: int) -> int:
@@ -42,12 +42,12 @@ class FileOperations:
 
     def close(self, fd: int) -> None:
         """Closes a descriptor."""
-        # first: forked in between, a child must not close what has the number next
+        # first: if a fork happens in between, a child must not close a reused number
         _opened.discard(fd)
         os.close(fd)
 
     def reserve(self, fd: int, nbytes: int) -> None:
-        """Gives a new file its size, and its space where the file system can reserve it."""
+        """Gives a new file its size, and reserves its space if the file system can."""
         if nbytes and (fallocate := _libc_call("fallocate")) is not None:
             try:
                 _checked(fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(nbytes)))
@@ -65,12 +65,12 @@ class FileOperations:
         os.fsync(fd)
 
     def lock(self, fd: int) -> bool:
-        """Marks a folder as in use until its descriptor is closed; returns whether it was not."""
+        """Marks a folder as in use until its descriptor is closed; returns whether it was free."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError as error:  # a file system without locks: other processes are not seen
+        except OSError as error:  # a file system without locks: other processes are not noticed
             return error.errno in (*_UNSUPPORTED, errno.ENOLCK)
         return True
 
@@ -79,10 +79,10 @@ class FileOperations:
         os.rename(source, target)
 
     def exchange(self, first: str, second: str) -> bool:
-        """Exchanges two names at once.
+        """Exchanges two names atomically.
 
         Returns:
-            Whether the file system can; nothing is changed where it cannot.
+            Whether the file system can; otherwise nothing is changed.
         """
         renameat2 = _libc_call("renameat2")
         if renameat2 is None:
@@ -101,7 +101,7 @@ class FileOperations:
         os.link(source, target, follow_symlinks=False)
 
     def give_access(self, fd: int, group: int, mode: int) -> None:
-        """Gives a folder a group, where this user may, and permissions."""
+        """Gives a folder a group, if this user may, and permissions."""
         found = os.fstat(fd)
         if group != found.st_gid:
             with suppress(PermissionError):
@@ -133,10 +133,10 @@ def sync_folder(files: FileOperations, path: str) -> None:
 
 
 def write_all(files: FileOperations, fd: int, data: memoryview, offset: int) -> None:
-    """Writes all bytes at an offset, however often the system stops short.
+    """Writes all bytes at an offset, however often the system writes only a part.
 
     Raises:
-        OSError: If it writes no byte, or refuses.
+        OSError: If it writes no byte, or fails.
     """
     while data.nbytes:
         done = files.write(fd, data, offset)
@@ -147,7 +147,7 @@ def write_all(files: FileOperations, fd: int, data: memoryview, offset: int) -> 
 
 @functools.cache
 def _libc_call(name: str) -> Callable[..., int] | None:
-    """Returns a call of the C library, or None where it has none of this name."""
+    """Returns a call of the C library, or None if it has none of this name."""
     try:
         found: Callable[..., int] = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):

@@ -1,6 +1,6 @@
 """Fills blocks with tensors of a checkpoint, as they are read.
 
-A block's former contents are discarded first: else they would be read from a disk to be
+A block's former contents are discarded first: otherwise they would be read from a disk only to be
 overwritten.
 """
 
@@ -32,7 +32,7 @@ class Run:
     Attributes:
         spec: The tensor.
         begin: The first element.
-        end: The first after them.
+        end: The end, exclusive.
     """
 
     spec: Spec
@@ -51,7 +51,7 @@ class Run:
         return Need(self.spec.key, self.begin * itemsize, self.end * itemsize)
 
     def into(self, reader: TensorReader, target: torch.Tensor) -> None:
-        """Fills a tensor of its elements and dtype with it."""
+        """Fills a tensor of the same number of elements and dtype with it."""
         reader.into(self.spec.key, target, self.begin * self.spec.dtype.itemsize)
 
 
@@ -62,7 +62,7 @@ class ParamState:
     Attributes:
         param: The parameter, as the unit knows it.
         runs: Tensors by their key.
-        values: By key, in order, values that are no tensors; None in the place of a tensor.
+        values: Values that are not tensors, by key, in order; None in place of a tensor.
     """
 
     param: torch.Tensor
@@ -71,7 +71,7 @@ class ParamState:
 
 
 def blank(manager: BlockManager, block: Block) -> None:
-    """Discards what a block holds, unless it has aliases or never moves."""
+    """Discards the contents of a block, unless it has aliases or is permanent."""
     slot = manager.parts.slots.current.get(block.id)
     record = manager.parts.table[block.id]
     if not record.fixed and not record.leases and (slot is None or not slot.aliased):
@@ -80,7 +80,7 @@ def blank(manager: BlockManager, block: Block) -> None:
 
 @contextmanager
 def written(manager: BlockManager, block: Block | None) -> Iterator[Sequence[torch.Tensor]]:
-    """Gives a block's tensors to be written; none for no block."""
+    """Yields a block's tensors to be written; none if there is no block."""
     if block is None:
         yield []
         return
@@ -93,7 +93,7 @@ def written(manager: BlockManager, block: Block | None) -> Iterator[Sequence[tor
 
 @contextmanager
 def _in_place(group: Group) -> Iterator[Sequence[torch.Tensor]]:
-    """Gives the tensors of a block that HBM has no room for where they lie, to be written."""
+    """Yields the tensors, in place, of a block for which HBM has no room, to be written."""
     views = group.lender.lend_in_place(group)
     try:
         yield views
@@ -106,8 +106,8 @@ def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorRea
 
     Args:
         group: The block as its modules see it.
-        picks: Number of a tensor, and what it becomes.
-        reader: Gives them in this order.
+        picks: Number of each tensor, and its new contents.
+        reader: Returns them in this order.
     """
     manager = group.manager
     with manager.lock:
@@ -117,7 +117,7 @@ def fill_group(group: Group, picks: Sequence[tuple[int, Run]], reader: TensorRea
         with _in_place(group) if group.in_place else written(manager, group.block) as views:
             for index, run in picks:
                 run.into(reader, views[index])
-        # what a graph has saved of them is refused by backward from now on
+        # from now on backward refuses what a graph has saved of them
         group.writes.add([entry.param for entry in group.entries])
         increment_versions([buffer.tensor for buffer in group.buffers])
 
@@ -141,9 +141,9 @@ def fill_state(
         unit: Steps whole parameters, or a part of one.
         runtime: The modules' runtime.
         groups: Settings of the parameter groups.
-        shown: Where its state is shown, to be kept up to date.
+        shown: Where its state is shown, to be updated.
         saved: The state in the checkpoint.
-        reader: Gives the tensors in the order of :func:`state_runs`.
+        reader: Returns the tensors in the order of :func:`state_runs`.
     """
     manager = runtime.manager
     optimizer = unit.plain.optimizer_for(groups)
@@ -151,7 +151,7 @@ def fill_state(
     with manager.lock:
         for param, _ in unit.members:
             for value in optimizer.state.pop(unit.own(param), {}).values():
-                forget(value)  # as of an optimizer that has other tensors from now on
+                forget(value)  # the optimizer has other tensors from now on
             shown.pop(param, None)
         if unit.block is not None:
             blank(manager, unit.block)
@@ -181,7 +181,7 @@ def _fits(run: Run, target: torch.Tensor) -> bool:
 def _loose(run: Run, own: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     """Returns ordinary memory for a tensor of a state: beside its parameter, numbers on the host.
 
-    That is where torch's optimizers have them; ``capturable`` and ``fused`` ones have numbers
+    torch's optimizers have them there; with ``capturable`` and ``fused``, numbers are
     beside the parameter as well (``torch.optim.Optimizer.load_state_dict``).
     """
     if run.end - run.begin == own.numel() and run.spec.shape != ():
@@ -200,10 +200,10 @@ def fill_masters(
     """Fills the masters of a unit, or of a part of one.
 
     Args:
-        manager: Of the blocks.
+        manager: The manager of the blocks.
         masters: The masters.
         picks: Parameter, and its master in the checkpoint.
-        reader: Gives them in this order.
+        reader: Returns them in this order.
     """
     with manager.lock:
         if masters.block is not None:

@@ -1,12 +1,12 @@
-"""A checkpoint's folder: made beside the former one, put in its place at once, and found again.
+"""A checkpoint's folder: created beside the former one, exchanged atomically, and recovered.
 
-A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem.json``, is made
+A save writes to ``.NAME.tiermem-XXXX`` beside ``NAME``. Its manifest, ``tiermem.json``, is written
 first, says "unfinished", and is replaced by the real one when all else is on the disk. Then the two
 names are exchanged in one operation of the file system, so that at any instant ``NAME`` is the
-former checkpoint or the new one. Where the file system cannot exchange names, the former one is
-renamed first: for that instant there is no ``NAME``, and the next load or save finds both beside
-it and gives the name back. A folder that is being written is locked (``flock``), so that no
-process takes it for left over.
+former checkpoint or the new one. If the file system cannot exchange names, the former one is
+renamed first: for an instant there is no ``NAME``, and the next load or save finds both beside
+it and restores the name. A folder that is being written is locked (``flock``), so that no
+process mistakes it for a leftover.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MOST_MANIFEST = 1 << 30
 
 @contextmanager
 def told_of(path: str, what: str) -> Iterator[None]:
-    """Turns ``OSError`` into tiermem's errors, with what failed and where.
+    """Converts ``OSError`` to tiermem's errors, with the operation and the path.
 
     Raises:
-        CapacityError: For no room.
-        StorageError: For any other.
+        CapacityError: If there is no room.
+        StorageError: For any other error.
     """
     try:
         yield
@@ -58,11 +58,11 @@ def told_of(path: str, what: str) -> Iterator[None]:
 
 
 def manifest_of(folder: str, directory: int | None = None) -> dict[str, Any] | None:
-    """Returns the manifest of a finished checkpoint, None where a folder has none.
+    """Returns the manifest of a finished checkpoint, None if a folder has none.
 
     Args:
         folder: Its path.
-        directory: The folder, where it is open: the path may lead to another one meanwhile.
+        directory: The folder, if it is open: the path may lead to another one meanwhile.
 
     Raises:
         OSError: If it cannot be read.
@@ -93,11 +93,11 @@ class CheckpointFolder:
         """Stores the path; nothing is read yet.
 
         Args:
-            path: Where the checkpoint is, or is to be.
+            path: The path of the checkpoint, which may not exist yet.
             files: The file system.
 
         Raises:
-            CheckpointError: If it is relative to a folder that is gone.
+            CheckpointError: If it is relative to a folder that no longer exists.
         """
         try:
             self.path = os.path.realpath(path)
@@ -114,11 +114,11 @@ class CheckpointFolder:
     # -- before ----------------------------------------------------------
 
     def check(self) -> None:
-        """Raises where the path holds something other than a checkpoint.
+        """Raises if the path holds something other than a checkpoint.
 
         Raises:
-            CheckpointError: If there is anything but a checkpoint, with or without files of the
-                user's own, a folder with what belongs beside weights, or an empty one.
+            CheckpointError: Unless it is a checkpoint, with or without files of the
+                user's own, a folder with files that belong beside weights, or an empty one.
         """
         if not self._name or not os.path.isdir(self._parent):
             raise CheckpointError(
@@ -150,10 +150,10 @@ class CheckpointFolder:
         return [name for name in sorted(walk(self.path)) if name not in ours]
 
     def check_room(self, nbytes: int) -> None:
-        """Refuses what the file system has no room for, the former checkpoint beside it.
+        """Refuses a size for which the file system has no room beside the former checkpoint.
 
         Raises:
-            CapacityError: With both sizes.
+            CapacityError: If so, with both sizes.
         """
         free = self._files.free_bytes(self._parent)
         if nbytes > free:
@@ -167,10 +167,10 @@ class CheckpointFolder:
     # -- what a crash has left -------------------------------------------
 
     def recover(self) -> None:
-        """Gives the name back to a finished checkpoint, where a crash has left none of that name.
+        """Restores the name of a finished checkpoint, if a crash has left none of that name.
 
         Raises:
-            OSError: If it cannot be.
+            OSError: If this fails.
         """
         if os.path.lexists(self.path):
             return
@@ -185,14 +185,14 @@ class CheckpointFolder:
         """Removes what killed saves of this checkpoint have left beside it.
 
         Raises:
-            OSError: If it cannot be.
+            OSError: If this fails.
         """
         for path in self._left():
             if self._is_free(path) and _is_ours(path):
                 self._remove(path)
 
     def _left(self) -> list[str]:
-        """Returns the folders beside it that saves of it make."""
+        """Returns the folders beside it that its saves create."""
         if not os.path.isdir(self._parent):
             return []
         names = sorted(name for name in os.listdir(self._parent) if self._beside.fullmatch(name))
@@ -200,7 +200,7 @@ class CheckpointFolder:
         return [path for path in paths if stat.S_ISDIR(os.lstat(path).st_mode)]
 
     def _is_free(self, path: str) -> bool:
-        """Whether no process is writing a folder just now."""
+        """Whether no process is writing a folder at the moment."""
         try:
             fd = self._files.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
@@ -214,12 +214,12 @@ class CheckpointFolder:
 
     @contextmanager
     def replacing(self, folders: Sequence[str]) -> Iterator[str]:
-        """Gives a folder beside the checkpoint, which takes its place at the end.
+        """Yields a folder beside the checkpoint, which takes its place at the end.
 
         An exception inside leaves the former checkpoint, and nothing else.
 
         Args:
-            folders: Those to be made in it.
+            folders: Subfolders to be created in it.
 
         Raises:
             OSError: If the file system fails.
@@ -245,7 +245,7 @@ class CheckpointFolder:
             self._files.sync(fd)
             self._publish(temporary)
         except BaseException:
-            if not self._exchanged:  # else it is the former one: the next save removes it
+            if not self._exchanged:  # otherwise it is the former one: the next save removes it
                 with suppress(OSError):
                     self._remove(temporary)
             raise
@@ -254,10 +254,10 @@ class CheckpointFolder:
                 self._files.close(fd)
 
     def _give_access(self, fd: int) -> None:
-        """Gives the new folder the former one's permissions: what was private stays so."""
+        """Gives the new folder the former one's permissions, so that it stays private."""
         with suppress(FileNotFoundError):
             former = os.stat(self.path)
-            mode = stat.S_IMODE(former.st_mode) | stat.S_IRWXU  # it is written to
+            mode = stat.S_IMODE(former.st_mode) | stat.S_IRWXU  # it must be writable
             self._files.give_access(fd, former.st_gid, mode)
 
     def write(self, folder: str, name: str, data: bytes) -> None:
@@ -274,7 +274,7 @@ class CheckpointFolder:
             self._files.close(fd)
 
     def write_manifest(self, folder: str, data: bytes) -> None:
-        """Puts the manifest in the place of the one that says "unfinished".
+        """Replaces the manifest that says "unfinished" with the real one.
 
         Raises:
             OSError: If that fails.
@@ -284,7 +284,7 @@ class CheckpointFolder:
         self._files.rename(f"{target}.new", target)
 
     def _publish(self, temporary: str) -> None:
-        """Gives the new folder the name; the former one is removed."""
+        """Gives the new folder the name; removes the former one."""
         here = _working_folder()
         if not os.path.lexists(self.path) or not os.listdir(self.path):
             self._files.rename(temporary, self.path)  # nothing, or an empty folder
@@ -304,13 +304,13 @@ class CheckpointFolder:
         self._exchanged = True
         self._stay(here)
         sync_folder(self._files, self._parent)
-        with suppress(OSError):  # the new one is there; the next save tries it again
+        with suppress(OSError):  # the new one is in place; the next save tries this again
             late = CheckpointFolder(former, self._files).foreign()
-            take_over(self._files, late, former, self.path)  # put there just now
+            take_over(self._files, late, former, self.path)  # files put there in the meantime
             self._remove(former)
 
     def _stay(self, here: str) -> None:
-        """Leaves a program that works inside the former folder, which goes, where it was by name.
+        """Keeps a program's working folder, by name, if it is in the removed former folder.
 
         Args:
             here: Its working folder before.
@@ -322,7 +322,7 @@ class CheckpointFolder:
                     return
 
     def _remove(self, folder: str) -> None:
-        """Removes a folder that tiermem made; its manifest is removed last."""
+        """Removes a folder that tiermem created; its manifest is removed last."""
         names = sorted(walk(folder))
         for name in [name for name in names if name != MANIFEST]:
             self._files.remove_file(os.path.join(folder, name))
@@ -335,7 +335,7 @@ class CheckpointFolder:
 
 
 def _working_folder() -> str:
-    """Returns the program's working folder; empty where it has been removed."""
+    """Returns the program's working folder; empty if it has been removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -343,7 +343,7 @@ def _working_folder() -> str:
 
 
 def _is_ours(folder: str) -> bool:
-    """Whether a folder is empty, or carries the marker of a save, be it as it was being written."""
+    """Whether a folder is empty, or has the marker of a save, even a partly written one."""
     names = os.listdir(folder)
     if MANIFEST not in names:
         return not names

@@ -1,17 +1,17 @@
-"""``tier.save(wait=False)``: what the tiers have now is written while training goes on.
+"""``tier.save(wait=False)``: the present state is written while training continues.
 
-At the call, what is newer in HBM than at home is written home. From then on the homes are the state
-that is saved, and a thread writes them. Another one copies those in DRAM to DRAM that is free,
-ahead of the steps that will overwrite them: first what was written longest ago. Only the host
-reaches these copies, so their pages are not locked. A home that is about to be overwritten before
-(:class:`~tiermem.runtime.memory.homes.HomeKeeper`) is copied then; where there is no room,
-the overwriting thread writes it to the checkpoint first. Everything else is taken at the call:
+At the call, dirty copies in HBM are written home. From then on the homes are the state
+that is saved, and a thread writes them. Another one copies those in DRAM to free DRAM,
+ahead of the steps that will overwrite them: first those that were written longest ago. Only the
+host accesses these copies, so their pages are not locked. A home that is about to be overwritten
+earlier (:class:`~tiermem.runtime.memory.homes.HomeKeeper`) is copied then; if there is no room, the
+overwriting thread first writes it to the checkpoint. Everything else is copied at the call:
 numbers, settings, generators, tensors outside the tiers, and blocks whose home is HBM or that have
 aliases.
 
 Locks are taken in this order: the manager's, ``_guard``, ``_writing``. The thread only tries to
-take the first, since ``close()`` holds it and waits for the thread. Bytes are copied without any
-of them: a write of these bytes waits for the copy.
+take the first, since ``close()`` holds it while waiting for the thread. Bytes are copied without
+any of them: a write of these bytes waits for the copy.
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ _all: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """Waits for saves under way as the interpreter ends; a moment later no pool takes any work."""
+    """Waits for running saves when the interpreter ends; later no pool accepts any work."""
     for handle in list(_all):
         if not handle._is_parents():
             handle.wait()
             handle._warn()
 
 
-# no other hook comes before those of ``concurrent.futures``, which were registered with the import
+# no other hook comes before those of ``concurrent.futures``, which were registered by the import
 threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class _State(enum.Enum):
-    """Of a block that is to be saved: where its bytes are, and whether anybody reads its home."""
+    """State of a block to be saved: where its bytes are, and whether a thread reads its home."""
 
     AT_HOME = enum.auto()
     COPYING = enum.auto()
     COPIED = enum.auto()
     WRITING = enum.auto()
-    """From its home to the checkpoint."""
+    """Being written from its home to the checkpoint."""
     DONE = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A block that is to be saved.
+    """A block to be saved.
 
     Attributes:
         block: The block.
-        picks: Number of a tensor of it, its key in the checkpoint, and its first byte there.
-        place: Its home in DRAM at the call; None where that is a file.
-        home: Its bytes there.
+        picks: Number of each tensor of it, its key in the checkpoint, and its first byte there.
+        place: Its home in DRAM at the call; None if that is a file.
+        home: The bytes of that home.
         copy: DRAM for a copy of them.
-        fresh: Whether pages of that may have to be brought in.
-        state: How far it is.
+        fresh: Whether pages of the copy may have to be faulted in.
+        state: The progress.
     """
 
     block: Block
@@ -92,18 +92,18 @@ class _Entry:
 
 
 class SaveHandle:
-    """A save under way (``tier.save(path, wait=False)``).
+    """A running save (``tier.save(path, wait=False)``).
 
     Attributes:
-        path: Where the checkpoint is going to be.
+        path: The path of the checkpoint.
     """
 
     def __init__(self, runtime: ModuleRuntime, plan: Plan) -> None:
-        """Does nothing yet.
+        """Stores its arguments.
 
         Args:
             runtime: The modules' runtime.
-            plan: What is written.
+            plan: What will be written.
         """
         self.path = plan.folder.path
         self._runtime = runtime
@@ -113,24 +113,24 @@ class SaveHandle:
         self._ahead: deque[_Entry] = deque()
         self._copied: deque[_Entry] = deque()
         self._guard = threading.RLock()
-        # Ctrl-C at the end of ``with``: a lock lets go first, a condition is Python
+        # for Ctrl-C at the end of ``with``: a lock is released first, a condition is Python code
         self._changed = threading.Condition(self._guard)
         self._writing = threading.Lock()
         self._error: BaseException | None = None
         self._told = False
         self._ended = threading.Event()
-        self._ended.set()  # there is nothing to wait for yet
+        self._ended.set()  # nothing to wait for yet
         self._generation = generation()
         self._stack = ExitStack()
         self._writer: TensorWriter
-        # whoever takes it, once, ends the save: the thread, or the call where that is cut short
+        # whoever takes it, once, ends the save: the thread, or the call if that is interrupted
         self._begun = threading.Lock()
 
     def begin(self, plan: Plan) -> None:
-        """Takes the present state, and begins to write it.
+        """Captures the present state, and begins to write it.
 
         Args:
-            plan: As given.
+            plan: The same as for the constructor.
 
         Raises:
             CapacityError: If the file system has no room.
@@ -149,7 +149,7 @@ class SaveHandle:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        """Ends a save of which the call itself raises an error."""
+        """Ends a save whose error the call itself raises."""
         try:
             with self._stack:
                 raise error
@@ -158,21 +158,21 @@ class SaveHandle:
             self._ended.set()
 
     def __del__(self) -> None:
-        # there is no error where __init__ was cut short
+        # there is no error if __init__ was interrupted
         if getattr(self, "_error", None) is not None and not self._is_parents():
             self._warn()
 
     # -- what users ask --------------------------------------------------
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._ended.is_set()
 
     def result(self) -> None:
-        """Waits until the checkpoint is there, whole and on the disk.
+        """Waits until the checkpoint is complete and on the disk.
 
         Raises:
-            CapacityError: If the file system had no room; the former checkpoint is untouched.
+            CapacityError: If the file system had no room; the former checkpoint is unchanged.
             StorageError: If it failed, or a block could not be read; likewise.
             ClosedError: If the manager was closed meanwhile, or this is a forked child.
         """
@@ -182,7 +182,7 @@ class SaveHandle:
             raise self._error
 
     def _warn(self) -> None:
-        """Warns of an error that nobody was told of."""
+        """Warns about an error that was never raised."""
         if self._error is not None and not self._told:
             self._told = True
             warnings.warn(
@@ -190,11 +190,11 @@ class SaveHandle:
             )
 
     def _is_parents(self) -> bool:
-        """Whether this is a forked child, and the save its parent's."""
+        """Whether this is a forked child, and the save belongs to its parent."""
         return self._generation != generation()
 
     def wait(self) -> None:
-        """Waits until it is over, well or not.
+        """Waits until it has ended, with or without an error.
 
         Raises:
             ClosedError: In a forked child, where no thread writes.
@@ -206,14 +206,14 @@ class SaveHandle:
         self._ended.wait()
 
     def settle(self) -> None:
-        """Waits until it is over; raises an error that was not raised before."""
+        """Waits until it has ended; raises an error that was not raised before."""
         if not self._told:
             self.result()
 
     # -- at the call -----------------------------------------------------
 
     def _take(self, plan: Plan) -> None:
-        """Takes all that is not at home, and enters the rest."""
+        """Captures everything that is not at home, and registers the rest."""
         manager = self._manager
         with manager.lock, outside_inference(), torch.no_grad():
             for source in plan.sources:
@@ -254,7 +254,7 @@ class SaveHandle:
                 raise error
 
     def _enter(self, entry: _Entry) -> None:
-        """Finds the bytes of a block at home; those that are not there are copied, or written."""
+        """Finds the bytes of a block at home; blocks without are copied, or written."""
         manager, record = self._manager, self._manager.parts.table[entry.block.id]
         if record.home_extent is not None and record.at_home is Residency.VALID:
             if record.home is Tier.DRAM:
@@ -268,16 +268,16 @@ class SaveHandle:
             entry.state = _State.DONE
 
     def _in_order_of_writes(self) -> list[_Entry]:
-        """Returns the blocks at home in DRAM, those that will be overwritten soon first.
+        """Returns the blocks with homes in DRAM, those that will be overwritten soon first.
 
-        A loop overwrites first what it has not written for longest.
+        A loop next overwrites what it has not written for longest.
         """
         written = self._manager.parts.timeline.last("hbm->dram")
         found = [entry for entry in self._left if entry.place is not None]
         return sorted(found, key=lambda entry: written.get(entry.block.name, sys.maxsize))
 
     def _make_room(self) -> None:
-        """Takes room for copies, for as many blocks as there is; the manager's lock is held."""
+        """Allocates room for copies of as many blocks as possible; the manager's lock is held."""
         with self._guard:
             for entry in self._ahead:
                 if entry.state is _State.AT_HOME and entry.copy is None:
@@ -287,9 +287,9 @@ class SaveHandle:
                     entry.copy, entry.fresh = room
 
     def _spare_room(self) -> bool:
-        """Gives up room for copies, which a home needs; the manager's lock is held.
+        """Frees room for copies, which a home needs; the manager's lock is held.
 
-        First all that has no copy in it yet. Then copies of what has its bytes at home still: they
+        First all room without a copy yet. Then copies of blocks whose bytes are still at home: they
         are written from there, or copied again before a step writes to it.
 
         Returns:
@@ -300,7 +300,7 @@ class SaveHandle:
             found = [e for e in entries if e.state is _State.AT_HOME and e.copy is not None]
             if not found:  # the writer has taken what is not among these
                 found = [e for e in self._copied if e.home is not None and e.copy is not None]
-            # first: cut short, what is not at home is passed over
+            # first: after an interruption, what is not at home is skipped
             self._left.extend(found)
             self._changed.notify_all()
             for entry in found:
@@ -314,16 +314,16 @@ class SaveHandle:
     # -- while training goes on ------------------------------------------
 
     def before_write(self, record: Record) -> None:
-        """Keeps what a home has, before it is overwritten; the manager's lock is held."""
+        """Keeps the bytes of a home before it is overwritten; the manager's lock is held."""
         self.before_reuse(record.block.id, record.home_extent)
 
     def before_reuse(self, block_id: int, extent: Extent | None) -> None:
-        """Keeps what a place has that was the home at the call; the manager's lock is held."""
+        """Keeps the bytes of a place that was a home at the call; the manager's lock is held."""
         entry = self._entries.get(block_id)
         if entry is None or entry.state is _State.DONE:
             return
         if entry.place is not None and entry.place != extent:
-            return  # the block has another home by now
+            return  # the block has another home now
         mine = False
         try:
             with self._guard:
@@ -341,10 +341,10 @@ class SaveHandle:
                 entry.state = _State.WRITING
             self._put(entry, whole)
             self._finish(entry)
-        except (OSError, TierError) as error:  # it is the save that fails, and not the training
+        except (OSError, TierError) as error:  # the save fails, not the training
             self._fail(error)
         except BaseException as error:
-            if mine and entry.state is not _State.DONE:  # else all would wait for it
+            if mine and entry.state is not _State.DONE:  # otherwise all would wait for it
                 self._fail(
                     StorageError(
                         f"{type(error).__name__} came while a step wrote to it", kind="checkpoint"
@@ -353,19 +353,19 @@ class SaveHandle:
             raise
 
     def _reads_home(self, entry: _Entry) -> bool:
-        """Whether a thread is looking at a block at home."""
+        """Whether a thread is reading a block at home."""
         if self._error is not None:
             return False
         return entry.state in (_State.COPYING, _State.WRITING)
 
     def _home_of(self, entry: _Entry) -> torch.Tensor:
-        """Returns the bytes that a home has; the manager's lock is held where it is a file."""
+        """Returns the bytes of a home; the manager's lock is held if it is a file."""
         if entry.home is not None:
             return entry.home
         return self._manager.block_io.read_home(entry.block)
 
     def _copy(self, entry: _Entry, whole: torch.Tensor) -> bool:
-        """Copies a block to DRAM that is free; returns whether there was any."""
+        """Copies a block to free DRAM; returns whether there was any."""
         homes, nbytes, extent = self._manager.parts.homes, entry.block.nbytes, entry.copy
         if extent is None and whole.device.type == "cpu":
             extent, _ = homes.lend_spare(nbytes) or (None, False)
@@ -375,18 +375,18 @@ class SaveHandle:
             return False
         homes.arena.bytes_of(extent)[:nbytes].copy_(whole[:nbytes])
         self._copied.append(entry)
-        # at once, and last: a copy that is cut short is none, and the block is saved from its home
+        # in one assignment, and last: an interrupted copy does not count, and the home is saved
         entry.copy, entry.state = extent, _State.COPIED
         return True
 
     def _put(self, entry: _Entry, whole: torch.Tensor) -> None:
-        """Gives the tensors of a block to the writer."""
+        """Passes the tensors of a block to the writer."""
         with self._writing, outside_inference(), torch.no_grad():
             for index, key, begin in entry.picks:
                 self._writer.put(key, begin, view_of(whole, entry.block.tensors[index]))
 
     def _finish(self, entry: _Entry) -> None:
-        """Marks a block as saved; the manager's lock is held where it has a copy."""
+        """Marks a block as saved; the manager's lock is held if it has a copy."""
         with self._guard:
             entry.state, entry.home = _State.DONE, None
             extent, entry.copy = entry.copy, None
@@ -402,7 +402,7 @@ class SaveHandle:
     # -- the thread that copies ------------------------------------------
 
     def _copy_ahead(self) -> None:
-        """Copies blocks at home in DRAM to DRAM that is free, one after the other."""
+        """Copies blocks with homes in DRAM to free DRAM, one after the other."""
         try:
             with MemoryCopier() as copier:
                 while (entry := self._copied_next()) is not None:
@@ -420,9 +420,9 @@ class SaveHandle:
             self._fail(error)
 
     def _copied_next(self) -> _Entry | None:
-        """Returns the block to copy next, with room for it; None where there is none left.
+        """Returns the block to copy next, with room for it; None if there is none left.
 
-        Waits for room, which comes with what is written.
+        Waits for room, which is freed when blocks are written.
         """
         while True:
             with self._guard:
@@ -466,11 +466,11 @@ class SaveHandle:
             while (entry := self._next()) is not None:
                 self._save(entry)
         except BaseException as error:
-            self._fail(error)  # so that no caller, maybe with the lock, waits for the thread
+            self._fail(error)  # so that no caller, which may hold the lock, waits for the thread
             raise
 
     def _next(self) -> _Entry | None:
-        """Returns the block that is saved next; copies first, so that there is room for others."""
+        """Returns the next block to save; copies first, so that there is room for others."""
         with self._guard:
             while self._error is None:
                 if self._copied:
@@ -481,7 +481,7 @@ class SaveHandle:
                         return entry
                 if all(entry.state is _State.DONE for entry in self._entries.values()):
                     return None
-                self._changed.wait()  # other threads write what is left
+                self._changed.wait()  # other threads write the rest
             raise self._error
 
     def _save(self, entry: _Entry) -> None:
@@ -496,11 +496,11 @@ class SaveHandle:
             if entry.state is _State.COPIED and entry.copy is not None:
                 whole = self._manager.parts.homes.arena.bytes_of(entry.copy)
             elif whole is not None:
-                entry.state = _State.COPIED  # the bytes of a file are this thread's own
+                entry.state = _State.COPIED  # the bytes of a file belong to this thread
             elif entry.home is not None and entry.copy is None:
                 whole, entry.state = entry.home, _State.WRITING
             if whole is None:
-                return  # it has room and will be copied: no step is to wait for the disk
+                return  # it has room and will be copied: no step has to wait for the disk
         self._put(entry, whole)
         del whole
         if entry.copy is None:
@@ -524,7 +524,7 @@ class SaveHandle:
     # -- the end ---------------------------------------------------------
 
     def _owned(self) -> list[tuple[Tier, Extent]]:
-        """Returns the DRAM that has copies."""
+        """Returns the DRAM that holds copies."""
         return [(Tier.DRAM, e.copy) for e in self._entries.values() if e.copy is not None]
 
     def _cancel(self) -> None:
@@ -537,7 +537,7 @@ class SaveHandle:
             self._warn()
 
     def _let_go(self) -> None:
-        """Stops watching writes, and frees its DRAM."""
+        """Stops observing writes, and frees its DRAM."""
         lock, held = self._manager.lock, False
         # the thread that closes the manager has the lock, and waits here
         while not held and not self._manager.gate.closed:
@@ -569,7 +569,7 @@ class SaveHandle:
 
 
 def _in_block(source: Source) -> BlockSource | None:
-    """Returns a source as tensors of a block, None where it is more than that."""
+    """Returns a source as tensors of a block, None if it is more than that."""
     if isinstance(source, MasterSource):
         return source.plain()
     return source if isinstance(source, BlockSource) else None

@@ -1,8 +1,8 @@
-"""Where each tensor lies in the safetensors files of a checkpoint; all of it is known beforehand.
+"""Where each tensor is in the safetensors files of a checkpoint; all of it is known beforehand.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a
-JSON header, the header, and the tensors' bytes one after another, without a hole. The header is
-padded with spaces to whole pages. Tensors come in the order in which they are written, those with
+JSON header, the header, and the tensors' bytes one after another, without gaps. The header is
+padded with spaces to whole pages. Tensors are in the order in which they are written, those with
 wide elements first: so every tensor begins at a multiple of its element's size.
 """
 
@@ -20,7 +20,7 @@ from tiermem.errors import CheckpointError
 
 PAGE = 4096
 SHARD_NBYTES = 32 << 30
-"""Most bytes of tensors in one file, where more than one tensor is in it."""
+"""Maximal bytes of tensors in one file, if it has more than one tensor."""
 
 _NAMED = {
     "BOOL": "bool",
@@ -51,10 +51,11 @@ class Spec:
     """One tensor of a checkpoint.
 
     Attributes:
-        name: In its file.
+        name: Name in its file.
         dtype: Its dtype.
         shape: Sizes.
-        folder: Of its file in the checkpoint, ending in a slash; empty for the checkpoint itself.
+        folder: Folder of its file in the checkpoint, ending in a slash; empty for the checkpoint
+            itself.
     """
 
     name: str
@@ -78,14 +79,14 @@ class Spec:
 
 @dataclass(slots=True)
 class FilePlan:
-    """One safetensors file that is to be written.
+    """One safetensors file to be written.
 
     Attributes:
-        path: Within the checkpoint.
+        path: Path within the checkpoint.
         specs: Its tensors in order.
         header: Everything before the tensors' bytes.
         offsets: First byte of each tensor in the file.
-        nbytes: Of the whole file.
+        nbytes: Bytes of the whole file.
     """
 
     path: str
@@ -99,7 +100,7 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
     """Returns safetensors' name of a dtype.
 
     Raises:
-        CheckpointError: If it has no word for it; ``what`` says whose dtype it is.
+        CheckpointError: If it has no name for it; ``what`` says whose dtype it is.
     """
     found = _NAMES.get(dtype)
     if found is None:
@@ -119,10 +120,10 @@ def plan_files(
     """Lays tensors out in one file, or in several where they are more than ``limit`` bytes.
 
     Args:
-        stem: Of the files' names, with the folder within the checkpoint.
-        specs: In the order in which they will be written.
-        metadata: For each header.
-        limit: Most bytes in one file.
+        stem: Begin of the files' names, with the folder within the checkpoint.
+        specs: The tensors in the order in which they will be written.
+        metadata: Metadata for each header.
+        limit: Maximal bytes in one file.
 
     Returns:
         The files; there is at least one.
@@ -176,6 +177,6 @@ def index_of(plans: Sequence[FilePlan]) -> bytes:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's bytes in the order of its elements, 1-D uint8; a view if it can be."""
+    """Returns a tensor's bytes in the order of its elements, 1-D uint8; a view if possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)

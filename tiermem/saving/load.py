@@ -1,9 +1,9 @@
 """``tier.load``: restores a training run from a checkpoint, under any budgets.
 
 Manifest, headers, names, shapes, dtypes and settings are checked before anything is changed. The
-tensors are compared with their checksums as they are read, once: to read all of it twice would cost
-as long again, for something that hardly ever happens. So a flipped bit is noticed when a part has
-been loaded; the model then refuses to compute until a whole checkpoint is.
+tensors are compared with their checksums as they are read, once: reading all of it twice would take
+twice as long, for something that hardly ever happens. So a flipped bit is detected when a part has
+already been loaded; the model then refuses to compute until a whole checkpoint has been loaded.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Action:
     """Part of a load.
 
     Attributes:
-        needs: What it reads, in order.
-        make: Loads it.
+        needs: The bytes that it reads, in order.
+        make: Performs it.
     """
 
     needs: list[Need]
@@ -68,14 +68,14 @@ class _Action:
 
 
 def load_run(runtime: ModuleRuntime, path: str | os.PathLike[str]) -> Any:
-    """Loads a checkpoint into the models and optimizers that there are.
+    """Loads a checkpoint into the existing models and optimizers.
 
     Returns:
-        The values that the user gave to the save.
+        The values that the user passed to the save.
 
     Raises:
         CheckpointError: If it does not fit; nothing is changed.
-        IntegrityError: If a file is not what was written.
+        IntegrityError: If a file differs from what was written.
         StorageError: If it cannot be read.
     """
     folder = CheckpointFolder(parse_path(path, "path", CheckpointError), FILES)
@@ -175,10 +175,10 @@ class _Loader:
         ]
 
     def _fitting(self, key: str, tensor: torch.Tensor, name: str = "") -> Run:
-        """Returns all of a tensor of the checkpoint, that has another's shape and dtype.
+        """Returns a tensor of the checkpoint as a whole, after comparing shape and dtype.
 
         Raises:
-            CheckpointError: If it has not.
+            CheckpointError: If they differ.
         """
         found = self._spec(key)
         with torch._C.DisableTorchFunctionSubclass():
@@ -241,7 +241,7 @@ class _Loader:
         return found
 
     def _settle(self, values: dict[str, Any]) -> None:
-        """Puts modules' own values in place, and goes on, now that all tensors are there."""
+        """Sets modules' own values, and continues, now that all tensors are loaded."""
         for model, states in zip(self._models, values["modules"], strict=True):
             modules = dict(model.wrapped.model.named_modules())
             for name, state in states.items():
@@ -256,9 +256,9 @@ class _Loader:
             optimizer.replaced(factor, saved["backwards"], order)
 
     def _settle_groups(self, found: Sequence[Contents], values: dict[str, Any]) -> None:
-        """Puts settings in place; tensors among them go where those were.
+        """Restores settings; tensors among them are written to the existing ones.
 
-        One tensor that is a setting of several groups stays one, where it was saved with one value.
+        A tensor that is a setting of several groups stays shared, if it was saved with one value.
         """
         each = zip(self._optimizers, found, values["optimizers"], strict=True)
         for optimizer, contents, (_, *settings) in each:
@@ -321,7 +321,7 @@ class _Loader:
 
     @staticmethod
     def _numbered(saved: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keys of a state dict, to say which parameters have any state."""
+        """Returns the keys of a state dict, to find out which parameters have any state."""
         numbers: dict[str, int] = {}
         groups = []
         for group in saved["groups"]:
@@ -439,7 +439,7 @@ class _Loader:
             check_gradients(self._runtime)
 
     def _of_gradients(self) -> Iterator[_Action]:
-        """Yields the actions that replace the gradients by those of the checkpoint."""
+        """Yields the actions that replace the gradients with those of the checkpoint."""
         entries = {id(e.param): e for model in self._models for e in model.wrapped.entries}
         grads = self._runtime.grads
 
@@ -485,7 +485,7 @@ def _refuse(name: str) -> torch.Tensor:
 def _by_key(
     keys: dict[int, str], models: Sequence[ModelNames], found: Sequence[Contents]
 ) -> dict[str, torch.Tensor]:
-    """Returns every parameter by what it is called; one that has two names by the first."""
+    """Returns every parameter by its name; one that has two names by the first."""
     params: list[torch.Tensor] = [e.param for model in models for e in model.wrapped.entries]
     params += [n.tensor for model in models for n in model.tensors]
     params += [p for contents in found for group in contents.groups for p in group["params"]]

@@ -23,12 +23,12 @@ from tiermem.saving.writer import Checks
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose manifest and headers are what was written.
+    """A checkpoint whose manifest and headers have been verified.
 
     Attributes:
         path: Its folder.
-        manifest: What is no tensor.
-        stored: Where the tensors are, by their key.
+        manifest: Everything that is not a tensor.
+        stored: Where the tensors are, by key.
         checks: Their checksums.
     """
 
@@ -42,12 +42,12 @@ class Checkpoint:
 def open_checkpoint(folder: CheckpointFolder) -> Iterator[Checkpoint]:
     """Reads manifest and headers, and keeps the files of tensors open.
 
-    So all of it is one checkpoint, also if another process saves to the same path meanwhile.
+    So all of it is one checkpoint, even if another process saves to the same path meanwhile.
 
     Raises:
         CheckpointError: If there is no checkpoint of this version, or files are missing, or have
             other lengths.
-        IntegrityError: If manifest or a header is not what was written.
+        IntegrityError: If manifest or a header differs from what was written.
         StorageError: If they cannot be read.
     """
     fds: list[int] = []
@@ -59,7 +59,7 @@ def open_checkpoint(folder: CheckpointFolder) -> Iterator[Checkpoint]:
 
     try:
         with told_of(folder.path, "the checkpoint cannot be read:"):
-            undisturbed(read)  # Ctrl-C between a file that is opened and its number kept
+            undisturbed(read)  # no Ctrl-C between opening a file and storing its number
         yield found[0]
     finally:
         _close(fds)
@@ -71,11 +71,11 @@ def _close(fds: list[int]) -> None:
 
 
 def _opened(path: str, fds: list[int]) -> list[Checkpoint]:
-    """Returns the checkpoint that a folder is; none if another one took its place meanwhile.
+    """Returns the checkpoint in a folder; empty if another one took its place meanwhile.
 
     Args:
         path: The folder.
-        fds: Takes what is opened.
+        fds: Receives the opened files.
     """
     try:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -168,8 +168,8 @@ def _beginning(
 
 
 def _take_header(path: str, name: str, fd: int, begin: bytes, stored: dict[str, Stored]) -> None:
-    """Enters the tensors of a file whose header is what was written."""
-    try:  # tensors are read past the page cache, where the file system can
+    """Enters the tensors of a file whose header has been verified."""
+    try:  # tensors are read past the page cache, if the file system can
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
         with suppress(OSError):

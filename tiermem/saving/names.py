@@ -1,4 +1,4 @@
-"""What a checkpoint calls models, parameters, classes and dtypes."""
+"""The names of models, parameters, classes and dtypes in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Named:
     """A tensor of a model.
 
     Attributes:
-        name: In ``state_dict()``.
+        name: Name in ``state_dict()``.
         tensor: The tensor; bytes of a managed one may be in any tier.
         persistent: Whether it is in ``state_dict()`` at all.
     """
@@ -34,7 +34,7 @@ class Named:
 
 
 def names_of(model: nn.Module) -> tuple[list[Named], dict[str, str]]:
-    """Returns the tensors of a model, each once, and other names of theirs."""
+    """Returns the tensors of a model, each once, and their other names."""
     found: dict[int, Named] = {}
     aliases: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -59,9 +59,9 @@ class ModelNames:
 
     Attributes:
         wrapped: The model.
-        folder: Where its files are in the checkpoint; empty for the only one.
-        tensors: Its tensors, each once; one that shares its bytes with another is not among them.
-        aliases: Other names, and the name that the files have.
+        folder: The folder of its files in the checkpoint; empty for the only one.
+        tensors: Its tensors, each once, without those that share their bytes with another.
+        aliases: Other names, and the name in the files.
         entries: Its managed parameters by the id of the tensor.
     """
 
@@ -73,14 +73,14 @@ class ModelNames:
 
     @classmethod
     def of(cls, wrapped: WrappedModel, folder: str) -> ModelNames:
-        """Looks at a model."""
+        """Returns the names of a model."""
         for group in wrapped.groups:
             group.take_in()
         tensors, aliases = names_of(wrapped.model)
         entries = {id(entry.param): entry for entry in wrapped.entries}
         first: dict[tuple[int, int], str] = {}
         distinct = []
-        for named in tensors:  # other parameters may look at the very same bytes
+        for named in tensors:  # other parameters may share the same bytes
             entry = entries.get(id(named.tensor))
             if entry is not None:
                 name = first.setdefault((entry.group.block.id, entry.index), named.name)
@@ -95,8 +95,8 @@ class ModelNames:
     def places(self) -> dict[int, tuple[Group, int]]:
         """Returns block and number of each managed tensor that is not lent, by its id.
 
-        A buffer that stays in HBM and was given other memory (``buffer.data = ...``) is not in its
-        block any more.
+        A buffer that stays in HBM and was given other memory (``buffer.data = ...``) is no longer
+        in its block.
         """
         groups = self.wrapped.every_group()
         members = [(g, m) for g in groups for m in (*g.entries, *g.buffers)]
@@ -137,9 +137,9 @@ def models_of(runtime: ModuleRuntime) -> list[ModelNames]:
 
 
 def optimizers_of(runtime: ModuleRuntime) -> list[TieredOptimizer]:
-    """Returns the optimizers that are open, in the order in which they were made.
+    """Returns the open optimizers, in the order in which they were created.
 
-    One whose models were all unwrapped is left out: it has nothing to go on with.
+    One whose models were all unwrapped is left out: it cannot continue.
     """
     found = [keeper.optimizer for keeper in runtime.keepers]
     ours = [optimizer for optimizer in found if isinstance(optimizer, TieredOptimizer)]

@@ -1,4 +1,4 @@
-"""Reads tensors of a checkpoint in a known order: ahead, past the page cache, and checked."""
+"""Reads tensors of a checkpoint in a known order: ahead, past the page cache, and with checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stored:
         spec: Name, dtype and shape.
         path: The file.
         offset: Its first byte there.
-        fd: The file's descriptor, past the page cache where the file system can.
+        fd: The file's descriptor, which bypasses the page cache if the file system can.
     """
 
     spec: Spec
@@ -42,7 +42,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A run of a tensor's bytes that is going to be asked for."""
+    """A run of a tensor's bytes that will be requested."""
 
     name: str
     begin: int
@@ -54,10 +54,10 @@ class _Read:
     """A run that has a checksum.
 
     Attributes:
-        name: Of the tensor.
+        name: Name of the tensor.
         begin: Its first byte in the tensor.
         nbytes: Its bytes.
-        digest: What their checksum is to be.
+        digest: The expected checksum.
     """
 
     name: str
@@ -74,8 +74,8 @@ class TensorReader:
 
         Args:
             stored: Where the tensors are.
-            checks: Their checksums; the runs of a tensor are all of it.
-            needs: What will be asked for, in order.
+            checks: Their checksums; the runs of a tensor cover all of it.
+            needs: What will be requested, in order.
         """
         self._stored = stored
         self._needs = deque(needs)
@@ -95,16 +95,16 @@ class TensorReader:
                 begin += nbytes
 
     def into(self, name: str, target: torch.Tensor, begin: int = 0) -> None:
-        """Fills a tensor with what comes next.
+        """Fills a tensor with the next run.
 
         Args:
-            name: Of the tensor in the checkpoint.
-            target: What is filled, on any device.
+            name: Name of the tensor in the checkpoint.
+            target: The tensor to fill, on any device.
             begin: The first byte of the checkpoint's tensor that belongs there.
 
         Raises:
             StorageError: If it cannot be read.
-            IntegrityError: If it is not what was written.
+            IntegrityError: If it differs from what was written.
         """
         flat = bytes_of(target)
         need = Need(name, begin, begin + flat.numel())
@@ -125,14 +125,14 @@ class TensorReader:
             target.copy_(flat.view(target.dtype).view(target.shape))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns the tensor that comes next, in host memory."""
+        """Returns the next tensor, in host memory."""
         spec = self._stored[name].spec
         found = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self.into(name, found)
         return found
 
     def _next(self) -> tuple[_Read, mmap.mmap, int]:
-        """Returns the run that comes next: what it is, where it is, and its first byte there."""
+        """Returns the next run: its description, its memory, and its first byte there."""
         while len(self._under_way) < _AHEAD and (read := next(self._reads, None)) is not None:
             self._under_way.append((read, self._pool.submit(self._read, read)))
         read, future = self._under_way.popleft()

@@ -1,4 +1,4 @@
-"""The states of the random generators that a run draws from."""
+"""The states of the random generators that a run uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     """Returns the states of torch's, Python's and numpy's default generators.
 
     Args:
-        device: The device whose generator counts, beside the processor's.
+        device: The device whose generator is included, beside the CPU's.
     """
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -26,7 +26,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Sets the generators; one that was not there at the time stays as it is."""
+    """Sets the generators; one that did not exist at the time of the save is not changed."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(_arrays(states["numpy"]))

@@ -1,4 +1,4 @@
-"""``tier.save``: the state of a run, written beside the former checkpoint, then in its place."""
+"""``tier.save``: writes the state of a run beside the former checkpoint, then replaces that."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _ROOM_FOR_MORE = 1 << 20  # for configurations, indexes and the manifest, whose 
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """All that is to be written.
+    """Everything to be written.
 
     Attributes:
-        folder: The checkpoint's place.
-        sources: What holds the tensors, in the order of the files.
+        folder: The checkpoint's folder.
+        sources: The sources of the tensors, in the order of the files.
         plans: The files of tensors.
         small: Other files, by their path in the checkpoint.
         folders: Folders in the checkpoint.
-        manifest: What goes into it, but for what is known when the tensors are written.
+        manifest: Its contents, except what is known only after the tensors are written.
     """
 
     folder: CheckpointFolder
@@ -62,14 +62,14 @@ def make_plan(runtime: ModuleRuntime, path: str | os.PathLike[str], extra: Any) 
 
     Args:
         runtime: The modules' runtime.
-        path: Of the checkpoint.
+        path: Path of the checkpoint.
         extra: The user's own values.
 
     Raises:
-        CheckpointError: Naming what cannot be saved, or why the path cannot be used.
+        CheckpointError: With the name of what cannot be saved, or why the path cannot be used.
         CapacityError: If the file system has no room.
         StepError: If an optimizer's step is unfinished.
-        StorageError: If the file system cannot be looked at.
+        StorageError: If the file system cannot be read.
     """
     runtime.models.refuse_half_loaded("tier.save()")
     runtime.refuse_inside("tier.save()")
@@ -122,11 +122,11 @@ def _with_architecture(text: str, model: ModelNames) -> str:
 
 
 def save_now(runtime: ModuleRuntime, plan: Plan) -> None:
-    """Writes a checkpoint, tensor by tensor from where it is.
+    """Writes a checkpoint, tensor by tensor from its present place.
 
     Raises:
         CapacityError: If the file system has no room.
-        StorageError: If it fails, or a block cannot be read. The former checkpoint is untouched.
+        StorageError: If it fails, or a block cannot be read. The former checkpoint is unchanged.
     """
     with writing(plan) as writer:
         for source in plan.sources:
@@ -134,7 +134,7 @@ def save_now(runtime: ModuleRuntime, plan: Plan) -> None:
 
 
 def write_source(runtime: ModuleRuntime, source: Source, writer: TensorWriter) -> None:
-    """Writes the tensors that a source has."""
+    """Writes the tensors of a source."""
     manager = runtime.manager
     with manager.lock, outside_inference(), torch.no_grad():
         manager.gate.guard()
@@ -144,7 +144,7 @@ def write_source(runtime: ModuleRuntime, source: Source, writer: TensorWriter) -
 
 @contextmanager
 def writing(plan: Plan) -> Iterator[TensorWriter]:
-    """Yields the tensor writer; at the end, the checkpoint takes the former one's place.
+    """Yields the tensor writer; at the end, the checkpoint replaces the former one.
 
     Raises:
         CapacityError: If the file system has no room.
@@ -182,7 +182,7 @@ def writing(plan: Plan) -> Iterator[TensorWriter]:
 
 
 def _described(nbytes: int, begin: bytes) -> dict[str, Any]:
-    """Returns the length of a file, and of what it begins with, with the latter's checksum."""
+    """Returns the length of a file, and length and checksum of its beginning."""
     digest = xxhash.xxh3_64_hexdigest(begin)
     return {"nbytes": nbytes, "begin": [len(begin), digest]}
 

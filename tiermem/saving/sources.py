@@ -20,16 +20,16 @@ Run = tuple[str, int, torch.Tensor]
 
 
 class Source(Protocol):
-    """Something that has tensors of a checkpoint.
+    """A source of tensors of a checkpoint.
 
     Attributes:
-        block: The block that they are in; None for ordinary memory.
+        block: The block that contains them; None for ordinary memory.
     """
 
     block: Block | None
 
     def runs(self) -> Iterator[Run]:
-        """Yields the tensors as they are now; the manager's lock is held, and none is kept."""
+        """Yields the present tensors; the manager's lock is held, and none of them is kept."""
         ...
 
 
@@ -38,9 +38,9 @@ class BlockSource:
     """Tensors of one block.
 
     Attributes:
-        manager: Of the block.
+        manager: The manager of the block.
         block: The block.
-        picks: Number of a tensor of it, its key, and its first byte there.
+        picks: Number of each tensor of it, its key, and its first byte there.
     """
 
     manager: BlockManager
@@ -61,7 +61,7 @@ class LooseSource:
     """One tensor in ordinary memory.
 
     Attributes:
-        key: In the checkpoint.
+        key: Key in the checkpoint.
         tensor: The tensor.
         block: None.
     """
@@ -79,15 +79,15 @@ class LooseSource:
 class MasterSource:
     """The masters of a unit, or of a part of one.
 
-    Where other code wrote the weights they are saved as they are, and follow them at the next
-    step, before or after a load.
+    If other code wrote the weights, the masters are saved unchanged, and follow the weights at the
+    next step, before or after a load.
 
     Attributes:
-        manager: Of the blocks.
+        manager: The manager of the blocks.
         masters: The masters.
         weight: Returns the elements of the weight of one of the unit's parameters.
         picks: Parameter, key of its master, and its first byte there.
-        block: The block of the masters; None where they are in ordinary memory.
+        block: The block of the masters; None if they are in ordinary memory.
     """
 
     manager: BlockManager
@@ -97,7 +97,7 @@ class MasterSource:
     block: Block | None = None
 
     def plain(self) -> BlockSource | None:
-        """Returns the masters as tensors of their block, where all of them are in it."""
+        """Returns the masters as tensors of their block, if all of them are in it."""
         found = [self.masters.index_of(param) for param, _, _ in self.picks]
         picks = [
             (index, key, begin)
@@ -109,7 +109,7 @@ class MasterSource:
         return BlockSource(self.manager, self.block, picks)
 
     def runs(self) -> Iterator[Run]:
-        """Yields the masters; one that is only the cast of its weight is made from that."""
+        """Yields the masters; one that is only the cast of its weight is computed from that."""
         masters = self.masters
         stored: Sequence[torch.Tensor] = ()
         if self.block is not None and masters.made:
@@ -122,7 +122,7 @@ class MasterSource:
 
 
 def views_of(manager: BlockManager, block: Block) -> list[torch.Tensor]:
-    """Returns a block's tensors as they are now; the lock is held.
+    """Returns a block's tensors in their present state; the lock is held.
 
     Raises:
         StorageError: If its bytes cannot be read.
@@ -139,7 +139,7 @@ class Weights:
     unit: StepUnit
 
     def __call__(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns the weight of a parameter as it is now."""
+        """Returns the weight of a parameter in its present state."""
         for entry in self.unit.entries:
             if entry.param is param:
                 return _weight_of(self.manager, self.unit, entry)
@@ -169,12 +169,12 @@ def _weight_of(manager: BlockManager, unit: StepUnit, entry: Entry) -> torch.Ten
 
 
 Places = dict[tuple[int, str], list[tuple[int, int]]]
-"""By a parameter's id and a key of its state: numbers of tensors of a block, and the first element
-of each in the whole."""
+"""By a parameter's id and a key of its state: numbers of tensors of a block, and the offset of the
+first element of each in the whole."""
 
 
 def placed_state(unit: StepUnit, manager: BlockManager) -> list[tuple[BlockSource, Places]]:
-    """Returns the blocks of a unit's state, and what is where in them."""
+    """Returns the blocks of a unit's state, and the places of its tensors in them."""
     found = []
     for block, owner, begin in state_blocks(unit):
         places: Places = {}
@@ -186,9 +186,9 @@ def placed_state(unit: StepUnit, manager: BlockManager) -> list[tuple[BlockSourc
 
 
 def state_blocks(unit: StepUnit) -> Iterator[tuple[Block, StepUnit, int]]:
-    """Yields each block of state of a unit, the unit of the part that has it, and where it begins.
+    """Yields each block of state of a unit, the unit of its part, and where that begins.
 
-    That is the number of its first element in the parameter.
+    This is the number of its first element in the parameter.
     """
     if not isinstance(unit, PartedUnit):
         if unit.block is not None:

@@ -1,8 +1,8 @@
-"""Plain values as JSON, tensors beside them: what a checkpoint has beside blocks, and no pickle.
+"""Plain values as JSON, tensors separately: what a checkpoint has beside blocks; no pickle.
 
-A value that JSON has no word for is an object with one key that begins with ``$``: ``$tensor`` (the
-name of a tensor in the files), ``$tuple``, ``$float`` (``nan``, ``inf``, ``-inf``) and ``$dict``
-(pairs, where keys are not all text, or begin with ``$``).
+A value that JSON cannot represent is an object with one key that begins with ``$``: ``$tensor``
+(the name of a tensor in the files), ``$tuple``, ``$float`` (``nan``, ``inf``, ``-inf``) and
+``$dict`` (pairs, where keys are not all text, or begin with ``$``).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _MOST_BITS = 14_284  # of an int of 4300 digits, the most that Python reads if n
 def encode(value: Any, path: str, put: Put, depth: int = 0) -> Any:
     """Returns the JSON representation of a value.
 
-    Dictionaries of the standard library's other classes come back as plain ones.
+    Dictionaries of the standard library's other classes are restored as plain ones.
 
     Args:
         value: Numbers, text, None, tensors, in lists, tuples and dictionaries.
-        path: Where the value is, for messages and names.
-        put: Given a path and a tensor, keeps it; returns the name that it has in the files.
-        depth: How many containers it is in.
+        path: Path of the value, for messages and names.
+        put: Called with a path and a tensor, keeps it; returns its name in the files.
+        depth: How deep it is nested in containers.
 
     Raises:
-        CheckpointError: Naming the path of a value that is something else.
+        CheckpointError: With the path of a value of another kind.
     """
     kind = type(value)
     if depth > _DEEPEST:
@@ -67,7 +67,7 @@ def encode(value: Any, path: str, put: Put, depth: int = 0) -> Any:
 
 
 def _encode_dict(value: dict[Any, Any], path: str, put: Put, depth: int) -> Any:
-    # the keys first: one that cannot be kept may have no text for the paths of what it leads to
+    # the keys first: a key that cannot be saved may have no text for the paths below it
     keys = [encode(key, f"a key of {path}", _no_tensor, depth) for key in value]
     items = [encode(item, f"{path}[{key!r}]", put, depth) for key, item in value.items()]
     pairs = zip(keys, items, strict=True)
@@ -81,14 +81,14 @@ def _no_tensor(path: str, _: torch.Tensor) -> str:
 
 
 def decode(value: Any, get: Get) -> Any:
-    """Returns the value that JSON stands for.
+    """Returns the value represented by JSON.
 
     Args:
-        value: As :func:`encode` made it.
-        get: Returns the tensor of a name in the files.
+        value: The result of :func:`encode`.
+        get: Returns the tensor with a given name in the files.
 
     Raises:
-        CheckpointError: If it was not made by :func:`encode`.
+        CheckpointError: If it is not a result of :func:`encode`.
     """
     if isinstance(value, list):
         return [decode(item, get) for item in value]

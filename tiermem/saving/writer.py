@@ -1,8 +1,8 @@
 """Writes the files of a checkpoint: any tensor at any time, in large direct writes, by threads.
 
 The calling thread copies a tensor's bytes into a chunk, which is a run of a file; full chunks are
-hashed and written by threads meanwhile. Whole pages go past the page cache (O_DIRECT), where the
-file system can; what is left at the edges of a run goes through it. No page is written both ways.
+hashed and written by threads meanwhile. Whole pages bypass the page cache (O_DIRECT), if the
+file system can; the rest at the edges of a run goes through it. No page is written both ways.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Checks = dict[str, list[tuple[int, str]]]
 
 @dataclass(slots=True, eq=False)
 class _File:
-    """An open file: through the page cache, and past it where that can be."""
+    """An open file: through the page cache, and bypassing it if possible."""
 
     fd: int
     direct: int | None = None
@@ -47,11 +47,11 @@ class _Chunk:
     """A run of a file that is being filled.
 
     Attributes:
-        file: Which.
-        start: Where the memory's first byte is in the file, at a page.
+        file: The file.
+        start: File offset of the memory's first byte, at a page.
         begin: The first byte of the run.
-        end: The first after it.
-        memory: Of ``CHUNK`` bytes.
+        end: The end, exclusive.
+        memory: ``CHUNK`` bytes.
         pieces: Tensor, first byte in it, first byte in the memory, and bytes.
     """
 
@@ -64,18 +64,18 @@ class _Chunk:
 
 
 class TensorWriter:
-    """Writes tensors to where a plan has them; for one thread at a time."""
+    """Writes tensors to their places in a plan; for one thread at a time."""
 
     def __init__(self, files: FileOperations, folder: str, plans: Sequence[FilePlan]) -> None:
-        """Makes the files, with their space reserved and their headers written.
+        """Creates the files, with their space reserved and their headers written.
 
         Args:
             files: The file system.
-            folder: Of the checkpoint that is written.
-            plans: The files; their folders are there.
+            folder: Folder of the checkpoint that is written.
+            plans: The files; their folders exist.
 
         Raises:
-            OSError: If they cannot be made.
+            OSError: If they cannot be created.
         """
         self._files = files
         self._place: dict[str, tuple[_File, int]] = {}
@@ -99,22 +99,22 @@ class TensorWriter:
         file = _File(fd)
         self._all.append(file)
         self._files.reserve(fd, plan.nbytes)
-        with suppress(OSError):  # the file system has no direct writes
+        with suppress(OSError):  # the file system does not support direct writes
             file.direct = self._files.open(path, os.O_WRONLY | os.O_DIRECT)
         write_all(self._files, fd, memoryview(plan.header), 0)
         for spec in plan.specs:
             self._place[spec.key] = file, plan.offsets[spec.name]
 
     def put(self, name: str, begin: int, tensor: torch.Tensor) -> None:
-        """Takes bytes of a tensor; they are not read any more when this returns.
+        """Copies bytes of a tensor; they are not read any more when this returns.
 
         Args:
-            name: Of the tensor in the checkpoint.
+            name: Name of the tensor in the checkpoint.
             begin: The first byte, in the tensor as it is in the file.
             tensor: The run's elements, on any device.
 
         Raises:
-            OSError: If something before could not be written.
+            OSError: If earlier bytes could not be written.
         """
         self._take_up()
         file, offset = self._place[name]
@@ -135,7 +135,7 @@ class TensorWriter:
                 self._submit(chunk)
 
     def _chunk_at(self, file: _File, offset: int) -> _Chunk:
-        """Returns the chunk whose run goes on at an offset, or a new one."""
+        """Returns the chunk whose run continues at an offset, or a new one."""
         for chunk in self._open:
             if chunk.file is file and chunk.end == offset:
                 return chunk
@@ -174,12 +174,12 @@ class TensorWriter:
             self._free.put(chunk.memory)
 
     def _write_direct(self, file: _File, fd: int, data: memoryview, offset: int) -> None:
-        """Writes whole pages past the page cache, or through it where they do not go that way."""
+        """Writes whole pages past the page cache, or through it if direct writes fail."""
         while data.nbytes:
             try:
                 done = self._files.write(fd, data, offset) // PAGE * PAGE
             except OSError as error:
-                if error.errno != errno.EINVAL:  # it wants other addresses than pages
+                if error.errno != errno.EINVAL:  # it requires other addresses than pages
                     raise
                 done = 0
             if not done:
@@ -193,14 +193,14 @@ class TensorWriter:
             self._pending.pop(0).result()
 
     def finish(self) -> Checks:
-        """Writes what is left, and syncs all of it to the disk.
+        """Writes the rest, and syncs everything to the disk.
 
         Returns:
             The checksums.
 
         Raises:
             OSError: If that fails.
-            InvariantError: If not all tensors were given.
+            InvariantError: If not all tensors were passed.
         """
         while self._open:
             self._submit(self._open.pop(0))
@@ -220,7 +220,7 @@ class TensorWriter:
         return checks
 
     def close(self) -> None:
-        """Ends the threads and closes the files, written or not; does nothing a second time."""
+        """Ends the threads and closes the files, written or not; a second call does nothing."""
         with ExitStack() as stack:
             while self._all:
                 file = self._all.pop()
@@ -231,7 +231,7 @@ class TensorWriter:
 
 
 def _follow(runs: Sequence[tuple[int, int, str]]) -> bool:
-    """Whether runs of bytes follow one another from the first byte on."""
+    """Whether runs of bytes follow one another beginning at the first byte."""
     end = 0
     for begin, nbytes, _ in runs:
         if begin != end:

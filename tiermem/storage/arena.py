@@ -1,9 +1,9 @@
-"""Memory arenas: one run of bytes, allocated once, seen through tensors.
+"""Memory arenas: one run of bytes, allocated once, accessed through tensors.
 
-A tensor of an arena has a storage of its own that covers just its extent. So
-the storage's reference count says whether anything (a view, a saved tensor, a
-user's variable) can still see those bytes; the manager relies on it. The
-memory itself lives until the last such tensor is gone.
+A tensor of an arena has its own storage that covers just its extent. So
+the storage's reference count tells whether anything (a view, a saved tensor, a
+user's variable) still has access to those bytes; the manager relies on it. The
+memory itself is freed with the last such tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiermem.core.block import ALIGNMENT, Extent, Tier, align_up
 from tiermem.errors import CapacityError, ClosedError
 from tiermem.storage.pagelock import CudaPageLocks, LockedPrefix, PageLocks
 
-_MOST = 1 << 62  # torch takes no larger numbers
+_MOST = 1 << 62  # torch takes no larger sizes
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
 
@@ -32,7 +32,7 @@ class Arena:
         capacity: Bytes.
         address: First byte in memory.
         chunk: Bytes of the pieces in which memory is taken and given back.
-        grows: Whether memory is taken as it is used, not at once.
+        grows: Whether memory is taken as it is used, and not all at once.
     """
 
     address = 0
@@ -46,35 +46,35 @@ class Arena:
         self.closed = False
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
-        """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
+        """Returns a new 1-D uint8 tensor over ``extent``, with its own storage."""
         raise NotImplementedError
 
     def show_to_children(self, extents: Iterable[Extent] | None) -> None:
-        """Sets which bytes a child that is forked from now on sees; the rest is zeros there.
+        """Sets which bytes children forked from now on see; they see zeros in the rest.
 
         Args:
-            extents: Page-aligned, or None for all of it.
+            extents: Page-aligned, or None for the whole arena.
         """
         return
 
     @property
     def mapped(self) -> int:
-        """Bytes that are taken from the device or the host now."""
+        """Bytes that are allocated from the device or the host now."""
         return self.capacity
 
     def back(self, extent: Extent) -> bool:
-        """Maps memory behind an extent where there is none; returns whether it has memory now."""
+        """Maps memory for an extent where it has none; returns whether it has memory now."""
         return True
 
     def missing(self) -> Sequence[Extent]:
-        """Returns the runs that have no memory behind them, by offset."""
+        """Returns the runs without memory, by offset."""
         return ()
 
     def trim(self, begin: int, end: int) -> int:
-        """Frees what memory it can behind ``[begin, end)``, whose bytes are not needed.
+        """Frees memory in ``[begin, end)`` as far as possible; its bytes are not needed.
 
         Returns:
-            How many bytes that was.
+            How many bytes were freed.
         """
         return 0
 
@@ -86,9 +86,9 @@ class Arena:
 class HostArena(Arena):
     """An anonymous private mapping, page-aligned and of exact size.
 
-    A forked child sees zeros, and costs no memory for it. Without that the kernel would keep what
-    was there at the fork for the child, page by page as the parent goes on, and copy pages that
-    are registered with a device or with io_uring at once.
+    A forked child sees zeros, which take no memory. Otherwise the kernel would keep the contents
+    at the time of the fork for the child, page by page as the parent writes, and copy pages that
+    are registered with a device or with io_uring immediately.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class HostArena(Arena):
         """Maps the memory.
 
         Args:
-            tier: DRAM, or HBM where host memory stands in for it.
+            tier: DRAM, or HBM if host memory stands in for it.
             capacity: Bytes.
-            device: What copies from and to it; for a CUDA device pages are locked.
-            locks: Locks them; by default as ``device`` wants it.
+            device: The device of the copies; for a CUDA device pages are locked.
+            locks: Locks them; by default the one that fits ``device``.
             as_needed: Whether pages are locked by :meth:`need`, and not all at once.
 
         Raises:
-            CapacityError: If the system refuses the mapping or the page lock.
+            CapacityError: If the system refuses the mapping or the locking of pages.
         """
         super().__init__(tier, capacity)
         size = max(self.capacity, ALIGNMENT)
@@ -120,7 +120,7 @@ class HostArena(Arena):
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
-                pass  # a kernel without huge pages works as well, only slower
+                pass  # a kernel without huge pages works, too, only slower
         self._wiped = True
         self.show_to_children(())
         self.address = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
@@ -143,11 +143,11 @@ class HostArena(Arena):
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """First byte and the one behind of each run that an extent should lie within."""
+        """Begin and end of each run within which an extent should be."""
         return [(0, self.capacity)] if self._locked is None else self._locked.parts
 
     def need(self, extents: Iterable[Extent]) -> None:
-        """Locks the pages of extents, where pages are locked.
+        """Locks the pages of extentsif this arena locks pages.
 
         Raises:
             CapacityError: If the system refuses.
@@ -159,12 +159,12 @@ class HostArena(Arena):
         """Notes that only the host uses an extent, whose pages need not be locked.
 
         Returns:
-            Whether pages of it may have to be brought in yet; False where none are locked.
+            Whether some of its pages may not be backed yet; False if none are locked.
         """
         return self._locked is not None and self._locked.spare(extent)
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
-        """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
+        """Returns a new 1-D uint8 tensor over ``extent``, with its own storage."""
         if self._map is None:
             raise ClosedError(f"the {self.tier.value} arena is closed")
         return torch.frombuffer(
@@ -172,9 +172,9 @@ class HostArena(Arena):
         )
 
     def show_to_children(self, extents: Iterable[Extent] | None) -> None:
-        """Sets which bytes a child that is forked from now on sees; the rest is zeros there.
+        """Sets which bytes children forked from now on see; they see zeros in the rest.
 
-        Kernels before 4.14 show it everything.
+        With kernels before 4.14 they see everything.
         """
         if self._map is None or not self._wiped:
             return
@@ -187,22 +187,22 @@ class HostArena(Arena):
 
     @property
     def locked(self) -> int:
-        """Bytes of it that are page-locked, so that none of these pages can be given back."""
+        """Bytes that are page-locked, so that none of these pages can be given back."""
         return 0 if self._locked is None else self._locked.locked
 
     def unlock(self) -> None:
-        """Unlocks the memory; nothing may be moving from or to it."""
+        """Unlocks the memory; no transfer may be using it."""
         if self._locked is not None:
             self._locked.release()
 
     def give_back(self, extent: Extent) -> None:
-        """Gives the pages of an extent back to the system, where they are not locked.
+        """Gives the pages of an extent back to the systemif they are not locked.
 
         Its bytes are lost; a later write there gets new pages.
         """
         if self._map is None or self.locked:
             return
-        with suppress(OSError, ValueError):  # larger pages than the alignment: it is kept
+        with suppress(OSError, ValueError):  # pages larger than the alignment: they are kept
             self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.nbytes)
 
     def close(self) -> None:
@@ -213,10 +213,10 @@ class HostArena(Arena):
 
 
 class DeviceBytes:
-    """Hands bytes that a device reaches to torch, for ``torch.as_tensor``; keeps them alive."""
+    """Presents device-accessible bytes to torch, for ``torch.as_tensor``; keeps them alive."""
 
     def __init__(self, keeper: object, address: int, nbytes: int) -> None:
-        """Describes ``nbytes`` bytes from ``address`` on, which are there while ``keeper`` is."""
+        """Describes ``nbytes`` bytes from ``address`` on, which exist as long as ``keeper``."""
         self._keeper = keeper
         self.__cuda_array_interface__: dict[str, Any] = {
             "data": (address, False),
@@ -228,7 +228,7 @@ class DeviceBytes:
 
 
 class DeviceArena(Arena):
-    """Memory of a CUDA device, taken once from torch's allocator.
+    """Memory of a CUDA device, allocated once by torch's allocator.
 
     For devices and drivers that cannot map it piece by piece; see
     :class:`~tiermem.storage.mapped.MappedDeviceArena`.
@@ -237,7 +237,7 @@ class DeviceArena(Arena):
     grows = False
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """Allocates.
+        """Allocates the memory.
 
         Raises:
             CapacityError: If the device does not have that much free.
@@ -259,7 +259,7 @@ class DeviceArena(Arena):
         self.address = self._whole.data_ptr()
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
-        """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
+        """Returns a new 1-D uint8 tensor over ``extent``, with its own storage."""
         if self._whole is None:
             raise ClosedError("the hbm arena is closed")
         found = DeviceBytes(self._whole, self.address + extent.offset, extent.nbytes)

@@ -1,9 +1,9 @@
 """Checkpoint files as a store of the NVMe tier: read, never written.
 
-An extent stands for a block whose tensors lie somewhere in the files, at any byte offset. It
+An extent stands for a block whose tensors are somewhere in the files, at any byte offset. It
 has an address of its own, far above the swap file's, and no bytes there: its pieces are whole
 pages of the files, each with the parts of it that belong to the block. Pages are read past the
-page cache (O_DIRECT) where the file system can; the last page of a file, which may be cut off,
+page cache (O_DIRECT) if the file system supports it; a partial last page of a file is read
 through it.
 """
 
@@ -20,12 +20,12 @@ from tiermem.errors import CheckpointError, ClosedError, ConfigError, StorageErr
 from tiermem.storage.files import Part, Piece, PieceSum
 
 FIRST_OFFSET = 1 << 60
-"""Where the addresses of extents in checkpoints begin; no swap file is as large."""
+"""Where the addresses of extents in checkpoints begin; no swap file is that large."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRange:
-    """A run of bytes in a checkpoint file, and where in a block it goes.
+    """A run of bytes in a checkpoint file, and its target in a block.
 
     Attributes:
         file: Number of the file, as :meth:`CheckpointStore.add` gave it.
@@ -42,7 +42,7 @@ class SourceRange:
 
 @dataclass(frozen=True, slots=True)
 class _Identity:
-    """Facts about a file that stay the same as long as it is not written."""
+    """Properties of a file that do not change unless it is written."""
 
     size: int
     changed_ns: int
@@ -54,19 +54,19 @@ class _Identity:
 
 
 class CheckpointStore:
-    """Tensors at rest in checkpoint files.
+    """Tensors that are stored in checkpoint files.
 
-    Each file has two descriptors, numbers ``2 * file`` (past the page cache) and
-    ``2 * file + 1`` (through it) of those here.
+    Each file has two descriptors, with the numbers ``2 * file`` (past the page cache) and
+    ``2 * file + 1`` (through it) in this store.
 
     Args:
-        chunk_nbytes: Most bytes of a piece; a multiple of 4,096.
-        others: How many descriptors the file mover has before those here: the swap file's. Pieces
-            and messages name a file by its number among all.
+        chunk_nbytes: Maximal bytes of a piece; a multiple of 4,096.
+        others: How many descriptors the file mover has before those of this store: the swap file's.
+            Pieces and messages refer to a file by its number among all.
 
     Attributes:
         chunk_nbytes: As given.
-        direct: Whether every file goes past the page cache (O_DIRECT).
+        direct: Whether every file bypasses the page cache (O_DIRECT).
     """
 
     def __init__(self, chunk_nbytes: int, others: int = 0) -> None:
@@ -98,7 +98,7 @@ class CheckpointStore:
         return self._paths[self._own(file) // 2]
 
     def _own(self, file: int) -> int:
-        """Returns the number of a descriptor here, given that among all."""
+        """Returns the number of a descriptor in this store, given that among all."""
         return file - self._others
 
     def _check_usable(self) -> None:
@@ -118,7 +118,7 @@ class CheckpointStore:
         Args:
             paths: Regular files.
             check: Called with each descriptor and the file's index in ``paths``; raises if that
-                is not the file it should be.
+                is not the expected file.
 
         Returns:
             The number of the first; the others follow.
@@ -154,7 +154,7 @@ class CheckpointStore:
         """Gives a block an address here.
 
         Args:
-            ranges: Where its bytes lie; what none of them covers is padding.
+            ranges: Where its bytes are; bytes that no range covers are padding.
             nbytes: Length of the block, a multiple of 4,096.
 
         Raises:
@@ -173,10 +173,10 @@ class CheckpointStore:
         return extent
 
     def forget(self, extent: Extent) -> None:
-        """Gives an address up.
+        """Frees an address.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If it is not an address of this store.
         """
         if extent not in self._ranges:
             raise ValueError(f"{extent} is not handed out")
@@ -184,14 +184,14 @@ class CheckpointStore:
         self._pieces.pop(extent, None)
 
     def holds(self, extent: Extent) -> bool:
-        """Whether just this extent is handed out."""
+        """Whether exactly this extent is in use."""
         return extent in self._ranges
 
     def ranges_of(self, extent: Extent) -> tuple[SourceRange, ...]:
-        """Returns where the bytes of a block lie that was given an address here.
+        """Returns where the bytes of a block with an address here are.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If it is not an address of this store.
         """
         found = self._ranges.get(extent)
         if found is None:
@@ -199,7 +199,7 @@ class CheckpointStore:
         return found
 
     def keep_only(self, extents: Iterable[Extent]) -> None:
-        """Sets which extents are handed out: others were lost when a call was cut short."""
+        """Sets which extents are in use: others were lost when a call was interrupted."""
         kept = set(extents)
         for extent in [extent for extent in self._ranges if extent not in kept]:
             self.forget(extent)
@@ -223,7 +223,7 @@ class CheckpointStore:
         for file, members in sorted(by_file.items()):
             members.sort(key=lambda source: source.offset)
             size = self._identities[file].size
-            whole = size // ALIGNMENT * ALIGNMENT  # what comes after is no whole page
+            whole = size // ALIGNMENT * ALIGNMENT  # the rest is not a whole page
             for begin, end in _clusters(members):
                 for start in range(begin, min(end, whole), self.chunk_nbytes):
                     stop = min(start + self.chunk_nbytes, end, whole)
@@ -233,14 +233,14 @@ class CheckpointStore:
                     yield _piece(self._others + own, max(begin, whole), size, members)
 
     def refusal(self, extent: Extent, piece: Piece) -> str:
-        """Returns why a piece cannot be trusted that was not read before; empty where it can."""
+        """Returns why a piece that was not read before cannot be trusted; empty if it can."""
         entry = self.written(extent, piece)
         if entry.checksum is not None:
             return ""  # the bytes themselves are compared
         return self.cause(piece)
 
     def cause(self, piece: Piece) -> str:
-        """Returns that the file of a piece was changed or cannot be seen; empty where neither."""
+        """Returns that the file of a piece was changed or is not accessible; empty if neither."""
         try:
             now = _Identity.of(self._fds[self._own(piece.file)])
         except OSError as error:
@@ -300,22 +300,22 @@ class CheckpointStore:
     def forked(self) -> None:
         """Closes the parent's descriptors in a forked child."""
         self._closed = True
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._lock = threading.Lock()  # a thread of the parent may have held it
         self._close_files()
 
     def _close_files(self) -> None:
-        while self._fds:  # cut short, it can be called again for the rest
+        while self._fds:  # if interrupted, it can be called again for the rest
             os.close(self._fds.pop())
 
 
 def _open(path: Path, past_cache: bool) -> tuple[int, bool]:
-    """Opens a file to read; returns its descriptor, and whether it goes past the page cache."""
+    """Opens a file to read; returns its descriptor, and whether it bypasses the page cache."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
         if past_cache:
             try:
                 return os.open(path, flags | os.O_DIRECT), True
-            except OSError:  # EINVAL on file systems that have no such thing
+            except OSError:  # EINVAL on file systems without O_DIRECT
                 return os.open(path, flags), False
         return os.open(path, flags), False
     except OSError as error:
@@ -325,7 +325,7 @@ def _open(path: Path, past_cache: bool) -> tuple[int, bool]:
 
 
 def _clusters(ranges: Sequence[SourceRange]) -> list[tuple[int, int]]:
-    """Returns runs of whole pages that cover ranges sorted by offset, and no page besides."""
+    """Returns runs of whole pages that cover ranges sorted by offset, and no other page."""
     runs: list[tuple[int, int]] = []
     for source in ranges:
         begin = source.offset // ALIGNMENT * ALIGNMENT
@@ -338,7 +338,7 @@ def _clusters(ranges: Sequence[SourceRange]) -> list[tuple[int, int]]:
 
 
 def _piece(file: int, start: int, stop: int, ranges: Sequence[SourceRange]) -> Piece:
-    """Returns the piece of the bytes from ``start`` to ``stop`` of a file."""
+    """Returns the piece for the bytes from ``start`` to ``stop`` of a file."""
     parts = []
     for source in ranges:
         begin, end = max(start, source.offset), min(stop, source.offset + source.nbytes)

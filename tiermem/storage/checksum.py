@@ -1,4 +1,4 @@
-"""The checksum of a piece: xxh3, 64 bits, computed over the memory where it lies."""
+"""The checksum of a piece: xxh3, 64 bits, computed in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def checksum(memory: memoryview | bytes | bytearray | int, nbytes: int) -> int:
 
     Args:
         memory: Contiguous bytes, or the address of host memory.
-        nbytes: How many bytes count.
+        nbytes: How many bytes to include.
 
     Raises:
         ValueError: If ``memory`` is shorter than that.

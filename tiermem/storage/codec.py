@@ -1,9 +1,9 @@
 """Lossless compression of numbers by byte planes and lz4.
 
-Of each number the first bytes are put together, then the second ones, and so on; lz4 packs each
-such plane for itself. Signs and exponents repeat and shrink, mantissas are noise and do not: lz4
-over whole numbers finds nothing in either. Nothing in a store is packed in this way so far
-(ADR 37); ``tiermem bench --codec`` says what it would give.
+The first bytes of all numbers are put together, then the second ones, and so on; lz4 packs each
+such plane by itself. Signs and exponents repeat and compress well, mantissas are noise and do not:
+lz4 over whole numbers compresses neither. No store packs its data in this way so far (ADR 37);
+``tiermem bench --codec`` shows what it would gain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tiermem.errors import IntegrityError
 
 CHUNK_NBYTES = 1 << 20
-"""Bytes that are packed as one: the planes of that many fit into a core's cache."""
+"""Bytes that are packed together: their planes fit into a core's cache."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -28,8 +28,9 @@ class PackedChunk:
     """A run of numbers, packed.
 
     Attributes:
-        nbytes: Its length before.
-        planes: The planes, least byte first; one that lz4 makes no shorter is as it was.
+        nbytes: Its unpacked length.
+        planes: The planes, least significant byte first; a plane that lz4 cannot shorten is
+            unpacked.
     """
 
     nbytes: int
@@ -37,7 +38,7 @@ class PackedChunk:
 
     @property
     def packed_nbytes(self) -> int:
-        """Its length now."""
+        """Its packed length."""
         return sum(map(len, self.planes))
 
 
@@ -61,10 +62,10 @@ def pack(data: Bytes, itemsize: int) -> PackedChunk:
 
 
 def unpack(chunk: PackedChunk, out: Bytes) -> None:
-    """Gives back the very bytes that were packed.
+    """Restores exactly the bytes that were packed.
 
     Args:
-        chunk: What :func:`pack` gave.
+        chunk: The result of :func:`pack`.
         out: Memory of ``chunk.nbytes`` bytes, one-dimensional and contiguous.
 
     Raises:

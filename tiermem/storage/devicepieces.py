@@ -1,4 +1,4 @@
-"""The CUDA driver's calls that map a device's memory at addresses reserved before.
+"""The CUDA driver's calls that map device memory at reserved addresses.
 
 Signatures and structures are those of the CUDA driver API reference, section "Virtual Memory
 Management" (``cuda.h``: ``CUmemAllocationProp``, ``CUmemAccessDesc``), which holds since CUDA 10.2.
@@ -22,7 +22,7 @@ _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 SPARE = 256 << 20
-"""Bytes of a device that are never mapped: libraries take some for themselves at their first use,
+"""Bytes of a device that are never mapped: libraries allocate some at their first use,
 and torch in pieces of 2 to 20 MiB."""
 
 
@@ -44,7 +44,7 @@ class _Flags(ctypes.Structure):
 
 
 class Properties(ctypes.Structure):
-    """``CUmemAllocationProp``: what memory is asked for."""
+    """``CUmemAllocationProp``: the kind of memory requested."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -79,10 +79,10 @@ class DevicePieceCalls:
 
         Args:
             device: A CUDA device.
-            library: The driver's, loaded.
+            library: The driver's library, loaded.
 
         Raises:
-            TierError: If the device or its driver cannot map memory so.
+            TierError: If the device or its driver cannot do that.
         """
         self._lib = library
         self._local = _Thread()
@@ -90,7 +90,7 @@ class DevicePieceCalls:
         index = device.index
         self.index: int = torch.cuda.current_device() if index is None else index
         with torch.cuda.device(self.index):
-            torch.empty(1, device=f"cuda:{self.index}")  # makes the context, if nothing has yet
+            torch.empty(1, device=f"cuda:{self.index}")  # creates the context, if there is none yet
             context, number, able = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
             self._check("cuCtxGetCurrent", library.cuCtxGetCurrent(ctypes.byref(context)))
             self._check("cuCtxGetDevice", library.cuCtxGetDevice(ctypes.byref(number)))
@@ -110,7 +110,7 @@ class DevicePieceCalls:
         self.granularity = found.value
 
     def reserve(self, nbytes: int) -> int:
-        """Returns the first of ``nbytes`` addresses that are reserved.
+        """Reserves ``nbytes`` addresses; returns the first.
 
         Raises:
             CapacityError: If there are none.
@@ -126,7 +126,7 @@ class DevicePieceCalls:
         return address.value
 
     def create(self, nbytes: int) -> int | None:
-        """Takes memory of the device; returns its handle, or None where there is none to spare."""
+        """Allocates device memory; returns its handle, or None if there is none to spare."""
         if torch.cuda.mem_get_info(self.index)[0] < nbytes + SPARE:
             return None
         self._bind()
@@ -139,7 +139,7 @@ class DevicePieceCalls:
         return handle.value
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Puts memory behind reserved addresses."""
+        """Maps memory at reserved addresses."""
         self._bind()
         self._check("cuMemMap", self._lib.cuMemMap(address, nbytes, 0, handle, 0))
 
@@ -150,22 +150,22 @@ class DevicePieceCalls:
         self._check("cuMemSetAccess", code)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Takes the memory away from addresses."""
+        """Unmaps the memory at addresses."""
         self._bind()
         self._check("cuMemUnmap", self._lib.cuMemUnmap(address, nbytes))
 
     def release(self, handle: int) -> None:
-        """Gives memory back that is mapped nowhere."""
+        """Frees memory that is not mapped."""
         self._bind()
         self._check("cuMemRelease", self._lib.cuMemRelease(handle))
 
     def free(self, address: int, nbytes: int) -> None:
-        """Gives reserved addresses back."""
+        """Frees reserved addresses."""
         self._bind()
         self._check("cuMemAddressFree", self._lib.cuMemAddressFree(address, nbytes))
 
     def synchronize(self) -> None:
-        """Waits for the device: unmapping does not, as freeing does."""
+        """Waits for the device: unlike freeing, unmapping does not wait."""
         torch.cuda.synchronize(self.index)
 
     def _bind(self) -> None:
@@ -182,7 +182,7 @@ class DevicePieceCalls:
         """Declares the arguments of the driver's functions.
 
         Raises:
-            TierError: If the driver has not got all of them.
+            TierError: If the driver lacks one of them.
         """
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
         arguments = {
@@ -216,7 +216,7 @@ class DevicePieceCalls:
 
 
 def open_calls(device: torch.device) -> DevicePieceCalls | None:
-    """Returns the calls of a device; None where it or its driver cannot map memory so."""
+    """Returns the calls of a device; None if it or its driver does not have them."""
     with contextlib.suppress(OSError, TierError):
         return DevicePieceCalls(device, ctypes.CDLL("libcuda.so.1"))
     return None

@@ -1,8 +1,8 @@
 """The interface of a store in files, as the file mover uses it, and two such stores joined.
 
-A store hands out extents; each consists of *pieces*, that are read or written at once and
-have a checksum each. The swap file's extents lie in its files as they are; those of a
-checkpoint are gathered from wherever its tensors lie.
+A store hands out extents; each consists of *pieces*, which are read or written as a whole and
+have a checksum each. The swap file's extents are contiguous in the store; those of a
+checkpoint are gathered from wherever its tensors are.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Piece:
         file_offset: First byte in that file.
         extent_offset: First byte within the extent.
         nbytes: Length in bytes, at most one chunk.
-        parts: What of it belongs to the extent; None where all of it lies there in one run.
+        parts: The parts of it that belong to the extent; None if all of it does, as one run.
     """
 
     file: int
@@ -53,11 +53,11 @@ class PieceSum:
     """The index entry of one piece.
 
     Attributes:
-        generation: Number of the write that counts; a later one outdates it.
+        generation: Number of the write that is valid; a later one replaces it.
         nbytes: Length of the piece.
-        written: Whether that write came to its end; if not, the bytes are anything.
-        checksum: Of the bytes written, or ``None`` where checking is switched off.
-        learns: Whether the checksum of the first read is kept, there having been no write.
+        written: Whether that write was completed; if not, the bytes are undefined.
+        checksum: Of the bytes written, or ``None`` if checking is switched off.
+        learns: Whether the checksum of the first read is kept, since there was no write.
     """
 
     generation: int
@@ -71,7 +71,7 @@ class FileStore(Protocol):
     """A store in files, as the file mover uses it.
 
     Attributes:
-        chunk_nbytes: Most bytes of a piece; a multiple of 4,096.
+        chunk_nbytes: Maximal bytes of a piece; a multiple of 4,096.
     """
 
     chunk_nbytes: int
@@ -81,26 +81,26 @@ class FileStore(Protocol):
         """The open files, by index."""
 
     def folder(self, file: int) -> str:
-        """Returns the path of a file, or of its folder where it has no name; for messages."""
+        """Returns the path of a file, or of its folder if it has no name; for messages."""
 
     def pieces(self, extent: Extent) -> list[Piece]:
         """Returns the pieces of an extent.
 
         Raises:
-            ValueError: If it is none of this store's.
+            ValueError: If it is not an extent of this store.
         """
 
     def refusal(self, extent: Extent, piece: Piece) -> str:
-        """Returns why a piece cannot be read; empty where it can."""
+        """Returns why a piece cannot be read; empty if it can."""
 
     def cause(self, piece: Piece) -> str:
-        """Returns what is known of why a read has failed beside its errno; empty for nothing."""
+        """Returns what is known about a failed read besides its errno; "" for nothing."""
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
-        """Returns the index entry of a piece; None where it was not written in whole."""
+        """Returns the index entry of a piece; None if it was not written completely."""
 
     def keep_sum(self, extent: Extent, piece: Piece, checksum: int) -> None:
-        """Keeps the checksum of a piece's first read, where the index ``learns``."""
+        """Keeps the checksum of a piece's first readif the index ``learns``."""
 
     def begin_write(self, extent: Extent, pieces: Sequence[Piece]) -> int:
         """Marks every piece as not written; returns the generation for :meth:`end_write`."""
@@ -111,15 +111,15 @@ class FileStore(Protocol):
         """Enters the checksum of a piece that was written."""
 
     def version(self, extent: Extent) -> int:
-        """Returns a number that is another one after every write of an extent."""
+        """Returns a number that changes with every write of an extent."""
 
 
 class JoinedFiles:
-    """Joins a store that is written and one that is only read, for one file mover.
+    """Joins a store that is written and one that is read-only, for one file mover.
 
     Args:
-        swap: Its files come first; its extents lie below ``boundary``.
-        sources: The other, which numbers its files after those of ``swap``.
+        swap: Its files come first; its extents are below ``boundary``.
+        sources: The read-only store, which numbers its files after those of ``swap``.
         boundary: First offset of the extents of ``sources``.
     """
 

@@ -1,4 +1,4 @@
-"""Which runs of an address space are free: best fit, joined again when given back."""
+"""Which runs of an address space are free: best fit; freed neighbours are joined."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tiermem.core.block import Extent
 
 
 class FreeList:
-    """Free runs of a space that begins empty and can only grow.
+    """Free runs of a space that is empty at first and can only grow.
 
     Offsets and lengths are bytes; the caller keeps them aligned.
     """
@@ -33,7 +33,7 @@ class FreeList:
             self.capacity += nbytes
 
     def take(self, nbytes: int) -> Extent | None:
-        """Returns the run that fits best, cut to size, or ``None`` if none is long enough."""
+        """Returns the best-fitting run, cut to size, or ``None`` if none is long enough."""
         best = -1
         for start in self._starts:
             length = self._lengths[start]
@@ -49,14 +49,14 @@ class FreeList:
         return Extent(best, nbytes)
 
     def holds(self, extent: Extent) -> bool:
-        """Returns whether exactly this extent is handed out."""
+        """Returns whether exactly this extent is in use."""
         return self._taken.get(extent.offset) == extent.nbytes
 
     def give_back(self, extent: Extent) -> None:
         """Takes an extent back.
 
         Raises:
-            ValueError: If it is not handed out (or was given back already).
+            ValueError: If it is not in use (or was given back already).
         """
         if not self.holds(extent):
             raise ValueError(f"{extent} is not handed out")
@@ -65,10 +65,10 @@ class FreeList:
         self._give(extent.offset, extent.nbytes)
 
     def rebuild(self, extents: Iterable[Extent]) -> None:
-        """Sets which extents are handed out, whatever was before.
+        """Sets which extents are in use, whatever was before.
 
         Args:
-            extents: No two of them overlap.
+            extents: The extents, which do not overlap.
         """
         self._starts, self._lengths, self._taken = [], {}, {}
         at = 0

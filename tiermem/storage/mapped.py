@@ -1,4 +1,4 @@
-"""Arenas that take memory piece by piece, as more of them is used, and give it back."""
+"""Arenas that map memory piece by piece as it is used, and unmap it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiermem.storage.arena import Arena, DeviceBytes, HostArena
 from tiermem.storage.pieces import CHUNK, HostPieceCalls, PieceCalls, Pieces, Whole
 
 _MOST = 1 << 46
-"""Addresses that a process can have for a device, about: 47 bits, and half of them for others."""
+"""Roughly the addresses that a process can have for a device: 47 bits, half of them for others."""
 
 
 def _directly(call: Any) -> None:
@@ -22,7 +22,7 @@ def _directly(call: Any) -> None:
 
 
 class MappedDeviceArena(Arena):
-    """Memory of a CUDA device behind addresses of its own, in chunks."""
+    """Memory of a CUDA device mapped at reserved addresses, in chunks."""
 
     def __init__(
         self,
@@ -33,17 +33,17 @@ class MappedDeviceArena(Arena):
         whole: Whole = _directly,
         chunk: int = CHUNK,
     ) -> None:
-        """Reserves addresses; no memory is taken.
+        """Reserves addresses; maps no memory.
 
         Args:
-            capacity: Bytes that it may come to.
+            capacity: Maximal size in bytes.
             device: The device.
             calls: Map its memory.
-            whole: Makes calls that Ctrl-C may not cut in two.
+            whole: Makes calls that Ctrl-C must not interrupt.
             chunk: Bytes mapped at a time.
 
         Raises:
-            CapacityError: If there are no such addresses.
+            CapacityError: If the addresses cannot be reserved.
         """
         super().__init__(Tier.HBM, capacity)
         self.device = device
@@ -55,26 +55,26 @@ class MappedDeviceArena(Arena):
 
     @property
     def mapped(self) -> int:
-        """Bytes that are taken from the device now."""
+        """Bytes that are mapped of the device now."""
         return 0 if self._pieces is None else self._pieces.mapped
 
     def back(self, extent: Extent) -> bool:
-        """Maps memory behind an extent where there is none; returns whether it has memory now."""
+        """Maps memory for an extent where it has none; returns whether it has memory now."""
         return (self._pieces or self._of()).back(extent)
 
     def missing(self) -> list[Extent]:
-        """Returns the runs that have no memory behind them, by offset."""
+        """Returns the runs without memory, by offset."""
         return self._of().missing()
 
     def trim(self, begin: int, end: int) -> int:
-        """Gives the chunks within ``[begin, end)`` back to the device, once it is through."""
+        """Gives the chunks within ``[begin, end)`` back to the device, after its work on them."""
         return self._of().give_back(begin, end)
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
         """Returns a new 1-D uint8 tensor over ``extent``, all of which is mapped.
 
-        torch asks the driver which device the address is of, and the driver knows that of what
-        is mapped only.
+        torch asks the driver which device the address belongs to, and the driver knows that of
+        mapped addresses only.
         """
         found = DeviceBytes(self._of(), self.address + extent.offset, extent.nbytes)
         return torch.as_tensor(found, device=self.device)
@@ -93,7 +93,7 @@ class MappedDeviceArena(Arena):
 class MappedHostArena(HostArena):
     """Host memory that stands in for such an arena of a device, chunk by chunk.
 
-    Pages that were never touched take no memory, and those that are given back take none again.
+    Pages that were never touched take no memory, nor do those that are given back.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class MappedHostArena(HostArena):
         whole: Whole = _directly,
         chunk: int = CHUNK,
     ) -> None:
-        """Maps addresses.
+        """Reserves addresses.
 
         Args:
-            capacity: Bytes that it may come to.
+            capacity: Maximal size in bytes.
             calls: Map the memory, as a device would.
-            whole: Makes calls that Ctrl-C may not cut in two.
+            whole: Makes calls that Ctrl-C must not interrupt.
             chunk: Bytes mapped at a time.
 
         Raises:
@@ -130,15 +130,15 @@ class MappedHostArena(HostArena):
 
     @property
     def mapped(self) -> int:
-        """Bytes that are taken now, counted as a device would."""
+        """Bytes that are mapped now, counted as on a device."""
         return 0 if self._pieces is None else self._pieces.mapped
 
     def back(self, extent: Extent) -> bool:
-        """Maps memory behind an extent where there is none; returns whether it has memory now."""
+        """Maps memory for an extent where it has none; returns whether it has memory now."""
         return (self._pieces or self._of()).back(extent)
 
     def missing(self) -> list[Extent]:
-        """Returns the runs that have no memory behind them, by offset."""
+        """Returns the runs without memory, by offset."""
         return self._of().missing()
 
     def trim(self, begin: int, end: int) -> int:
@@ -146,9 +146,9 @@ class MappedHostArena(HostArena):
         return self._of().give_back(begin, end)
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
-        """Returns a new 1-D uint8 tensor over ``extent``, with a storage of its own."""
+        """Returns a new 1-D uint8 tensor over ``extent``, with its own storage."""
         if self._seen is self._map and self._map is not None:
-            # tensors over the bytes keep the pieces alive: with these the memory goes
+            # tensors over the bytes keep the pieces alive, and the pieces keep the memory
             self._seen = (ctypes.c_ubyte * len(self._map)).from_buffer(self._map)
             self._seen.pieces = self._pieces
         return super().bytes_of(extent)

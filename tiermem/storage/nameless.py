@@ -1,4 +1,4 @@
-"""Files without a name: opened, made direct, and given their space."""
+"""Files without a name: opens them, sets direct I/O, reserves their space."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Opened:
         fd: Its descriptor.
         direct: Whether O_DIRECT is set.
         reason: Why not, if it is not.
-        in_place: Whether it was told never to copy on write. Only file systems that may do so
-            (btrfs) can be told; there a write would need new space otherwise, reserved or not.
+        in_place: Whether it was set never to copy on write. Only file systems that may do so
+            (btrfs) have that setting; otherwise a write there would need new space, reserved or
+            not.
     """
 
     fd: int
@@ -44,7 +45,7 @@ class Opened:
 
 
 def check_folder(path: Path) -> Path:
-    """Returns the folder's absolute path, having checked that files can be made there.
+    """Returns the folder's absolute path, after checking that files can be created there.
 
     Raises:
         ConfigError: If not, naming the path and what to do about it.
@@ -89,10 +90,10 @@ def _unusable(path: Path, error: OSError | ValueError) -> ConfigError:
 
 
 def open_nameless(folder: Path) -> Opened:
-    """Opens a new file that has no name, past the page cache where the file system can.
+    """Opens a new file that has no name, bypassing the page cache if the file system can.
 
     Raises:
-        ConfigError: If no file can be made there.
+        ConfigError: If no file can be created there.
     """
     try:
         fd = _open_file(folder)
@@ -125,7 +126,7 @@ def _open_file(folder: Path) -> int:
 
 
 def _write_in_place(fd: int) -> bool:
-    """Tells the file system not to copy on write (as ``chattr +C``); returns whether it will not.
+    """Tells the file system not to copy on write (like ``chattr +C``); returns whether it agreed.
 
     It has to be told while the file is empty.
     """
@@ -135,13 +136,13 @@ def _write_in_place(fd: int) -> bool:
         (before,) = struct.unpack_from("=I", flags)
         struct.pack_into("=I", flags, 0, before | _NO_COPY_ON_WRITE)
         fcntl.ioctl(fd, _SET_FLAGS, flags)
-    except OSError:  # it has no such flag, mostly because it never does it
+    except OSError:  # it has no such flag, usually since it never does that
         return False
     return True
 
 
 def _make_direct(fd: int) -> str:
-    """Sets O_DIRECT; returns why not if that cannot be, else an empty string."""
+    """Sets O_DIRECT; returns the reason if that is impossible, otherwise an empty string."""
     unit = dio_alignment(fd)
     if unit == 0:
         return "statx says that this file system has no direct I/O"
@@ -150,20 +151,20 @@ def _make_direct(fd: int) -> str:
     try:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-    except OSError as error:  # with the flag not set
+    except OSError as error:  # raised with the flag not set
         return f"O_DIRECT is refused ({error.strerror})"
     try:
         _try_write(fd)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return ""  # a full disk says nothing about O_DIRECT; reserving will say the rest
+            return ""  # a full disk does not concern O_DIRECT; reserving will raise
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return f"O_DIRECT is refused ({error.strerror})"
     return ""
 
 
 def _try_write(fd: int) -> None:
-    """Writes one page and drops it again: some file systems take the flag but no such write."""
+    """Writes one page and removes it: some file systems accept the flag but no such write."""
     with mmap.mmap(-1, ALIGNMENT) as page:
         written = os.pwrite(fd, page, 0)
     os.ftruncate(fd, 0)
@@ -175,8 +176,8 @@ def dio_alignment(fd: int) -> int | None:
     """Returns the alignment in bytes that direct I/O needs on this file.
 
     Returns:
-        The larger of memory and offset alignment; 0 where there is no direct I/O;
-        ``None`` where the kernel does not say (before 6.1, or another file system).
+        The larger of memory and offset alignment; 0 if there is no direct I/O;
+        ``None`` if the kernel does not report it (before 6.1, or another file system).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "statx"):
@@ -192,32 +193,32 @@ def dio_alignment(fd: int) -> int | None:
 
 
 def free_nbytes(facts: os.statvfs_result) -> int | None:
-    """Returns the bytes that this user may still take; None where the file system does not say.
+    """Returns the bytes that this user may still take; None if the file system does not report it.
 
-    ramfs, for one, says that it has no blocks at all.
+    ramfs, for example, reports that it has no blocks at all.
     """
     return facts.f_bavail * facts.f_frsize if facts.f_blocks else None
 
 
 def reserve(fd: int, offset: int, nbytes: int) -> None:
-    """Gives a run of a file its space on the disk.
+    """Allocates disk space for a run of a file.
 
     Raises:
-        OSError: ENOSPC and its like if there is none; the file may have grown in part.
+        OSError: ENOSPC or similar if there is none; the file may have grown in part.
     """
     if nbytes == 0:
         return
     try:
         os.posix_fallocate(fd, offset, nbytes)
     except OSError as error:
-        # The C library's stand-in writes single bytes, which O_DIRECT does not take.
+        # The C library's fallback writes single bytes, which O_DIRECT does not accept.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
         _fill(fd, offset, nbytes)
 
 
 def _fill(fd: int, offset: int, nbytes: int) -> None:
-    """Writes zeros: space for sure, where the file system cannot reserve it."""
+    """Writes zeros: this allocates space if the file system cannot reserve it."""
     with mmap.mmap(-1, _FILL_NBYTES) as zeros:
         view = memoryview(zeros)
         try:

@@ -1,8 +1,8 @@
 """Page-locks host memory for a device, piece by piece, as more of it is used.
 
-A copy between a device and host memory has to lie within one registered piece. So memory is
-handed out within pieces (:attr:`LockedPrefix.parts`); where only a run across two of them is
-left, these become one first, which takes as long as locking them anew.
+A copy between a device and host memory has to be within one registered piece. So memory is
+allocated within pieces (:attr:`LockedPrefix.parts`); if only a run across two of them is
+left, these are joined first, which takes as long as locking them again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiermem.errors import CapacityError
 
 _TOUCH_UNIT = 64 << 20
 _PIECE = 2 << 20
-"""Pieces end on a multiple of it: no huge page is part of two."""
+"""Pieces end at multiples of it, so no huge page is in two of them."""
 
 
 class PageLocks(Protocol):
@@ -35,11 +35,11 @@ class PageLocks(Protocol):
         ...
 
     def unlock(self, address: int) -> None:
-        """Unlocks the run that was locked from ``address`` on; nothing may be moving there."""
+        """Unlocks the run that was locked from ``address`` on; no transfer may be using it."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for whatever the device moves."""
+        """Waits for all copies of the device."""
         ...
 
 
@@ -54,9 +54,9 @@ class CudaPageLocks:
         """Registers a run of pages.
 
         Raises:
-            CapacityError: If CUDA refuses, which it does beyond the limit of locked memory.
+            CapacityError: If CUDA refuses, as it does beyond the limit of locked memory.
         """
-        with torch.cuda.device(self._device):  # torch takes it for memory of the current device
+        with torch.cuda.device(self._device):  # torch would use the current device
             code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(code) != 0:
             self._forget_error()
@@ -85,10 +85,10 @@ class CudaPageLocks:
 
 
 class LockedPrefix:
-    """The first bytes of a run of memory, locked in pieces; grows towards its end.
+    """The first bytes of a run of memory, locked in pieces; they grow towards its end.
 
     Attributes:
-        nbytes: Of the whole run.
+        nbytes: Bytes of the whole run.
     """
 
     def __init__(self, locks: PageLocks, address: int, nbytes: int) -> None:
@@ -98,25 +98,25 @@ class LockedPrefix:
         self.nbytes = nbytes
         self._ends: list[int] = []
         self._underway: int | None = None
-        self._had = 0  # less is locked only where joining pieces was cut short
-        self._touched = 0  # what lies before may have been written since
+        self._had = 0  # less is locked only if joining pieces was interrupted
+        self._touched = 0  # the bytes before it may have been written since
 
     @property
     def locked(self) -> int:
-        """Bytes that are locked: the first ones."""
+        """How many of the first bytes are locked."""
         return self._ends[-1] if self._ends else 0
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """First byte and the one behind of each piece, and of what is not locked yet."""
+        """Begin and end of each piece, and of what is not locked yet."""
         ends = self._ends if self.locked == self.nbytes else [*self._ends, self.nbytes]
         return list(zip([0, *ends], ends, strict=False))
 
     def cover(self, extents: Iterable[Extent]) -> None:
-        """Locks what some extents need, and a little more; each lies within one piece then.
+        """Locks what some extents need, and a little more; then each is within one piece.
 
         Raises:
-            CapacityError: If pages cannot be locked; those that were stay so.
+            CapacityError: If pages cannot be locked; those that were locked stay locked.
         """
         self._finish()
         extents = list(extents)
@@ -131,26 +131,26 @@ class LockedPrefix:
                 self._join_from(extent.offset)
 
     def spare(self, extent: Extent) -> bool:
-        """Notes that bytes are going to be written which are not to be locked.
+        """Notes that bytes will be written which are not to be locked.
 
-        From now on nothing is cleared there, should they be locked all the same.
+        From now on nothing is cleared there, if they are locked after all.
 
         Returns:
-            Whether some of their pages may have to be brought in yet.
+            Whether some of their pages may not be backed by memory yet.
         """
         fresh = extent.end > self._touched
         self._touched = max(extent.end, self._touched)
         return fresh
 
     def release(self) -> None:
-        """Unlocks everything; nothing may be moving."""
+        """Unlocks everything; no transfer may be in progress."""
         self._finish()
         self._had = 0
         while self._ends:
             self._unlock_last()
 
     def _lock(self, end: int) -> None:
-        """Locks what lies between the last piece and ``end``."""
+        """Locks the bytes between the last piece and ``end``."""
         start = self.locked
         self._touch(end)
         self._underway = start
@@ -169,13 +169,13 @@ class LockedPrefix:
         self._finish()
 
     def _finish(self) -> None:
-        """Unlocks a piece that was being locked or unlocked when an exception came."""
+        """Unlocks a piece that was being locked or unlocked when an exception occurred."""
         if self._underway is not None:
             self._locks.unlock(self._address + self._underway)
             self._underway = None
 
     def _join_from(self, offset: int) -> None:
-        """Makes one piece of that with a byte in it and all behind."""
+        """Joins the piece that contains an offset with all pieces after it."""
         end = self.locked
         self._locks.synchronize()
         while self.locked > offset:
@@ -183,7 +183,7 @@ class LockedPrefix:
         self._lock(end)
 
     def _touch(self, end: int) -> None:
-        """Brings pages in from several threads, which is most of the work of locking them."""
+        """Faults pages in from several threads, which is most of the work of locking them."""
         start, self._touched = self._touched, max(end, self._touched)
         address = self._address
 
@@ -194,6 +194,6 @@ class LockedPrefix:
         try:
             with ThreadPoolExecutor(max_workers=16) as pool:
                 list(pool.map(touch, firsts))
-        except RuntimeError:  # no thread can be started: it takes longer with this one
+        except RuntimeError:  # no thread can be started: this one does it all, slower
             for first in firsts:
                 touch(first)

@@ -1,6 +1,6 @@
-"""A run of addresses that gets memory behind it piece by piece, and gives it back, where it is.
+"""A run of addresses at which memory is mapped and unmapped piece by piece.
 
-A tensor over such addresses stays where it is, whatever comes and goes behind the rest of the run.
+A tensor over such addresses stays valid, whatever is mapped or unmapped in the rest of the run.
 The calls that map memory are :class:`PieceCalls`: the CUDA driver
 (:mod:`tiermem.storage.devicepieces`), or host memory that stands in for it.
 """
@@ -22,15 +22,15 @@ from tiermem.errors import CapacityError, TierError
 CHUNK = 16 << 20
 """Bytes mapped at a time.
 
-A small model touches three places of HBM at the most (where it streams through, and a run at the
-end that may lie across two chunks): 48 MiB of such chunks, less than 64 MiB. At the device's own
-2 MiB there would be eight times as many calls; larger ones would save little more of them."""
+A small model uses at most three places of HBM (where it streams, and a run at the
+end that may be in two chunks): 48 MiB of such chunks, less than 64 MiB. With the device's own
+2 MiB there would be eight times as many calls; larger chunks would save few of them."""
 _MOST = 1 << 47
-"""Bytes of addresses, more than which no process has; lists of chunks are as long as the run."""
+"""Maximal bytes of addresses of any process; lists of chunks are as long as the run."""
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: not in Python's mmap before 3.13
 
 Whole = Callable[[Callable[[], object]], None]
-"""Makes a call that no exception of a signal handler's cuts in two."""
+"""Makes a call that no exception of a signal handler interrupts."""
 
 
 class PieceCalls(Protocol):
@@ -43,7 +43,7 @@ class PieceCalls(Protocol):
     granularity: int
 
     def reserve(self, nbytes: int) -> int:
-        """Returns the first of ``nbytes`` addresses that are reserved.
+        """Reserves ``nbytes`` addresses; returns the first.
 
         Raises:
             CapacityError: If there are none.
@@ -51,31 +51,31 @@ class PieceCalls(Protocol):
         ...
 
     def create(self, nbytes: int) -> int | None:
-        """Takes memory; returns its handle, above zero, or None where there is no more."""
+        """Allocates memory; returns its handle, above zero, or None if there is no more."""
         ...
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Puts memory behind reserved addresses; it may not be used before :meth:`allow`."""
+        """Maps memory at reserved addresses; it must not be used before :meth:`allow`."""
         ...
 
     def allow(self, address: int, nbytes: int) -> None:
-        """Gives the device read and write access to what is mapped at some addresses."""
+        """Gives the device read and write access to mapped addresses."""
         ...
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Takes the memory away from addresses; exactly what one :meth:`map` has put there."""
+        """Unmaps the memory at addresses: exactly those of one :meth:`map`."""
         ...
 
     def release(self, handle: int) -> None:
-        """Gives memory back that is mapped nowhere."""
+        """Frees memory that is not mapped."""
         ...
 
     def free(self, address: int, nbytes: int) -> None:
-        """Gives reserved addresses back, none of which is mapped."""
+        """Frees reserved addresses, none of which is mapped."""
         ...
 
     def synchronize(self) -> None:
-        """Waits for whatever the device does: it may be using what is unmapped next."""
+        """Waits for all work of the device, which may use what is unmapped next."""
         ...
 
 
@@ -84,15 +84,15 @@ def _whole(call: Callable[[], object]) -> None:
 
 
 class Pieces:
-    """Maps and unmaps memory behind a run of addresses, chunk by chunk.
+    """Maps and unmaps memory in a run of addresses, chunk by chunk.
 
     Memory and addresses are freed with this object; tensors over the bytes keep it alive.
 
     Attributes:
-        nbytes: Of the run.
+        nbytes: Bytes of the run.
         chunk: Bytes that are mapped and unmapped together; fewer at the end of the run.
         address: First address.
-        refused: How often there was no memory.
+        refused: How often no memory was available.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class Pieces:
 
         Args:
             calls: Map and unmap.
-            nbytes: Of the run, above zero; rounded up to the granularity of the calls.
+            nbytes: Bytes of the run, above zero; rounded up to the granularity of the calls.
             chunk: Bytes of a chunk, likewise.
-            whole: Makes what maps and unmaps, so that nothing is lost on the way.
+            whole: Makes the mapping calls uninterruptible, so that nothing is lost in between.
 
         Raises:
-            CapacityError: If there are no such addresses.
+            CapacityError: If the addresses cannot be reserved.
         """
         unit = calls.granularity
         self.nbytes = -(-nbytes // unit) * unit
@@ -120,7 +120,7 @@ class Pieces:
                 f"tier hbm: no {nbytes} bytes of addresses; give hbm= what a device can have"
             )
         number = -(-self.nbytes // self.chunk)
-        self._there = bytearray(number)  # what callers may use: asked at every place in HBM
+        self._there = bytearray(number)  # what callers may use: read at every place in HBM
         self._handles = [0] * number
         self.address = 0
 
@@ -130,13 +130,13 @@ class Pieces:
             last = weakref.finalize(
                 self, _free, calls, whole, self._there, self._handles, *run, os.getpid()
             )
-            last.atexit = False  # the device's memory ends with the process
+            last.atexit = False  # device memory ends with the process
 
         whole(reserve)
 
     @property
     def mapped(self) -> int:
-        """Bytes that have memory behind them."""
+        """Bytes that are mapped."""
         number = len(self._there)
         return sum(self._size(at) for at in range(number) if self._there[at])
 
@@ -148,10 +148,10 @@ class Pieces:
         ]
 
     def back(self, extent: Extent) -> bool:
-        """Maps memory behind every byte of an extent.
+        """Maps memory for every byte of an extent.
 
         Returns:
-            False where there is not enough; what could be mapped of it stays.
+            False if there is not enough; what could be mapped stays mapped.
         """
         offset, chunk = extent.offset, self.chunk
         first, behind = offset // chunk, -(-(offset + extent.nbytes) // chunk)
@@ -164,13 +164,13 @@ class Pieces:
         return False
 
     def give_back(self, begin: int, end: int) -> int:
-        """Unmaps the chunks that lie within ``[begin, end)`` as a whole; their bytes are lost.
+        """Unmaps the chunks that are entirely within ``[begin, end)``; their bytes are lost.
 
-        What the device does is waited for first.
+        It waits for the device first.
 
         Args:
             begin: Offset.
-            end: Offset behind; that of the end of the run, or more, for all behind ``begin``.
+            end: End offset; at the end of the run or beyond, it includes the last, shorter chunk.
 
         Returns:
             How many bytes were given back.
@@ -183,7 +183,7 @@ class Pieces:
         return before - self.mapped
 
     def _map(self, first: int, behind: int) -> None:
-        """Maps the missing ones of some chunks, as long as there is memory."""
+        """Maps the chunks of a range that are not mapped, as long as there is memory."""
         for begin, end in self._runs(first, behind, 0):
             at = begin
             try:
@@ -193,7 +193,7 @@ class Pieces:
                     start = begin * self.chunk
                     nbytes = min(at * self.chunk, self.nbytes) - start
                     self._calls.allow(self.address + start, nbytes)
-            except BaseException:  # memory without access is of no use
+            except BaseException:  # memory without access is useless
                 for made in range(begin, end):
                     _drop(self._calls, self._handles, made, *self._place(made))
                 raise
@@ -202,7 +202,7 @@ class Pieces:
                 return
 
     def _create(self, at: int) -> bool:
-        """Puts memory behind a chunk; returns whether there was any."""
+        """Maps memory for a chunk; returns whether there was any."""
         address, nbytes = self._place(at)
         handle = self._calls.create(nbytes)
         if handle is None:
@@ -223,7 +223,7 @@ class Pieces:
                 _drop(self._calls, self._handles, at, *self._place(at))
 
     def _runs(self, first: int, behind: int, state: int) -> Iterator[tuple[int, int]]:
-        """Yields the runs of chunks that are mapped (1) or not (0): first one, and one behind."""
+        """Yields the runs of chunks that are mapped (1) or not (0): begin and end."""
         at = first
         while (begin := self._there.find(state, at, behind)) >= 0:
             end = self._there.find(1 - state, begin, behind)
@@ -239,7 +239,7 @@ class Pieces:
 
 
 def _drop(calls: PieceCalls, handles: list[int], at: int, address: int, nbytes: int) -> None:
-    """Takes the memory away from a chunk that has any."""
+    """Unmaps and frees the memory of a chunk, if it has any."""
     if handles[at]:
         calls.unmap(address, nbytes)
         handle, handles[at] = handles[at], 0
@@ -274,7 +274,7 @@ def _free(
 
 
 class HostPieceCalls:
-    """Host memory, for the stand-in of a device: pages come at the first touch anyway.
+    """Host memory, for the stand-in of a device: pages are allocated at the first touch anyway.
 
     Attributes:
         granularity: A huge page, as on a device.
@@ -289,7 +289,7 @@ class HostPieceCalls:
         self._handles = 0
 
     def reserve(self, nbytes: int) -> int:
-        """Maps addresses that take no memory, and are not counted as if they did."""
+        """Reserves addresses that take no memory and do not count as committed."""
         try:
             self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
         except (OSError, ValueError, OverflowError) as error:
@@ -306,7 +306,7 @@ class HostPieceCalls:
         return self._handles
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Does nothing: the pages come when they are touched."""
+        """Does nothing: pages are allocated when they are touched."""
 
     def allow(self, address: int, nbytes: int) -> None:
         """Does nothing."""
@@ -317,7 +317,7 @@ class HostPieceCalls:
             self.memory.madvise(mmap.MADV_DONTNEED, address - self._first, nbytes)
 
     def release(self, handle: int) -> None:
-        """Does nothing: the pages are gone."""
+        """Does nothing: the pages are freed already."""
 
     def free(self, address: int, nbytes: int) -> None:
         """Drops the mapping, which is unmapped with its last tensor."""

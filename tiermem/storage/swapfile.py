@@ -1,8 +1,8 @@
 """The NVMe store: preallocated files without a name, striped over one or several folders.
 
-Byte ``i`` of the store lies in stripe ``i // chunk``; stripes go to the files
-in turn, so one extent is read from all disks at once. The files have no name,
-so nothing is left behind however the process ends.
+Byte ``i`` of the store is in stripe ``i // chunk``; stripes alternate between the files,
+so one extent is read from all disks at once. The files have no name, so nothing is left behind
+however the process ends.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class SwapFile:
 
     Args:
         paths: Folders, one file in each.
-        capacity_limit: Most bytes it may ever reserve; ``None`` leaves that to the disks.
-        chunk_nbytes: Stripe length and most bytes of a piece; a multiple of 4,096.
+        capacity_limit: Maximal bytes it may reserve; ``None`` for no limit but the disks.
+        chunk_nbytes: Stripe length and maximal bytes of a piece; a multiple of 4,096.
 
     Attributes:
         chunk_nbytes: As given.
         capacity_limit: As given.
-        direct: Whether every file goes past the page cache (O_DIRECT).
-        direct_reason: One sentence saying why, or why not.
-        sums: The checksum index, by the store's offset of each piece.
+        direct: Whether every file bypasses the page cache (O_DIRECT).
+        direct_reason: One sentence on why, or why not.
+        sums: The checksum index, by the offset of each piece in the store.
 
     Raises:
         ConfigError: If a path or a size cannot be used; nothing was created then.
@@ -98,7 +98,7 @@ class SwapFile:
 
     @property
     def used(self) -> int:
-        """Bytes handed out in extents."""
+        """Bytes of allocated extents."""
         return self._free.used
 
     def folder(self, file: int) -> str:
@@ -172,7 +172,7 @@ class SwapFile:
                 nameless.reserve(fd, old[file], new[file] - old[file])
             except OSError as error:
                 for other, length in zip(self._fds, old, strict=True):
-                    with contextlib.suppress(OSError):  # the disk may answer nothing any more
+                    with contextlib.suppress(OSError):  # the disk may not respond any more
                         os.ftruncate(other, length)
                 if error.errno in _NO_SPACE:
                     raise self._no_room(file, new[file] - old[file], error) from error
@@ -181,7 +181,7 @@ class SwapFile:
     def _failed(
         self, what: str, file: int, old: list[int], new: list[int], error: OSError
     ) -> StorageError:
-        """Returns the error of a file that could not be made larger."""
+        """Returns the error for a file that could not be enlarged."""
         return StorageError(
             f"{what}; see what the kernel says of that disk (dmesg), or name a folder on another",
             path=self.folder(file),
@@ -210,7 +210,7 @@ class SwapFile:
         )
 
     def allocate(self, nbytes: int) -> Extent:
-        """Hands out a run of at least ``nbytes`` bytes (rounded up to 4,096).
+        """Allocates a run of at least ``nbytes`` bytes (rounded up to 4,096).
 
         Raises:
             CapacityError: If no free run is long enough; ``grow`` adds room.
@@ -232,7 +232,7 @@ class SwapFile:
         """Takes an extent back, and forgets its checksums.
 
         Raises:
-            ValueError: If it is not handed out.
+            ValueError: If it is not allocated.
             ClosedError: If it is closed or belongs to another process.
         """
         self._check_usable()
@@ -242,11 +242,11 @@ class SwapFile:
         self._free.give_back(extent)
 
     def holds(self, extent: Extent) -> bool:
-        """Whether just this extent is handed out."""
+        """Whether exactly this extent is allocated."""
         return self._free.holds(extent)
 
     def keep_only(self, extents: Iterable[Extent]) -> None:
-        """Sets which extents are handed out: others were lost when a call was cut short."""
+        """Sets which extents are allocated: others were lost when a call was interrupted."""
         kept = list(extents)
         self._free.rebuild(kept)
         with self._lock:
@@ -255,7 +255,7 @@ class SwapFile:
                 del self.sums[key]
 
     def pieces(self, extent: Extent) -> list[Piece]:
-        """Returns the parts of an extent by ascending offset, cut where the stripes are.
+        """Returns the parts of an extent by ascending offset, cut at stripe boundaries.
 
         Raises:
             ValueError: If the extent is not aligned or reaches past the capacity.
@@ -278,10 +278,10 @@ class SwapFile:
     # Checksums -----------------------------------------------------------------------
 
     def begin_write(self, extent: Extent, pieces: Sequence[Piece]) -> int:
-        """Marks every piece as not written, until each one's write has come to its end.
+        """Marks every piece as not written, until its write is complete.
 
         Returns:
-            The generation to hand to :meth:`end_write`.
+            The generation to pass to :meth:`end_write`.
         """
         with self._lock:
             generation = next(self._generations)
@@ -293,7 +293,7 @@ class SwapFile:
     def end_write(
         self, extent: Extent, piece: Piece, generation: int, checksum: int | None
     ) -> None:
-        """Enters the checksum of a piece, unless it was freed or begun anew meanwhile."""
+        """Enters the checksum of a piece, unless it was freed or another write has begun."""
         with self._lock:
             entry = self.sums.get(extent.offset + piece.extent_offset)
             if entry is not None and entry.generation == generation:
@@ -301,27 +301,27 @@ class SwapFile:
                 entry.written = True
 
     def written(self, extent: Extent, piece: Piece) -> PieceSum | None:
-        """Returns the index entry of a piece, or ``None`` if it was not written in whole."""
+        """Returns the index entry of a piece, or ``None`` if it was not written completely."""
         entry = self.sums.get(extent.offset + piece.extent_offset)
         if entry is None or not entry.written or entry.nbytes != piece.nbytes:
             return None
         return entry
 
     def refusal(self, extent: Extent, piece: Piece) -> str:
-        """Returns why a piece cannot be read; empty where it can."""
+        """Returns why a piece cannot be read; empty if it can."""
         if self.written(extent, piece) is not None:
             return ""
         return "the file holds no whole data there: never written, or its last write failed"
 
     def cause(self, piece: Piece) -> str:
-        """Returns nothing: no other program reaches a file without a name."""
+        """Returns "": no other program has access to a file without a name."""
         return ""
 
     def keep_sum(self, extent: Extent, piece: Piece, checksum: int) -> None:
-        """Does nothing: checksums are those of writes."""
+        """Does nothing: checksums are known from writes."""
 
     def version(self, extent: Extent) -> int:
-        """Returns a number that is another one after every write of an extent; 0 before any."""
+        """Returns a number that changes with every write of an extent; 0 before any."""
         entry = self.sums.get(extent.offset)
         return 0 if entry is None else entry.generation
 
@@ -334,25 +334,25 @@ class SwapFile:
     # End -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the files, and so gives their space back; in a forked child does nothing."""
+        """Closes the files, which frees their space; in a forked child does nothing."""
         self._closed = True
         if os.getpid() != self._pid:
-            return  # the child may have given these numbers to other files already
+            return  # in the child these numbers may already belong to other files
         self._close_files()
 
     def forked(self) -> None:
-        """Closes the parent's files; for a forked child, before it opens files of its own.
+        """Closes the parent's files; called in a forked child, before it opens files of its own.
 
         A child that outlives its parent would keep their space taken.
         """
         self._closed = True
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        self._lock = threading.Lock()  # a thread of the parent may have held it
         self._close_files()
 
     def _close_files(self) -> None:
-        while self._fds:  # cut short, it can be called again for the rest
+        while self._fds:  # if interrupted, it can be called again for the rest
             os.close(self._fds.pop())
 
     def __del__(self) -> None:
-        if getattr(self, "_fds", None):  # an exception came before a caller had this to close it
+        if getattr(self, "_fds", None):  # an exception occurred before a caller could close it
             self.close()

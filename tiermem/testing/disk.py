@@ -1,7 +1,7 @@
 """A disk in simulated time: real bytes, and a clock that moves only when no thread has work.
 
-Whether reads, updates and writes overlap cannot be seen on a real disk under test: it is too
-quick, or the machine too busy. Here a sweep takes the same simulated seconds on any machine.
+Tests cannot observe on a real disk whether reads, updates and writes overlap: it is too
+fast, or the machine too busy. Here a sweep takes the same simulated seconds on any machine.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tiermem.transfer.file.mover import FileMover
 
 
 class SimulatedTime:
-    """A clock for one thread that works and one disk.
+    """A clock for one working thread and one disk.
 
     It moves while the thread computes (:meth:`spend`) or waits for the disk
     (:meth:`waiting`), and stands still while the thread does anything else.
 
     Attributes:
         now: Seconds.
-        changed: Guards all of it; the disk waits here.
+        changed: Guards all state; the disk waits on it.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SimulatedTime:
         self._transfers: Sequence[FileTransfer] = ()
 
     def spend(self, seconds: float) -> None:
-        """Computes for a while; the disk works meanwhile."""
+        """Computes for a while; the disk continues meanwhile."""
         with self.changed:
             self._until = until = self.now + seconds
             self.changed.notify_all()
@@ -57,7 +57,7 @@ class SimulatedTime:
 
     @contextmanager
     def waiting(self, transfers: Sequence[FileTransfer]) -> Iterator[None]:
-        """Notes that the thread does nothing until one of some transfers has finished."""
+        """Notes that the thread is idle until one of some transfers has finished."""
         with self.changed:
             self._transfers = transfers
             self.changed.notify_all()
@@ -68,7 +68,7 @@ class SimulatedTime:
                 self._transfers = ()
 
     def limit(self) -> float | None:
-        """Returns how far the clock may move before the thread goes on; None for not at all."""
+        """Returns how far the clock may move before the thread continues; None for not at all."""
         if self._until is not None:
             return self._until
         if self._transfers and not any(transfer.finished for transfer in self._transfers):
@@ -88,9 +88,9 @@ class Speeds:
     """Bytes per simulated second.
 
     Attributes:
-        read: Of reads, at most.
-        write: Of writes, at most.
-        both: Of reads and writes together, at most; what is in flight shares it evenly.
+        read: Maximum for reads.
+        write: Maximum for writes.
+        both: Maximum for reads and writes together; requests in flight share it evenly.
     """
 
     read: float
@@ -151,7 +151,7 @@ class SimulatedDisk(IoEngine):
             self._pending.extend((request, [float(request.nbytes)]) for request in requests)
 
     def wait(self, timeout: float | None) -> list[IoCompletion]:
-        """See :meth:`IoEngine.wait`; a time limit above zero is taken as no limit."""
+        """See :meth:`IoEngine.wait`; a time limit above zero counts as no limit."""
         self._check_usable()
         time = self._time
         with time.changed:
@@ -200,7 +200,7 @@ class SimulatedDisk(IoEngine):
         return [self._carry_out(request) for request in ended]
 
     def _rates(self) -> dict[IoOp, float]:
-        """Returns the speed of each read and each write under way."""
+        """Returns the speed of each read and each write in progress."""
         reads = sum(request.op is IoOp.READ for request, _ in self._pending)
         writes = len(self._pending) - reads
         share = self._speeds.both / max(1, len(self._pending))
@@ -226,7 +226,7 @@ class SimulatedDisk(IoEngine):
 class SimulatedMover(FileMover):
     """A file mover on a simulated disk, whose checksums and copies take no time.
 
-    Give it to a manager in place of its own: every wait for a transfer moves the clock.
+    Use it as a manager's file mover: every wait for a transfer moves the clock.
     """
 
     time: SimulatedTime

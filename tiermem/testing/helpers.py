@@ -1,4 +1,4 @@
-"""A double for the helper threads of a file mover: the order is the test's."""
+"""A double for the helper threads of a file mover: the test determines the order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tiermem.transfer.file.jobs import Chunk
 class ScriptedHelpers:
     """Does the work in the pump's own thread, when and in the order that a test asks for.
 
-    Nothing stands still for want of a look: as long as work is left, the pump is woken.
+    The pump never stalls: as long as work is left, it is woken.
 
     Args:
-        work: What is done with a chunk.
+        work: Processes a chunk.
         wake: Wakes the pump.
-        choose: Given how many chunks wait, returns the index of the next to do, or -1 to
+        choose: Called with the number of waiting chunks; returns the index of the next, or -1 to
             do no more this time.
-        fail: Given a chunk, returns what goes wrong with it.
+        fail: Called with a chunk; returns the error to raise for it, if any.
 
     Attributes:
         eager: Whether the pump stands still until something is done.
@@ -44,14 +44,14 @@ class ScriptedHelpers:
         self.state = "started"
 
     def give(self, chunk: Chunk) -> None:
-        """Keeps the chunk until :meth:`collect` is asked for it."""
+        """Keeps the chunk until :meth:`collect` processes it."""
         if self.state != "started" or chunk in self._waiting:
             raise RuntimeError(f"{self.state} helpers were given chunk {chunk.index}")
         self._waiting.append(chunk)
         self._wake()
 
     def collect(self) -> list[Chunk]:
-        """Does some of the work and returns the chunks that it was done with."""
+        """Does some of the work and returns the processed chunks."""
         done: list[Chunk] = []
         while self._waiting:
             index = self._choose(len(self._waiting))

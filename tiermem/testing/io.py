@@ -1,8 +1,8 @@
 """Doubles and a conformance suite for I/O engines.
 
 ``ScriptedEngine`` does real reads and writes in the order and with the faults
-that a test asks for. ``EngineConformance`` holds any engine to the contract:
-derive a test class from it and say how to make the engine.
+that a test requests. ``EngineConformance`` checks that any engine fulfils the interface:
+derive a test class from it and define how to create the engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiermem.io.engine import (
 )
 
 _SECONDS = 60.0
-"""What nothing here takes, however slow the machine."""
+"""An upper bound for everything here, even on a slow machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Fault:
         errno: Refuse with this number (EIO, EAGAIN, ENOSPC, ...), moving nothing.
         short: Report only this many bytes as moved.
         torn: Write only this many bytes (rounded down to 4,096) but report all of them.
-        flip_bit: Flip this bit of the data on its way.
+        flip_bit: Flip this bit of the data in transfer.
     """
 
     errno: int = 0
@@ -56,8 +56,8 @@ class ScriptedEngine(IoEngine):
     """An engine whose completions come in a chosen order, with chosen faults.
 
     Args:
-        order: Given how many requests are pending, returns the index of the next to try.
-        fault: Given a request and the number of earlier tries, returns what goes wrong.
+        order: Called with the number of pending requests; returns the index of the next to try.
+        fault: Called with a request and the number of earlier tries; returns the fault.
 
     Attributes:
         log: Every request in the order of its tries.
@@ -103,7 +103,7 @@ class ScriptedEngine(IoEngine):
             self._changed.notify_all()
 
     def until_pending(self, count: int, timeout: float = _SECONDS) -> bool:
-        """Waits until that many requests are held; returns whether it came to that."""
+        """Waits until that many requests are held; returns whether this was reached."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._pending) >= count, timeout)
 
@@ -210,7 +210,7 @@ class ScriptedEngine(IoEngine):
 def _write(file: int, view: memoryview, offset: int, flip_bit: int | None) -> int:
     if flip_bit is None:
         return os.pwritev(file, [view], offset)
-    with mmap.mmap(-1, view.nbytes) as copy:  # page-aligned, as O_DIRECT wants it
+    with mmap.mmap(-1, view.nbytes) as copy:  # page-aligned, as O_DIRECT requires
         copy[:] = view.tobytes()
         with memoryview(copy) as bits:
             flip(bits, flip_bit % (8 * view.nbytes))
@@ -223,7 +223,7 @@ def flip(view: memoryview, bit: int) -> None:
 
 
 class Memory:
-    """Page-aligned host memory for tests; it lives as long as its view.
+    """Page-aligned host memory for tests; it exists as long as its view.
 
     Args:
         nbytes: Length in bytes.
@@ -245,7 +245,7 @@ class EngineConformance:
 
     Attributes:
         make_engine: To be defined by the derived class: returns a new, unopened engine.
-        folder: Where the files are made; ``None`` keeps them in memory.
+        folder: Folder for the files; ``None`` keeps them in memory.
     """
 
     folder: str | None = None
@@ -324,7 +324,7 @@ class EngineConformance:
         assert registered.view == data
 
     def test_reading_past_the_end_is_an_error(self) -> None:
-        """A file that is too short gives EIO and what was there, not success."""
+        """Reading beyond a short file gives EIO and the existing bytes, not success."""
         memory = Memory(4 * self.page)
         with self.engine(1, memory) as engine:
             self.run_all(engine, self.requests(IoOp.WRITE, memory, 2, self.page))
@@ -335,7 +335,7 @@ class EngineConformance:
             assert done[1].errno == 0, "the engine works on after an error"
 
     def test_a_file_that_cannot_be_read_reports_its_errno(self) -> None:
-        """The system's error number comes through."""
+        """The system's error number is returned."""
         memory = Memory(self.page)
         with tempfile.NamedTemporaryFile(dir=self.folder) as named:
             file = os.open(named.name, os.O_WRONLY | os.O_CLOEXEC)
@@ -375,7 +375,7 @@ class EngineConformance:
             thread.join()
 
     def test_waiting_leaves_the_interpreter_to_others(self) -> None:
-        """Other threads run while one waits."""
+        """Other Python threads run during a wait."""
         with self.engine() as engine:
             counted = 0
 
@@ -427,7 +427,7 @@ class EngineConformance:
         """Opening and closing leaves no descriptor open."""
         with self.engine():
             pass
-        gc.freeze()  # what others dropped shall not go meanwhile, and hide what stays
+        gc.freeze()  # garbage of others must not be freed meanwhile, and hide what remains
         try:
             before = _open_files()
             for _ in range(5):
@@ -438,7 +438,7 @@ class EngineConformance:
             gc.unfreeze()
 
     def test_a_forked_child_is_refused_and_harms_nothing(self) -> None:
-        """A forked child gets ClosedError, and the parent works on."""
+        """A forked child gets ClosedError, and the parent still works."""
         memory = Memory(8 * self.page)
         memory.view[:] = data = os.urandom(memory.nbytes)
         with self.engine(1, memory) as engine:

@@ -1,7 +1,7 @@
 """A device that maps memory piece by piece, and refuses what the CUDA driver refuses.
 
-Its memory is host memory, and what was written where nothing was mapped is lost, as is what was
-written before the memory was given back.
+Its memory is host memory. Bytes written where nothing was mapped are lost, as are those written
+before the memory was given back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tiermem.errors import TierError
 from tiermem.storage.pieces import HostPieceCalls
 
-_NEW = 0xA5  # what new memory holds: zeros may not be relied on
+_NEW = 0xA5  # contents of new memory: code must not rely on zeros
 
 
 class FakeDevice:
@@ -21,8 +21,8 @@ class FakeDevice:
     Attributes:
         total: Bytes.
         others: Bytes allocated by other processes.
-        short: Whether torch has run out of memory since it was asked.
-        watched: Whether that is seen.
+        short: Whether torch has run out of memory since the last call of :meth:`ran_out`.
+        watched: Whether torch reports that.
         arenas: The calls of each arena.
     """
 
@@ -39,7 +39,7 @@ class FakeDevice:
         return self.total - self.others - sum(calls.taken for calls in self.arenas)
 
     def ran_out(self) -> bool:
-        """Whether torch has run out of memory since this was asked last."""
+        """Whether torch has run out of memory since the last call."""
         short, self.short = self.short, False
         return short
 
@@ -76,7 +76,7 @@ class FakePieceCalls(HostPieceCalls):
         return address
 
     def create(self, nbytes: int) -> int | None:
-        """Takes memory, where the device has any."""
+        """Allocates memory, if the device has any."""
         self.before("create")
         self._even(nbytes)
         if nbytes > self._device.free():
@@ -88,7 +88,7 @@ class FakePieceCalls(HostPieceCalls):
         return handle
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Maps memory that is mapped nowhere at addresses where nothing is mapped."""
+        """Maps memory that is not mapped at addresses where nothing is mapped."""
         self.before("map")
         begin, size = self._reserved or (0, 0)
         self._rule(begin <= address and address + nbytes <= begin + size, "outside")
@@ -112,7 +112,7 @@ class FakePieceCalls(HostPieceCalls):
         self._rule(at == address + nbytes, "access to a part of a mapping")
 
     def use(self, address: int, nbytes: int) -> None:
-        """Notes that the device works with some bytes from now on."""
+        """Notes that the device uses some bytes from now on."""
         at = address
         while at < address + nbytes:
             found = [a for a, (size, _) in self.mapped.items() if a <= at < a + size]
@@ -121,7 +121,7 @@ class FakePieceCalls(HostPieceCalls):
         self._busy = True
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Takes memory away from just the addresses at which it was mapped."""
+        """Unmaps memory at exactly the addresses at which it was mapped."""
         self.before("unmap")
         self._rule(self.mapped.get(address, (0, 0))[0] == nbytes, "unmapped otherwise than mapped")
         self._rule(not self._busy, "unmapped while the device may be using it")
@@ -130,21 +130,21 @@ class FakePieceCalls(HostPieceCalls):
         super().unmap(address, nbytes)
 
     def release(self, handle: int) -> None:
-        """Gives memory back that is mapped nowhere."""
+        """Frees memory that is not mapped."""
         self.before("release")
         self._rule(handle in self._sizes, "given back twice")
         self._rule(all(known != handle for _, known in self.mapped.values()), "mapped still")
         self.taken -= self._sizes.pop(handle)
 
     def free(self, address: int, nbytes: int) -> None:
-        """Gives the addresses back, none of which is mapped."""
+        """Frees addresses, none of which is mapped."""
         self._rule(self._reserved == (address, nbytes), "other addresses than were reserved")
         self._rule(not self.mapped, "addresses given back while memory is mapped there")
         self._reserved = None
         super().free(address, nbytes)
 
     def synchronize(self) -> None:
-        """Waits until the device works with nothing."""
+        """Waits until the device uses no bytes."""
         self._busy = False
 
     @property

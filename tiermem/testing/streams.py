@@ -1,8 +1,8 @@
-"""A device whose streams run when, and in whichever order, a test likes.
+"""A device whose streams run when, and in whichever order, a test determines.
 
-It takes the place of the CUDA driver below the copy engine. What is submitted
-to a stream runs in order; between streams only events order anything. So a
-wait that is missing shows as wrong bytes, on any machine.
+It replaces the CUDA driver below the copy engine. Work submitted
+to a stream runs in order; between streams only events impose an order. So a
+missing wait shows as wrong bytes, on any machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiermem.transfer.hosthomes import pack_home_tile, unpack_home_tile
 
 
 class _Mark:
-    """A place in a stream, and whether the stream has come past it."""
+    """A position in a stream, and whether the stream has reached it."""
 
     __slots__ = ("passed",)
 
@@ -34,34 +34,34 @@ class SimulatedEvent:
     """A point in the work of a stream."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        """Lies ahead until the stream has come past it."""
+        """Starts with a position that the stream has not reached."""
         self._device = device
         self.anew()
 
     def anew(self) -> _Mark:
-        """Means another point from now on; what waits for it already waits for the old one."""
+        """Uses a new position from now on; earlier waits keep the old one."""
         self.waiter = -1
         self.mark = _Mark()
         return self.mark
 
     @property
     def passed(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has reached it."""
         return self.mark.passed
 
     def done(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has reached it."""
         return self.passed
 
     def synchronize(self) -> None:
-        """Runs the device until the stream has come past it."""
+        """Runs the device until the stream has reached it."""
         while not self.passed:
             self._device.advance()
 
 
 @dataclass(slots=True)
 class _Work:
-    """Something submitted: what has to be over before, and what it does."""
+    """Submitted work: what has to end before it, and what it does."""
 
     after: _Mark | None
     run: Callable[[], object]
@@ -94,7 +94,7 @@ class SimulatedDevice:
     def submit(
         self, stream: int, run: Callable[[], object], after: SimulatedEvent | None = None
     ) -> None:
-        """Submits anything, such as a kernel that looks at memory."""
+        """Submits anything, such as a kernel that reads memory."""
         mark = None if after is None else after.mark
         self._queues.setdefault(stream, deque()).append(_Work(mark, run))
 
@@ -123,7 +123,7 @@ class SimulatedDevice:
         self.wait(stream, self.record(other))
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """Submits a copy; it is made in two halves, and others may run in between."""
+        """Submits a copy; it runs in two halves, and others may run in between."""
         half = nbytes // 2
         self.submit(stream, lambda: ctypes.memmove(target, source, half))
         self.submit(stream, lambda: ctypes.memmove(target + half, source + half, nbytes - half))
@@ -138,7 +138,7 @@ class SimulatedDevice:
         again: SimulatedEvent | None = None,
         after: Iterable[SimulatedEvent] = (),
     ) -> SimulatedEvent:
-        """Submits a copy that waits for events and for what other streams have so far."""
+        """Submits a copy that waits for events and for the work so far of other streams."""
         for event in after:
             self.wait(stream, event)
         for other in others:
@@ -151,11 +151,11 @@ class SimulatedDevice:
         self.submit(stream, lambda: ctypes.memset(target, value, nbytes))
 
     def can_pack(self) -> bool:
-        """There are kernels: the reference's."""
+        """Whether there are kernels: those of the reference."""
         return True
 
     def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> None:
-        """Submits the packing of tiles, one by one; others may run in between."""
+        """Submits packing tiles, one by one; others may run in between."""
 
         def run(tile: int) -> None:
             words = np.frombuffer(ctypes.string_at(source + tile * TILE, TILE), dtype="<u2")
@@ -169,7 +169,7 @@ class SimulatedDevice:
             self.submit(stream, partial(run, tile))
 
     def unpack(self, stream: int, target: int, tiles: int) -> None:
-        """Submits the unpacking of tiles in place, one by one; others may run in between."""
+        """Submits unpacking tiles in place, one by one; others may run in between."""
 
         def run(tile: int) -> None:
             source = target + tiles * GROWS + tile * PACKED_TILE
@@ -180,7 +180,7 @@ class SimulatedDevice:
             self.submit(stream, partial(run, tile))
 
     def can_pack_homes(self) -> bool:
-        """There are kernels: the reference's."""
+        """Whether there are kernels: those of the reference."""
         return True
 
     def pack_home(
@@ -219,10 +219,10 @@ class SimulatedDevice:
         """Runs one piece of work.
 
         Args:
-            stream: The stream it is to be from; by default any that can run.
+            stream: The stream; by default any that can run.
 
         Returns:
-            Whether there was one.
+            Whether there was any.
 
         Raises:
             RuntimeError: If there is work and none of it can ever run.

@@ -1,7 +1,7 @@
-"""Copies between HBM and DRAM: what an engine of copies does, and the one of the CPU, in line.
+"""Copies between HBM and DRAM: the interface of a copy engine, and the engine of the CPU.
 
-Engines are ordered by streams, not by the host: a copy counts as made once it is submitted, and
-later users of its bytes wait for its event. On the CPU there is nothing to wait for. The engine of
+Engines are ordered by streams, not by the host: a copy counts as complete once it is submitted, and
+later users of its bytes wait for its event. On the CPU copies are synchronous. The engine for
 CUDA is in :mod:`tiermem.transfer.streams`.
 """
 
@@ -21,17 +21,17 @@ from tiermem.transfer.driver import Signal
 from tiermem.transfer.hosthomes import pack_home, unpack_home
 
 POISON = 0xFF
-"""Fills what must not be read: NaN in every float format, -1 in the integers."""
+"""Overwrites bytes that must not be read: NaN in every float format, -1 in the integers."""
 
 Event = Signal
-"""What a copy leaves behind; None where it is over already."""
+"""The event of a copy; None if the copy is already complete."""
 
 
 def host_copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies host bytes in the calling thread, without the GIL.
 
-    torch's own copy would wake a team of threads, and wait for all of them: on cores that are
-    busy with something else that takes longer than the copy.
+    torch's own copy would wake several threads, and wait for all of them: on cores that are
+    busy with other work that takes longer than the copy.
 
     Args:
         target: 1-D contiguous uint8.
@@ -41,15 +41,15 @@ def host_copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class Packer(Protocol):
-    """Packs blocks that lie in host memory."""
+    """Packs blocks that are in host memory."""
 
     def pack(self, source: torch.Tensor, target: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Begins to pack a block; what has come of it is there once all copies are over.
+        """Begins to pack a block; the result is valid when all copies have ended.
 
         Args:
             source: The block's bytes in host memory.
             target: Host memory for the packed form.
-            parts: In which it is packed.
+            parts: The parts in which it is packed.
         """
         ...
 
@@ -59,54 +59,54 @@ class CopyEngine(Protocol):
 
     @property
     def packs(self) -> bool:
-        """Whether it can make packed copies of blocks, and bring them up."""
+        """Whether it can create packed copies of blocks, and copy them to the device."""
         ...
 
     def packing(self, room: torch.Tensor, extent: Extent, piece: int) -> Packer:
-        """Returns what packs blocks.
+        """Returns an object that packs blocks.
 
         Args:
             room: Device bytes that it works with; earlier readers are waited for.
-            extent: Where they are.
-            piece: Tiles that are packed at once.
+            extent: The extent of ``room``.
+            piece: How many tiles are packed at once.
         """
         ...
 
     def up_packed(self, target: torch.Tensor, packed: Packed, extent: Extent) -> Event | None:
-        """Does what :meth:`up` does with a block that is packed.
+        """Does the same as :meth:`up` with a packed block.
 
         Args:
             target: Device bytes.
-            packed: What comes there.
-            extent: Where ``target`` is.
+            packed: The packed block.
+            extent: The extent of ``target``.
         """
         ...
 
     def up_packed_behind(
         self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
     ) -> Event | None:
-        """Does what :meth:`up_behind` does with a block, or a part of one, that is packed.
+        """Does the same as :meth:`up_behind` with a packed block, or a part of one.
 
         Args:
             target: Device bytes.
-            packed: What comes there.
-            after: :meth:`guards` of when the last reader of ``target`` had been submitted, and
-                the event of what came there before.
+            packed: The packed bytes.
+            after: :meth:`guards` at the time when the last reader of ``target`` had been submitted,
+                and the event of the previous copy to it.
         """
         ...
 
     @property
     def packs_homes(self) -> bool:
-        """Whether blocks can be written home packed, and brought up from there."""
+        """Whether blocks can be written home packed, and fetched from there."""
         ...
 
     def use_room(self, room: torch.Tensor | None, extent: Extent) -> None:
-        """Gives it device memory to pack homes in, before the first :meth:`down_home`.
+        """Provides device memory for packing homes, before the first :meth:`down_home`.
 
         Args:
-            room: Device bytes, which are its own until the next call, after which nothing must
-                be under way there; earlier readers are waited for. None takes it away.
-            extent: Where they are.
+            room: Device bytes, which the engine owns until the next call, at which no transfer may
+                use them; earlier readers are waited for. None takes the memory away.
+            extent: The extent of ``room``.
         """
         ...
 
@@ -119,13 +119,13 @@ class CopyEngine(Protocol):
         *,
         copied: bool = False,
     ) -> Event | None:
-        """Does what :meth:`up` does with a home that lies packed.
+        """Does the same as :meth:`up` with a packed home.
 
         Args:
             target: Device bytes.
-            home: What comes there.
-            extent: Where ``target`` is.
-            after: What it waits for.
+            home: The packed home.
+            extent: The extent of ``target``.
+            after: The event that it waits for.
             copied: As for :meth:`up`.
         """
         ...
@@ -133,21 +133,21 @@ class CopyEngine(Protocol):
     def down_home(
         self, home: PackedHome, source: torch.Tensor, extent: Extent, after: Event | None
     ) -> Event | None:
-        """Does what :meth:`down` does, and packs what comes home.
+        """Does the same as :meth:`down`, and packs the bytes.
 
         Args:
-            home: Where it goes.
+            home: The target.
             source: Device bytes.
-            extent: Where ``source`` is.
-            after: What it waits for.
+            extent: The extent of ``source``.
+            after: The event that it waits for.
         """
         ...
 
     def open_home(self, home: PackedHome) -> None:
-        """Unpacks a home where it is; returns when that is over.
+        """Unpacks a home in place; returns when it is done.
 
         Args:
-            home: The home; no copy from or to it is under way.
+            home: The home; no copy from or to it is in progress.
         """
         ...
 
@@ -166,24 +166,24 @@ class CopyEngine(Protocol):
         Args:
             target: Device bytes.
             source: Host bytes.
-            extent: Where ``target`` is, so that earlier readers are waited for.
+            extent: The extent of ``target``, whose earlier readers are waited for.
             after: Event of the last write to ``source``.
-            again: Event of an earlier copy up that is no longer asked about; may be recorded anew.
-            copied: Whether nothing but copies down has used the place since compute did: those have
-                waited for that, and are waited for alone.
+            again: Event of an earlier copy up that is no longer needed; may be recorded again.
+            copied: Whether only copies down have used the place since compute did: as they have
+                waited for compute, only they are waited for.
         """
         ...
 
     def up_behind(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
     ) -> Event | None:
-        """Copies host bytes into HBM behind events alone, not behind what compute has since.
+        """Copies host bytes into HBM after events only, not after later compute.
 
         Args:
             target: Device bytes.
             source: Host bytes.
-            after: :meth:`guards` of when the last reader of ``target`` had been submitted, the
-                event of what came there before, and that of the last write to ``source``.
+            after: :meth:`guards` at the time when the last reader of ``target`` had been submitted,
+                the event of the previous copy to it, and that of the last write to ``source``.
         """
         ...
 
@@ -195,16 +195,16 @@ class CopyEngine(Protocol):
         Args:
             target: Host bytes.
             source: Device bytes.
-            extent: Where ``source`` is, so that it is not overwritten too soon.
-            after: Event of the copy that brought ``source`` up.
+            extent: The extent of ``source``, which must not be overwritten too soon.
+            after: Event of the copy to ``source``.
         """
         ...
 
     def claim(self, extent: Extent) -> None:
-        """Makes the current compute stream wait for whatever else uses ``extent``.
+        """Makes the current compute stream wait for all other users of ``extent``.
 
         Compute is about to write there; copies from and to it, and other compute streams that
-        read what was there before, may not be through.
+        read its former contents, may not have ended.
         """
         ...
 
@@ -213,7 +213,7 @@ class CopyEngine(Protocol):
 
         Args:
             target: Device bytes.
-            extent: Where ``target`` is.
+            extent: The extent of ``target``.
             copied: As for :meth:`up`.
         """
         ...
@@ -223,7 +223,7 @@ class CopyEngine(Protocol):
         ...
 
     def landed(self, extent: Extent, event: Event) -> None:
-        """Notes that a copy from a file into ``extent`` is over when ``event`` has passed."""
+        """Notes that a copy from a file into ``extent`` has ended when ``event`` has passed."""
         ...
 
     def prepare_down(self) -> None:
@@ -243,15 +243,15 @@ class CopyEngine(Protocol):
         ...
 
     def risen(self) -> Event | None:
-        """Returns an event of when every copy up from DRAM so far has been made, for the host."""
+        """Returns an event for the host that marks the end of all copies up from DRAM so far."""
         ...
 
     def mark(self) -> Event | None:
-        """Returns an event of when what the current compute stream has so far is over."""
+        """Returns an event after all work that the current compute stream has so far."""
         ...
 
     def seen(self, source: torch.Tensor) -> torch.Tensor | None:
-        """Returns host bytes as kernels see them where they lie; None where they cannot.
+        """Returns host bytes as kernels see them in place; None if kernels cannot.
 
         Args:
             source: 1-D uint8, page-locked.
@@ -263,7 +263,7 @@ class CopyEngine(Protocol):
         ...
 
     def capturing(self) -> bool:
-        """Whether what is submitted now is recorded into a CUDA graph instead of run."""
+        """Whether submitted work is captured into a CUDA graph instead of run."""
         ...
 
     def stream(self) -> int:
@@ -272,12 +272,12 @@ class CopyEngine(Protocol):
 
 
 class HostCopyEngine:
-    """The engine of ``device="cpu"``: plain copies, over when they return.
+    """The engine of ``device="cpu"``: synchronous copies.
 
     Attributes:
-        capturing: Nothing is ever recorded.
-        stream: There is one.
-        packs_homes: It takes the host longer than the copies; only tests have it done.
+        capturing: Always false.
+        stream: The only stream.
+        packs_homes: Packing takes the host longer than the copies; only tests use it.
     """
 
     capturing: Callable[[], bool] = bool
@@ -286,7 +286,7 @@ class HostCopyEngine:
     packs_homes = False
 
     def packing(self, room: torch.Tensor, extent: Extent, piece: int) -> Packer:
-        """Packs nothing.
+        """Always raises.
 
         Raises:
             InvariantError: Always: the host's copies take as long as unpacking would.
@@ -294,17 +294,17 @@ class HostCopyEngine:
         raise InvariantError("host copies are not packed")
 
     def up_packed(self, target: torch.Tensor, packed: Packed, extent: Extent) -> Event | None:
-        """Raises what :meth:`packing` does."""
+        """Raises the error of :meth:`packing`."""
         raise InvariantError("host copies are not packed")
 
     def up_packed_behind(
         self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
     ) -> Event | None:
-        """Raises what :meth:`packing` does."""
+        """Raises the error of :meth:`packing`."""
         raise InvariantError("host copies are not packed")
 
     def use_room(self, room: torch.Tensor | None, extent: Extent) -> None:
-        """Needs none."""
+        """Does nothing: no device memory is needed."""
 
     def up_home(
         self,
@@ -327,7 +327,7 @@ class HostCopyEngine:
         return None
 
     def open_home(self, home: PackedHome) -> None:
-        """Unpacks a home where it is."""
+        """Unpacks a home in place."""
         unpack_home(home, home.address)
 
     def up(
@@ -379,7 +379,7 @@ class HostCopyEngine:
         """Nothing to wait for."""
 
     def hold_up(self, stream: int, event: Event) -> None:
-        """Does what :meth:`use` does."""
+        """Like :meth:`use`."""
         self.use(event)
 
     def wait(self, event: Event | None) -> None:

@@ -1,6 +1,6 @@
 """The CUDA driver's calls for streams and events, at a microsecond each.
 
-Through torch a copy on another stream costs the host about ten times as much:
+Through torch, a copy on another stream costs the host about ten times as much:
 a context for the stream, a look-up of the device, objects for the events. The
 driver's functions take the same handles (``torch.cuda.Stream.cuda_stream``) and
 mix freely with torch's own calls. Signatures are those of the CUDA driver API
@@ -28,7 +28,7 @@ _NON_BLOCKING = 1
 _NOT_READY = 600
 _DEVICE_POINTER = 3
 _FIRST = -1000
-"""A priority before all others: the driver takes the nearest that there is."""
+"""A priority higher than all others: the driver uses the nearest that exists."""
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 
@@ -44,31 +44,31 @@ class Event:
     __slots__ = ("_calls", "_over", "handle", "waiter")
 
     def __init__(self, calls: DriverCalls, handle: int) -> None:
-        """Wraps a handle that goes back to ``calls`` when this object does."""
+        """Wraps a handle, which is returned to ``calls`` when this object is freed."""
         self._calls = calls
         self._over = False
         self.handle = handle
         self.waiter = -1
 
     def done(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has reached it."""
         if not self._over:
             self._over = self._calls.passed(self.handle)
         return self._over
 
     def synchronize(self) -> None:
-        """Makes the host wait until the stream has come past it."""
+        """Makes the host wait until the stream has reached it."""
         if not self._over:
             self._calls.wait_for(self.handle)
             self._over = True
 
     def __del__(self) -> None:
-        # it cannot be waited for any more, and waits submitted before keep what they saw
+        # nobody can wait for it any more, and earlier waits keep their meaning
         self._calls.spare.append(self.handle)
 
 
 def _destroy(library: Any, events: Iterable[int], process: int) -> None:
-    """Destroys events; what still waits for one keeps what it saw."""
+    """Destroys events; streams that still wait for one keep their meaning of it."""
     if os.getpid() == process:  # a forked child has no driver
         for event in events:
             library.cuEventDestroy_v2(event)
@@ -81,16 +81,16 @@ class _Thread(threading.local):
 
 
 class Signal(Protocol):
-    """A recorded event, of whatever device."""
+    """A recorded event of any device."""
 
     waiter: int
 
     def done(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has reached it."""
         ...
 
     def synchronize(self) -> None:
-        """Makes the host wait until the stream has come past it."""
+        """Makes the host wait until the stream has reached it."""
         ...
 
 
@@ -106,8 +106,8 @@ class StreamCalls(Protocol):
 
         Args:
             stream: The stream.
-            again: An event of the same stream to record anew; for its other holders it means this
-                later point from now on. It is returned. Waits submitted before keep what they saw.
+            again: An event of the same stream to record again, and to return; for its other holders
+                it then means this later point. Waits submitted before keep their meaning.
         """
         ...
 
@@ -133,10 +133,10 @@ class StreamCalls(Protocol):
         again: Any = None,
         after: Iterable[Any] = (),
     ) -> Signal:
-        """Submits a copy that waits for events and for what other streams have so far.
+        """Submits a copy that waits for events and for the work so far of other streams.
 
-        What :meth:`wait` for each of ``after``, :meth:`follow` for each of ``others``, :meth:`copy`
-        and :meth:`record` do.
+        Does the same as :meth:`wait` for each of ``after``, :meth:`follow` for each of ``others``,
+        :meth:`copy` and :meth:`record`.
 
         Returns:
             The event of its end.
@@ -152,24 +152,24 @@ class StreamCalls(Protocol):
         ...
 
     def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> None:
-        """Submits the packing of tiles.
+        """Submits a kernel that packs tiles.
 
         Args:
             stream: The stream.
             target: Device address for the packed form.
             source: Device address of the words.
-            tiles: How many.
-            spoiled: Device address of four bytes that become 1 where a tile cannot be packed.
+            tiles: The number of tiles.
+            spoiled: Device address of four bytes that become 1 if a tile cannot be packed.
         """
         ...
 
     def unpack(self, stream: int, target: int, tiles: int) -> None:
-        """Submits the unpacking of tiles in place.
+        """Submits a kernel that unpacks tiles in place.
 
         Args:
             stream: The stream; always the same.
-            target: Device address for the words; the packed tiles end where they will.
-            tiles: How many, one or more.
+            target: Device address for the words; the packed tiles are at the end of this memory.
+            tiles: The number of tiles, at least one.
         """
         ...
 
@@ -188,29 +188,29 @@ class StreamCalls(Protocol):
         raw: int,
         seen: int,
     ) -> None:
-        """Submits the packing of a piece of a home.
+        """Submits a kernel that packs a piece of a home.
 
         Args:
             stream: The stream.
             target: Device address for the packed form.
             source: Device address of the words.
-            tiles: How many.
-            rest: Bytes behind them.
+            tiles: The number of tiles.
+            rest: Bytes after the tiles.
             spill: Host address for the last bytes of raw tiles.
-            raw: Host address of a byte for each tile, which tells whether it is raw.
-            seen: Device address of as many bytes, which are the same, or ``raw``.
+            raw: Host address of a byte for each tile, which says whether it is raw.
+            seen: Device address of as many bytes with the same meaning, or ``raw``.
         """
         ...
 
     def unpack_home(self, stream: int, target: int, tiles: int, spill: int, seen: int) -> None:
-        """Submits the unpacking of tiles of a home in place.
+        """Submits a kernel that unpacks tiles of a home in place.
 
         Args:
             stream: The stream; always the same.
-            target: Device address for the words; the packed tiles end where they will.
-            tiles: How many, one or more.
+            target: Device address for the words; the packed tiles are at the end of this memory.
+            tiles: The number of tiles, at least one.
             spill: Host address of the last bytes of raw tiles.
-            seen: Address of a byte for each tile, which tells whether it is raw.
+            seen: Address of a byte for each tile, which says whether it is raw.
         """
         ...
 
@@ -219,27 +219,27 @@ class StreamCalls(Protocol):
         ...
 
     def capturing(self) -> bool:
-        """Whether the current compute stream is recorded into a graph."""
+        """Whether the current compute stream is captured into a graph."""
         ...
 
     def new_event(self, *, timing: bool = False) -> int:
-        """Makes an event for :meth:`mark`; it lives as long as these calls do.
+        """Creates an event for :meth:`mark`; it exists as long as these calls do.
 
         Args:
-            timing: Whether :meth:`seconds` may be asked about it.
+            timing: Whether :meth:`seconds` may be called for it.
         """
         ...
 
     def mark(self, event: int, stream: int) -> None:
-        """Records ``event`` behind what was submitted to ``stream`` so far."""
+        """Records ``event`` after what was submitted to ``stream`` so far."""
         ...
 
     def passed(self, event: int) -> bool:
-        """Whether the stream has come past an event."""
+        """Whether the stream has reached an event."""
         ...
 
     def seconds(self, first: int, second: int) -> float:
-        """Returns the time between two timing events that have passed."""
+        """Returns the time between two timing events that the stream has reached."""
         ...
 
 
@@ -249,8 +249,9 @@ class DriverCalls:
     Attributes:
         spare: Event handles that are not in use.
         current: Returns the calling thread's compute stream.
-        capturing: Whether that is recorded into a CUDA graph. The stream of the current device is
-            asked: a capture on another device does not concern these calls.
+        capturing: Whether that is captured into a CUDA graph. It asks about the stream of the
+            current
+            device: a capture on another device does not concern these calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -260,7 +261,7 @@ class DriverCalls:
             device: A CUDA device; ``cuda`` without a number is the current one.
 
         Raises:
-            ConfigError: If there is no CUDA driver to be loaded.
+            ConfigError: If no CUDA driver can be loaded.
         """
         self.spare: list[int] = []
         self._events: list[int] = []
@@ -271,7 +272,7 @@ class DriverCalls:
         self._asked = self._asked_homes = False
         try:
             # short calls keep the GIL: releasing and taking it again costs more,
-            # and lets another thread in for its whole turn
+            # and lets another thread run for its whole switch interval
             self._lib = ctypes.PyDLL("libcuda.so.1")
             self._waiting = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
@@ -283,7 +284,7 @@ class DriverCalls:
         index = device.index
         self.index: int = torch.cuda.current_device() if index is None else index
         with torch.cuda.device(self.index):
-            torch.empty(1, device=f"cuda:{self.index}")  # makes the context, if nothing has yet
+            torch.empty(1, device=f"cuda:{self.index}")  # creates the context, if there is none yet
             context = ctypes.c_void_p()
             self._check("cuCtxGetCurrent", self._lib.cuCtxGetCurrent(ctypes.byref(context)))
         self._context = context
@@ -299,7 +300,7 @@ class DriverCalls:
         return event
 
     def mark(self, event: int, stream: int) -> None:
-        """Records ``event`` behind what was submitted to ``stream`` so far."""
+        """Records ``event`` after what was submitted to ``stream`` so far."""
         foreign = not (stream and self._local.bound) and self._enter(stream)
         code = self._record(event, stream)
         if foreign:
@@ -323,8 +324,8 @@ class DriverCalls:
     def follow(self, stream: int, other: int) -> None:
         """Makes ``stream`` wait from now on for what was submitted to ``other`` so far.
 
-        The event in between is used here alone, so it can be recorded anew at once: waits submitted
-        before keep what they saw.
+        The event in between is used only here, so it can be recorded again immediately: waits
+        submitted before keep their meaning.
         """
         mark = self._marks.get(other) or self._new_mark(other)
         foreign = not (stream and other and self._local.bound) and self._enter(stream and other)
@@ -353,7 +354,7 @@ class DriverCalls:
         again: Event | None = None,
         after: Iterable[Event] = (),
     ) -> Event:
-        """Submits a copy that waits for events and for what other streams have so far."""
+        """Submits a copy that waits for events and for the work so far of other streams."""
         if not (stream and self._local.bound) or _current_device() != self.index:
             for event in after:
                 self.wait(stream, event)
@@ -402,7 +403,7 @@ class DriverCalls:
         return self._kernels is not None
 
     def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> None:
-        """Submits the packing of tiles."""
+        """Submits a kernel that packs tiles."""
         kernels, foreign = self._launching()
         code = kernels.pack(stream, target, source, tiles, spoiled)
         if foreign:
@@ -411,7 +412,7 @@ class DriverCalls:
             self._check("cuLaunchKernel of tiermem_pack", code)
 
     def unpack(self, stream: int, target: int, tiles: int) -> None:
-        """Submits the unpacking of tiles in place."""
+        """Submits a kernel that unpacks tiles in place."""
         kernels, foreign = self._launching()
         code = kernels.unpack(stream, target, tiles)
         if foreign:
@@ -420,7 +421,7 @@ class DriverCalls:
             self._check("cuLaunchKernel of tiermem_unpack", code)
 
     def can_pack_homes(self) -> bool:
-        """Whether there are kernels for homes that lie packed; compiles them once."""
+        """Whether there are kernels for homes that are stored packed; compiles them once."""
         if not self._asked_homes:
             self._asked_homes = True
             self._home_kernels = load_home_kernels(self._lib, torch.device("cuda", self.index))
@@ -437,7 +438,7 @@ class DriverCalls:
         raw: int,
         seen: int,
     ) -> None:
-        """Submits the packing of a piece of a home."""
+        """Submits a kernel that packs a piece of a home."""
         kernels, foreign = self._launching_homes()
         code = kernels.pack(stream, target, source, tiles, rest, spill, raw, seen)
         if foreign:
@@ -446,7 +447,7 @@ class DriverCalls:
             self._check("cuLaunchKernel of tiermem_pack_home", code)
 
     def unpack_home(self, stream: int, target: int, tiles: int, spill: int, seen: int) -> None:
-        """Submits the unpacking of tiles of a home in place."""
+        """Submits a kernel that unpacks tiles of a home in place."""
         kernels, foreign = self._launching_homes()
         code = kernels.unpack(stream, target, tiles, spill, seen)
         if foreign:
@@ -455,16 +456,16 @@ class DriverCalls:
             self._check("cuLaunchKernel of tiermem_unpack_home", code)
 
     def new_stream(self, *, first: bool = False) -> int:
-        """Makes a stream that waits for no other.
+        """Creates a stream that waits for no other.
 
-        torch hands its own out of a pool that it makes whole at the first one: 32 streams for
-        each of the device's priorities, and each takes of the device's memory.
+        torch hands its streams out of a pool that is created completely with the first one: 32
+        streams for each of the device's priorities, and each takes device memory.
 
         Args:
-            first: Whether its kernels begin before those of other streams.
+            first: Whether its kernels have priority over those of other streams.
         """
         stream, priority = ctypes.c_void_p(), _FIRST if first else 0
-        self._push()  # a stream belongs to the context that it is made in
+        self._push()  # a stream belongs to the context in which it is created
         try:
             code = self._lib.cuStreamCreateWithPriority(
                 ctypes.byref(stream), _NON_BLOCKING, priority
@@ -475,7 +476,7 @@ class DriverCalls:
         return stream.value or 0
 
     def reaches(self, address: int) -> bool:
-        """Whether kernels see page-locked host memory at the address that the host has for it."""
+        """Whether kernels can access page-locked host memory at the host's address."""
         there = ctypes.c_uint64()
         self._push()
         try:
@@ -489,14 +490,14 @@ class DriverCalls:
         torch.cuda.synchronize(self.index)
 
     def passed(self, event: int) -> bool:
-        """Whether the stream has come past an event."""
+        """Whether the stream has reached an event."""
         code: int = self._query(event)
         if code not in (0, _NOT_READY):
             self._check("cuEventQuery", code)
         return code == 0
 
     def seconds(self, first: int, second: int) -> float:
-        """Returns the time between two timing events that have passed."""
+        """Returns the time between two timing events that the stream has reached."""
         milliseconds = ctypes.c_float()
         code = self._elapsed(ctypes.byref(milliseconds), first, second)
         if code:
@@ -504,15 +505,15 @@ class DriverCalls:
         return milliseconds.value / 1e3
 
     def wait_for(self, handle: int) -> None:
-        """Makes the host wait until the stream has come past an event."""
+        """Makes the host wait until the stream has reached an event."""
         self._check("cuEventSynchronize", self._waiting.cuEventSynchronize(handle))
 
     # -- contexts --------------------------------------------------------
 
     def _enter(self, stream: int) -> bool:
-        """Makes the device's context current where the stream's handle does not tell the device.
+        """Makes the device's context current if the stream's handle does not identify the device.
 
-        The default stream has the same handle on all of them.
+        The default stream has the same handle on all devices.
 
         Returns:
             Whether :meth:`_leave` must follow.
@@ -525,7 +526,7 @@ class DriverCalls:
         return True
 
     def _launching(self) -> tuple[PackingKernels, bool]:
-        """Returns the kernels, this device's context being current: before CUDA 13 it has to be.
+        """Returns the kernels, with this device's context current, as CUDA before 13 requires.
 
         Returns:
             The kernels, and whether :meth:`_leave` must follow.
@@ -536,7 +537,7 @@ class DriverCalls:
         return kernels, self._go_there()
 
     def _launching_homes(self) -> tuple[HomeKernels, bool]:
-        """Does what :meth:`_launching` does for the kernels of homes."""
+        """Like :meth:`_launching`, for the kernels of homes."""
         kernels = self._home_kernels
         if kernels is None:
             raise InvariantError("there are no kernels that pack homes; ask can_pack_homes first")
@@ -545,8 +546,8 @@ class DriverCalls:
     def _go_there(self) -> bool:
         """Makes the device's context current, if another one's is.
 
-        Memory that is mapped at reserved addresses belongs to no context: a copy in that of a
-        device which may not use it is refused.
+        Memory that is mapped at reserved addresses belongs to no context: a copy in the context of
+        a device without access to it is refused.
 
         Returns:
             Whether :meth:`_leave` must follow.
@@ -576,7 +577,7 @@ class DriverCalls:
     # -- inside ----------------------------------------------------------
 
     def _event(self, again: Event | None) -> Event:
-        """Returns an event as it is before it is recorded: that one, or a new one."""
+        """Returns an event that is not recorded yet: the given one, or a new one."""
         if again is None:
             return Event(self, self.spare.pop() if self.spare else self.new_event())
         again._over = False
@@ -584,14 +585,14 @@ class DriverCalls:
         return again
 
     def _new_mark(self, stream: int) -> int:
-        """Makes the event by which other streams follow ``stream``."""
+        """Creates the event by which other streams follow ``stream``."""
         mark = self._marks[stream] = self.new_event()
         return mark
 
     def new_event(self, *, timing: bool = False) -> int:
-        """Makes an event; it is destroyed with this object."""
+        """Creates an event; it is destroyed with this object."""
         event = ctypes.c_void_p()
-        self._push()  # an event belongs to the context that it is made in
+        self._push()  # an event belongs to the context in which it is created
         try:
             flags = 0 if timing else _NO_TIMING
             self._check("cuEventCreate", self._lib.cuEventCreate(ctypes.byref(event), flags))
@@ -613,7 +614,7 @@ class DriverCalls:
             "cuEventQuery": [pointer],
             "cuEventElapsedTime": [ctypes.POINTER(ctypes.c_float), pointer, pointer],
             "cuEventDestroy_v2": [pointer],
-            # as wide as what the driver declares, or wider, and made fastest of an int
+            # as wide as what the driver declares, or wider; fastest to convert from an int
             "cuStreamWaitEvent": [pointer, pointer, pointer],
             "cuMemcpyAsync": [pointer, pointer, pointer, pointer],
             "cuPointerGetAttribute": [pointer, ctypes.c_int, ctypes.c_uint64],

@@ -1,7 +1,7 @@
 """Kernels that pack and unpack homes on a CUDA device (see :mod:`tiermem.core.packedhome`).
 
-What is said of those in :mod:`tiermem.transfer.kernels` holds for these. Besides, they write and
-read page-locked host memory by themselves: which tiles are raw, and the last bytes of those.
+The docstring of :mod:`tiermem.transfer.kernels` applies to these, too. In addition they write and
+read page-locked host memory directly: which tiles are raw, and the last bytes of those.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class HomeKernels:
 
         Args:
             driver: The driver's library.
-            image: What the compiler has made.
+            image: The compiled code.
             device: The device.
 
         Raises:
@@ -207,17 +207,17 @@ class HomeKernels:
         raw: int,
         seen: int,
     ) -> int:
-        """Launches the packing of a piece.
+        """Launches the kernel that packs a piece.
 
         Args:
-            stream: Where.
+            stream: The stream.
             target: Address for the packed form, a multiple of 16.
             source: Address of the words, a multiple of 16.
-            tiles: How many.
-            rest: Bytes behind them.
+            tiles: The number of tiles.
+            rest: Bytes after the tiles.
             spill: Host address for the last bytes of raw tiles, a multiple of 16.
             raw: Host address of a byte for each tile.
-            seen: Address of as many bytes, which are the same.
+            seen: Address of as many bytes with the same meaning.
 
         Returns:
             The driver's code.
@@ -226,12 +226,13 @@ class HomeKernels:
         return self._pack(stream, blocks, source, target, spill, raw, seen, tiles, rest)
 
     def unpack(self, stream: int, target: int, tiles: int, spill: int, seen: int) -> int:
-        """Launches the unpacking of tiles in place.
+        """Launches the kernel that unpacks tiles in place.
 
         Args:
-            stream: Where.
-            target: Address of the words, a multiple of 16. Packed tiles end where these will.
-            tiles: How many, one or more.
+            stream: The stream.
+            target: Address of the words, a multiple of 16. The packed tiles are at the end of this
+                memory.
+            tiles: The number of tiles, at least one.
             spill: As for :meth:`pack`.
             seen: Likewise.
 
@@ -244,7 +245,7 @@ class HomeKernels:
 
 
 def load_home_kernels(driver: Any, device: torch.device) -> HomeKernels | None:
-    """Compiles the kernels for a device and tries them; None where they cannot be had.
+    """Compiles the kernels for a device and tries them; None if they are not available.
 
     Args:
         driver: The driver's library.
@@ -260,7 +261,7 @@ def load_home_kernels(driver: Any, device: torch.device) -> HomeKernels | None:
 
 
 def _come_back(kernels: HomeKernels, device: torch.device) -> bool:
-    """Whether all words come back as they were: in each window, as escapes, and in raw tiles.
+    """Whether all words are restored exactly: in each window, as escapes, and in raw tiles.
 
     Raises:
         RuntimeError: If a launch fails.

@@ -1,6 +1,6 @@
 """Packs and unpacks homes in the calling thread, at addresses of host memory: the reference.
 
-For ``device="cpu"``, for devices that are simulated, and where a device has no room to do it.
+For ``device="cpu"``, for simulated devices, and if a device has no room to do it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def pack_home_tile(tile: int, target: int, source: int, spill: int, raw: int, se
         target: Address for the packed tiles of the home.
         source: Address of the words of the home.
         spill: Address for the last bytes of raw tiles of the home.
-        raw: Address of a byte for each tile of the home, which tells whether it is raw.
-        seen: Address of as many bytes, which are the same.
+        raw: Address of a byte for each tile of the home, which says whether it is raw.
+        seen: Address of as many bytes with the same meaning.
     """
     words = np.frombuffer(_read(source + tile * packedhome.TILE, packedhome.TILE), dtype="<u2")
     packed, behind = packedhome.pack_tile(words)
@@ -34,14 +34,14 @@ def pack_home_tile(tile: int, target: int, source: int, spill: int, raw: int, se
 
 
 def unpack_home_tile(tile: int, target: int, tiles: int, spill: int, raw: int) -> None:
-    """Unpacks one tile of a home in place, those before it being unpacked already.
+    """Unpacks one tile of a home in place, after those before it.
 
     Args:
         tile: Its number in the home.
-        target: Address for the words of the home; its packed tiles end where they will.
-        tiles: Of the piece.
+        target: Address for the words of the home, at whose end the packed tiles are.
+        tiles: The number of tiles of the piece.
         spill: Address of the last bytes of raw tiles of the home.
-        raw: Address of a byte for each tile of the home, which tells whether it is raw.
+        raw: Address of a byte for each tile of the home, which says whether it is raw.
     """
     source = target + tiles * packedhome.SPILL + tile * packedhome.PACKED_TILE
     packed = np.frombuffer(_read(source, packedhome.PACKED_TILE), dtype=np.uint8)

@@ -1,8 +1,8 @@
 """Kernels that pack and unpack bfloat16 words on a CUDA device (see :mod:`tiermem.core.packing`).
 
-They are compiled as they are first needed by the compiler that comes with torch's CUDA libraries
-(NVRTC), for the device at hand; no toolkit and no host compiler is needed. Where that cannot be
-had, or where what they pack does not come back bit for bit, nothing is packed.
+They are compiled when first needed, by the compiler that comes with torch's CUDA libraries
+(NVRTC), for the present device; no toolkit and no host compiler is needed. If it is not
+available, or if packing and unpacking does not restore every bit, nothing is packed.
 """
 
 from __future__ import annotations
@@ -161,14 +161,14 @@ class Function:
 
 
 class _State:
-    """What the kernels that unpack on one stream keep from launch to launch.
+    """The state that the unpacking kernels of one stream keep between launches.
 
     Attributes:
-        address: Of a ticket, and the launch that read each tile last.
+        address: Address of a ticket, and of the number of the launch that last read each tile.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Starts with no launch; waits for the device, whose streams are not ordered by torch."""
+        """Starts with no launch; waits for the device, as torch does not order its streams."""
         self._memory = torch.zeros(1 + MOST // TILE, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         self.address = self._memory.data_ptr()
@@ -182,9 +182,9 @@ class _State:
 
 @cache
 def state_of(device: torch.device, stream: int) -> _State:
-    """Returns the state of a stream, which lives as long as the process.
+    """Returns the state of a stream, which exists as long as the process.
 
-    Streams of engines that are gone are used again, and their last kernels may not be over.
+    Streams of closed engines are reused, and their last kernels may not have ended.
     """
     return _State(device)
 
@@ -197,7 +197,7 @@ class PackingKernels:
 
         Args:
             driver: The driver's library.
-            image: What the compiler has made.
+            image: The compiled code.
             device: The device.
 
         Raises:
@@ -210,14 +210,14 @@ class PackingKernels:
         self._states: dict[int, _State] = {}
 
     def pack(self, stream: int, target: int, source: int, tiles: int, spoiled: int) -> int:
-        """Launches the packing of tiles.
+        """Launches the kernel that packs tiles.
 
         Args:
-            stream: Where.
+            stream: The stream.
             target: Address for the packed form, a multiple of 16.
             source: Address of the words, a multiple of 16.
-            tiles: How many.
-            spoiled: Address of 4 bytes that become 1 where a tile has too many escapes.
+            tiles: The number of tiles.
+            spoiled: Address of 4 bytes that become 1 if a tile has too many escapes.
 
         Returns:
             The driver's code.
@@ -225,12 +225,13 @@ class PackingKernels:
         return self._pack(stream, tiles, source, target, spoiled)
 
     def unpack(self, stream: int, target: int, tiles: int) -> int:
-        """Launches the unpacking of tiles in place.
+        """Launches the kernel that unpacks tiles in place.
 
         Args:
-            stream: Where.
-            target: Address of the words, a multiple of 16. Packed tiles end where these will.
-            tiles: How many, one or more.
+            stream: The stream.
+            target: Address of the words, a multiple of 16. The packed tiles are at the end of this
+                memory.
+            tiles: The number of tiles, at least one.
 
         Returns:
             The driver's code.
@@ -242,7 +243,7 @@ class PackingKernels:
 
 
 def load_kernels(driver: Any, device: torch.device) -> PackingKernels | None:
-    """Compiles the kernels for a device and tries them; None where they cannot be had.
+    """Compiles the kernels for a device and tries them; None if they are not available.
 
     Args:
         driver: The driver's library.
@@ -258,7 +259,7 @@ def load_kernels(driver: Any, device: torch.device) -> PackingKernels | None:
 
 
 def _come_back(kernels: PackingKernels, device: torch.device) -> bool:
-    """Whether all words come back as they were, in windows everywhere and as escapes.
+    """Whether all words are restored exactly, in all windows and as escapes.
 
     Raises:
         RuntimeError: If a launch fails.

@@ -1,6 +1,6 @@
-"""CUDA kernels that are compiled as they are first needed, by the compiler that comes with torch.
+"""CUDA kernels that are compiled when first needed, by the compiler that comes with torch.
 
-That is NVRTC, of torch's own CUDA libraries; no toolkit and no host compiler is needed.
+That is NVRTC, from torch's own CUDA libraries; no toolkit and no host compiler is needed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 THREADS = 256
-"""Of a block."""
+"""Threads of a block."""
 _END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, _BUFFER_POINTER and _BUFFER_SIZE
 
 
 class Module:
-    """Kernels of one source, in the context that is current as they are loaded."""
+    """Kernels of one source, in the context that was current when they were loaded."""
 
     def __init__(self, driver: Any, image: bytes) -> None:
-        """Loads what the compiler has made.
+        """Loads compiled code.
 
         Args:
             driver: The driver's library.
-            image: What :func:`compiled` returns.
+            image: The result of :func:`compiled`.
 
         Raises:
             RuntimeError: If the driver refuses.
@@ -50,17 +50,17 @@ class Module:
 
 
 class Launch:
-    """Launches a kernel with arguments that lie in one run of bytes, which the driver copies."""
+    """Launches a kernel with arguments in one run of bytes, which the driver copies."""
 
     __slots__ = ("_extra", "_handle", "_launch", "_size", "arguments")
 
     def __init__(self, driver: Any, handle: int, nbytes: int) -> None:
-        """Makes room for the arguments.
+        """Reserves room for the arguments.
 
         Args:
             driver: The driver's library.
-            handle: Of the kernel.
-            nbytes: Of its arguments.
+            handle: Handle of the kernel.
+            nbytes: Bytes of its arguments.
         """
         self._launch, self._handle = driver.cuLaunchKernel, handle
         self.arguments = ctypes.create_string_buffer(nbytes)
@@ -82,7 +82,7 @@ def compiled(source: str, major: int, minor: int, *options: str) -> bytes:
 
     Raises:
         OSError: If there is no compiler.
-        RuntimeError: If it refuses.
+        RuntimeError: If it fails.
     """
     # torch's own library of that name loads the compiler that belongs to this torch
     folder = os.path.join(os.path.dirname(torch.__file__), "lib")

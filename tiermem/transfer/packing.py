@@ -1,7 +1,7 @@
-"""Packs blocks that lie in host memory, by way of a little memory of the device.
+"""Packs blocks that are in host memory, using a little memory of the device.
 
-The device is many times as fast at it as the host. Three streams work on different pieces at the
-same time: one copies them up, one packs, one copies what has come of it down.
+The device does it many times as fast as the host. Three streams work on different pieces at the
+same time: one copies them to the device, one packs, one copies the results back.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PIECE = 512
 PLACES = 3
 _FLAG = 4
 _FLAGS = 256
-"""So many more than there are places that a flag has been copied down before it is used again."""
+"""This many more than there are places, so a flag has been copied before it is used again."""
 
 
 def room_nbytes(piece: int = PIECE) -> int:
-    """Returns the bytes of device memory that are needed, for pieces of so many tiles."""
+    """Returns the bytes of device memory needed for pieces of so many tiles."""
     return _FLAG * _FLAGS + PLACES * piece * (TILE + PACKED_TILE)
 
 
@@ -37,7 +37,7 @@ def is_spoiled(target: torch.Tensor) -> bool:
     """Whether a block turned out to have too many escapes to be packed.
 
     Args:
-        target: Where it was packed to, 1-D uint8; nothing is under way there.
+        target: The packed form, 1-D uint8; no copy to it is in progress.
     """
     return bool(target[-_FLAG:].any())
 
@@ -52,12 +52,12 @@ class Packing:
         room: torch.Tensor,
         piece: int,
     ) -> None:
-        """Begins nothing.
+        """Stores its arguments; begins no work.
 
         Args:
             calls: The device.
             streams: Handles of the streams for copies up, kernels and copies down; all of them
-                wait for whoever had the room before.
+                wait for earlier users of the room.
             room: Device bytes, :func:`room_nbytes` of them.
             piece: Tiles that are packed at once.
         """
@@ -74,7 +74,7 @@ class Packing:
         Args:
             source: Its bytes in host memory.
             target: Host memory for the packed form, :func:`home_nbytes` of it.
-            parts: In which it is packed, one whole tile at the least.
+            parts: The parts in which it is packed, at least one whole tile.
         """
         calls, (_, kernels, down) = self._calls, self._streams
         flag = self._room.data_ptr() + _FLAG * (self._blocks % _FLAGS)

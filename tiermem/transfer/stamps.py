@@ -1,4 +1,4 @@
-"""Points in time on the streams: set without waiting, and read once they have passed."""
+"""Stamps, points in time on the streams: set without waiting, read after they have passed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tiermem.transfer.copy import Event
 from tiermem.transfer.streams import CudaCopyEngine
 
 Stamp = Any
-"""A point in time, as the clock that set it knows it."""
+"""A point in time, in the form of the clock that set it."""
 
 _MOST_EVENTS = 1 << 14
 
@@ -19,16 +19,16 @@ class Clock(Protocol):
     """Sets stamps and reads the time between them; nothing here makes the host wait."""
 
     def stamp(self) -> Stamp | None:
-        """Marks where the current compute stream is; None where it cannot be marked now."""
+        """Sets a stamp on the current compute stream; None if that is impossible now."""
         ...
 
     def stamp_copies(self, extent: Extent | None, after: Event | None) -> Stamp | None:
-        """Marks where the copies up are.
+        """Sets a stamp on the stream of copies up.
 
         Args:
-            extent: Where the next one goes to: the mark is set after the wait for that; None
+            extent: Target of the next copy: the stamp is set after the wait for it; None
                 after a copy.
-            after: What it waits for besides.
+            after: Another event that the copy waits for.
         """
         ...
 
@@ -41,24 +41,24 @@ class Clock(Protocol):
         ...
 
     def free(self, stamp: Stamp) -> None:
-        """Frees a stamp that is not asked about again; after an exception maybe once more."""
+        """Frees a stamp that is no longer needed; after an exception maybe a second time."""
         ...
 
     def usable(self) -> bool:
-        """Whether stamps may be set and asked about now."""
+        """Whether stamps may be set and read now."""
         ...
 
     def host(self) -> float:
-        """Returns the host's time in seconds, where passes may be told apart by it; else 0."""
+        """Returns the host's time in seconds if it can distinguish passes; otherwise 0."""
         ...
 
     def prepare(self, stamps: int) -> None:
-        """Makes what so many stamps need, so that the first ones take no longer than others."""
+        """Creates what so many stamps need, so that the first ones take no longer than others."""
         ...
 
 
 class HostClock:
-    """For ``device="cpu"``: the compute and the copies are on the host's time."""
+    """For ``device="cpu"``: compute and copies are timed by the host's clock."""
 
     def stamp(self) -> Stamp | None:
         """Returns the time."""
@@ -69,7 +69,7 @@ class HostClock:
         return time.perf_counter_ns()
 
     def passed(self, stamp: Stamp) -> bool:
-        """Returns True: time on the host passes by itself."""
+        """Returns True: its time has always passed."""
         return True
 
     def seconds(self, begin: Stamp, end: Stamp) -> float:
@@ -77,25 +77,25 @@ class HostClock:
         return float(end - begin) / 1e9
 
     def free(self, stamp: Stamp) -> None:
-        """Nothing to keep."""
+        """Does nothing."""
 
     def usable(self) -> bool:
         """Returns True."""
         return True
 
     def host(self) -> float:
-        """Returns 0: what else the cores do would look like a change."""
+        """Returns 0: other work of the cores would look like a change."""
         return 0.0
 
     def prepare(self, stamps: int) -> None:
-        """Nothing to make."""
+        """Does nothing."""
 
 
 class CudaClock:
     """Timing events on the compute stream and on the stream of the copies up.
 
-    Events are made once and used again. While a CUDA graph is captured none is set or asked
-    about: it would become part of the graph, or end the capture.
+    Events are created once and reused. While a CUDA graph is captured none is set or
+    read: it would become part of the graph, or end the capture.
     """
 
     def __init__(self, engine: CudaCopyEngine) -> None:
@@ -107,7 +107,7 @@ class CudaClock:
         self._made = 0
 
     def stamp(self) -> Stamp | None:
-        """Records an event on the current stream; None when too many are out."""
+        """Records an event on the current stream; None if too many are in use."""
         return self._record(self._calls.current())
 
     def stamp_copies(self, extent: Extent | None, after: Event | None) -> Stamp | None:
@@ -119,7 +119,7 @@ class CudaClock:
         return self._record(self._up)
 
     def passed(self, stamp: Stamp) -> bool:
-        """Asks the event, which does not wait."""
+        """Queries the event without waiting."""
         return self._calls.passed(stamp)
 
     def seconds(self, begin: Stamp, end: Stamp) -> float:
@@ -131,7 +131,7 @@ class CudaClock:
         self._free.add(stamp)
 
     def host(self) -> float:
-        """Returns the host's time, which in a steady state goes at the device's pace."""
+        """Returns the host's time, which in a steady state follows the device."""
         return time.perf_counter()
 
     def usable(self) -> bool:
@@ -139,7 +139,7 @@ class CudaClock:
         return not self._engine.capturing()
 
     def prepare(self, stamps: int) -> None:
-        """Makes events until there are so many."""
+        """Creates events until there are so many."""
         while self._made < min(stamps, _MOST_EVENTS) and self.usable():
             self._made += 1
             self._free.add(self._calls.new_event(timing=True))

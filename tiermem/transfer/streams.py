@@ -1,4 +1,4 @@
-"""Copies between HBM and DRAM on streams of their own, and what they wait for."""
+"""Copies between HBM and DRAM on their own streams, and what they wait for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiermem.transfer.hosthomes import unpack_home
 from tiermem.transfer.packing import Packing
 
 _SPARE_STREAMS: dict[int, list[tuple[int, int, int, int, int]]] = {}
-"""Streams of engines that are gone, by device: up, down, files, for kernels that unpack, and for
+"""Streams of closed engines, by device: up, down, files, for kernels that unpack, and for
 those that pack homes."""
 
 _FENCES = 16
@@ -27,10 +27,10 @@ PLACES = 3
 
 
 class Fences:
-    """Copies from or to HBM on one stream that may not be over yet, by where they begin.
+    """Copies from or to HBM on one stream that may not have ended yet, by begin.
 
     Attributes:
-        fences: End and event of each, by where it begins.
+        fences: End and event of each copy, by its begin.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Fences:
     def add(self, extent: Extent, event: Event) -> None:
         """Remembers a copy until a later one takes its place, or there are many.
 
-        One of bytes that are not in the arena has an empty extent, and takes nobody's place.
+        A copy of bytes that are not in the arena has an empty extent, and replaces none.
         """
         if not extent.nbytes:
             return
@@ -60,9 +60,9 @@ class Fences:
             self._tidy()
 
     def renew(self, offset: int, event: Event) -> bool:
-        """Makes the copy that begins at a place the last one, if an event is of that.
+        """Makes the copy that begins at an offset the last one, if the event is that copy's.
 
-        The event is recorded anew: it stands for a later copy from now on than others behind it.
+        The event is recorded again: it then stands for a later copy than those after it.
         """
         fence = self.fences.get(offset)
         if fence is None or fence[1] is not event:
@@ -72,7 +72,7 @@ class Fences:
         return True
 
     def last(self, extent: Extent) -> Event | None:
-        """Returns the last copy that touches ``extent``; the earlier ones are over when it is."""
+        """Returns the last copy that touches ``extent``; earlier ones have ended when it has."""
         first = extent.offset
         behind = first + extent.nbytes
         for start, (end, event) in reversed(self.fences.items()):
@@ -81,10 +81,10 @@ class Fences:
         return None
 
     def _keep_rest(self, offset: int, begin: int) -> None:
-        """Has the copy that begins at ``offset`` begin at ``begin``, which is inside it."""
+        """Changes the begin of the copy at ``offset`` to ``begin``, which is inside it."""
         kept: dict[int, tuple[int, Event]] = {}
         for start, (end, event) in self.fences.items():
-            if start in (offset, begin):  # of two that would begin there the later one
+            if start in (offset, begin):  # if two would begin there, the later one
                 reach = kept.pop(begin, (end, event))[0]
                 kept[begin] = (max(end, reach), event)
             else:
@@ -92,7 +92,7 @@ class Fences:
         self.fences = kept
 
     def _tidy(self) -> None:
-        """Forgets the copies that are over."""
+        """Forgets the copies that have ended."""
         for start, (_, event) in list(self.fences.items()):
             if event.done():
                 del self.fences[start]
@@ -105,11 +105,11 @@ class Both:
     waiter = -1
 
     def __init__(self, one: Event, other: Event) -> None:
-        """Keeps both."""
+        """Stores both."""
         self._events = one, other
 
     def done(self) -> bool:
-        """Whether both have passed."""
+        """Whether both have completed."""
         return all(event.done() for event in self._events)
 
     def synchronize(self) -> None:
@@ -119,24 +119,24 @@ class Both:
 
 
 class StreamCopyEngine:
-    """Streams for copies up, down and up from files, events between them and the compute streams.
+    """Streams for copies up, down and up from files, ordered with compute streams by events.
 
-    An extent of HBM may be written once its last readers are through: the
-    compute submitted so far (a mark on each compute stream that was seen) and
+    An extent of HBM may be written once its last readers have ended: the
+    compute submitted so far (an event on each compute stream that was seen) and
     the copies down that still read it (a fence kept for their extent). Copies
     up need not wait for each other: they share a stream. Those from files have
-    one of their own, and wait for what was submitted when their read was asked
-    for: behind others that were asked for since they would wait for these too.
+    their own stream, and wait for what was submitted when their read was
+    requested: on the stream of the others they would also wait for copies requested since.
     Later users of the place of one that has landed wait for its event.
 
-    What comes up packed is unpacked in its place on one more stream, behind its copy: the next
+    What is copied packed is unpacked in place on another stream, after its copy: the next
     copy does not wait for that.
 
     Attributes:
         calls: The device.
-        capturing: Whether the current compute stream is recorded into a CUDA graph.
+        capturing: Whether the current compute stream is captured into a CUDA graph.
         stream: Returns the handle of the current compute stream.
-        hold_up: Makes a compute stream that is known wait for an event.
+        hold_up: Makes a known compute stream wait for an event.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class StreamCopyEngine:
         Args:
             calls: The device.
             up: Handle of the stream for copies up.
-            down: The same for copies down.
-            files: The same for copies up of what comes from files.
-            unpack: The same for kernels that unpack; None where nothing is packed.
-            pack: The same for kernels that pack homes; None where none are.
+            down: Handle of the stream for copies down.
+            files: Handle of the stream for copies up from files.
+            unpack: Handle of the stream for kernels that unpack; None if nothing is packed.
+            pack: Handle of the stream for kernels that pack homes; None if no homes are packed.
         """
         self.calls = calls
         self._up = up
@@ -171,7 +171,7 @@ class StreamCopyEngine:
         self._rising = Fences()
         self._landed = Fences()
         self._falling = Fences()
-        self._behind: Event | None = None  # of the last copy from DRAM beside those up
+        self._behind: Event | None = None  # the last copy from DRAM not ordered after compute
         self.capturing: Callable[[], bool] = calls.capturing
         self.stream: Callable[[], int] = calls.current
         self.hold_up: Callable[[int, Event], None] = calls.wait
@@ -208,7 +208,7 @@ class StreamCopyEngine:
     def up_behind(
         self, target: torch.Tensor, source: torch.Tensor, after: Iterable[Event]
     ) -> Event | None:
-        """Submits a copy up beside those that wait for compute; see :class:`CopyEngine`."""
+        """Submits a copy up that does not wait for compute; see :class:`CopyEngine`."""
         to, at = target.data_ptr(), source.data_ptr()
         event = self.calls.copy_behind(self._files, (), to, at, target.numel(), None, after)
         self._behind = event
@@ -216,11 +216,11 @@ class StreamCopyEngine:
 
     @property
     def packs(self) -> bool:
-        """Whether packed copies can be made here; see :class:`CopyEngine`."""
+        """Whether packed copies can be created here; see :class:`CopyEngine`."""
         return self._unpack is not None and self.calls.can_pack()
 
     def packing(self, room: torch.Tensor, extent: Extent, piece: int) -> Packing:
-        """Returns what packs blocks; see :class:`CopyEngine`."""
+        """Returns an object that packs blocks; see :class:`CopyEngine`."""
         streams = self._up, self._kernels(), self._down
         for stream in streams:
             self._follow_compute(stream)
@@ -240,7 +240,7 @@ class StreamCopyEngine:
     def up_packed_behind(
         self, target: torch.Tensor, packed: Packed, after: Iterable[Event]
     ) -> Event | None:
-        """The same beside those that wait for compute; see :class:`CopyEngine`."""
+        """Like :meth:`up_packed`, without waiting for compute; see :class:`CopyEngine`."""
         self._behind, unpacked = self._up_packed(self._files, (), after, target, packed)
         return unpacked
 
@@ -257,9 +257,9 @@ class StreamCopyEngine:
         Args:
             copies: The stream for the copies.
             others: Streams whose work so far is waited for.
-            waits: Events that are, too.
+            waits: Events that are waited for.
             target: Device bytes for all parts.
-            packed: What comes.
+            packed: The packed bytes.
         """
         calls, unpack = self.calls, self._kernels()
         to, event = target.data_ptr() - packed.parts[0].begin, None
@@ -295,7 +295,7 @@ class StreamCopyEngine:
         return able and self.calls.can_pack_homes()
 
     def use_room(self, room: torch.Tensor | None, extent: Extent) -> None:
-        """Gives it device memory to pack homes in; see :class:`CopyEngine`."""
+        """Provides device memory for packing homes; see :class:`CopyEngine`."""
         self._places = []
         if room is None:
             return
@@ -304,7 +304,7 @@ class StreamCopyEngine:
         for event in self._copies(extent):
             self.calls.wait(pack, event)
         at, self._place = room.data_ptr(), room.numel() // PLACES // ALIGNED * ALIGNED
-        self._tiles = self._place // TILE - 1  # and what is behind the last one
+        self._tiles = self._place // TILE - 1  # and what is after the last one
         self._places = [(at + number * self._place, None) for number in range(PLACES)]
 
     def up_home(
@@ -316,7 +316,7 @@ class StreamCopyEngine:
         *,
         copied: bool = False,
     ) -> Event | None:
-        """Submits copies of a home that lies packed, and its unpacking; see :class:`CopyEngine`."""
+        """Submits copies of a packed home, and its unpacking; see :class:`CopyEngine`."""
         calls, kernels, up = self.calls, self._kernels(), self._up
         waits = self._others_at(extent)
         if after is not None:
@@ -361,23 +361,24 @@ class StreamCopyEngine:
             )
             to, nbytes = home.address + first * PACKED_TILE, tiles * PACKED_TILE + rest
             event = calls.copy_behind(self._down, (kernels,), to, place, nbytes)
-            # at once: cut short anywhere, each place is still there for whoever opens a home next
+            # in one assignment: after an interruption anywhere, each place is still known to
+            # open_home
             self._places = [*self._places[1:], (place, event)]
             first += tiles
         self._falling.add(extent, event)
         return event
 
     def open_home(self, home: PackedHome) -> None:
-        """Unpacks a home where it is, nothing being under way; see :class:`CopyEngine`.
+        """Unpacks a home in place, while no copy is in progress; see :class:`CopyEngine`.
 
-        From its end on, since a piece covers packed ones before it as it is unpacked, and the last
-        bytes of raw tiles at once.
+        It begins at the end, as unpacking a piece overwrites packed ones before it, and unpacks the
+        last bytes of raw tiles at once.
         """
         if not self._places or home.tiles * SPILL > (PLACES - 1) * self._place:
             unpack_home(home, home.address)
             return
         calls, stream = self.calls, self._packs()
-        place, spill = sorted(place for place, _ in self._places)[:2]  # a place, and all behind it
+        place, spill = sorted(place for place, _ in self._places)[:2]  # a place, and all after it
         calls.copy(stream, spill, home.spill, home.tiles * SPILL)
         for first in range((max(home.tiles, 1) - 1) // self._tiles * self._tiles, -1, -self._tiles):
             tiles = min(self._tiles, home.tiles - first)
@@ -390,7 +391,7 @@ class StreamCopyEngine:
         self.synchronize()
 
     def claim(self, extent: Extent) -> None:
-        """Makes the current compute stream wait for whatever else uses ``extent``."""
+        """Makes the current compute stream wait for all other users of ``extent``."""
         stream = self.calls.current()
         for other in self._compute:
             if other != stream:
@@ -412,13 +413,13 @@ class StreamCopyEngine:
             self.calls.wait(self._up, event)
 
     def guards(self, extent: Extent) -> tuple[Event, ...]:
-        """Returns events of all compute so far, and of copies from and to ``extent``."""
+        """Returns events after all compute so far, and of copies from and to ``extent``."""
         self._compute[self.calls.current()] = None
         computed = (self.calls.record(stream) for stream in self._compute)
         return (*computed, *self._copies(extent))
 
     def landed(self, extent: Extent, event: Event) -> None:
-        """Keeps the event of what a file mover copied up, for later users of the place."""
+        """Stores the event of a file mover's copy up, for later users of the place."""
         self._landed.add(extent, event)
 
     def prepare_down(self) -> None:
@@ -438,7 +439,7 @@ class StreamCopyEngine:
             event.synchronize()
 
     def risen(self) -> Event | None:
-        """Returns an event of when every copy up from DRAM so far has been made, for the host."""
+        """Returns an event for the host that marks the end of all copies up from DRAM so far."""
         if self._unpack is None or not self._unpacked.fences:
             event = self.calls.record(self._up)
         else:
@@ -449,7 +450,7 @@ class StreamCopyEngine:
         return event if self._behind is None else Both(event, self._behind)
 
     def mark(self) -> Event | None:
-        """Returns an event of when what the current compute stream has so far is over."""
+        """Returns an event after all work that the current compute stream has so far."""
         return self.calls.record(self.calls.current())
 
     def seen(self, source: torch.Tensor) -> torch.Tensor | None:
@@ -466,7 +467,7 @@ class StreamCopyEngine:
         Args:
             target: Device bytes.
             source: Host bytes.
-            after: What it waits for: :meth:`guards` of when the read was asked for.
+            after: The events to wait for: :meth:`guards` at the time when the read was requested.
         """
         for event in after:
             self.calls.wait(self._files, event)
@@ -474,7 +475,7 @@ class StreamCopyEngine:
         return self.calls.record(self._files)
 
     def copy_down(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Submits a copy down as it is; what orders it has been submitted before."""
+        """Submits a copy down; the work that orders it has been submitted before."""
         self.calls.copy(self._down, target.data_ptr(), source.data_ptr(), target.numel())
         return self.calls.record(self._down)
 
@@ -522,7 +523,7 @@ class CudaCopyEngine(StreamCopyEngine):
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams, or takes those of an engine that is closed."""
+        """Creates the streams, or takes those of a closed engine."""
         self.device = device
         calls = DriverCalls(device)
         spare = _SPARE_STREAMS.setdefault(calls.index, [])
@@ -541,8 +542,8 @@ class CudaCopyEngine(StreamCopyEngine):
     def seen(self, source: torch.Tensor) -> torch.Tensor | None:
         """Returns host bytes as kernels see them, at the same address.
 
-        Not every system has page-locked memory there for the device, and torch is to take it for
-        memory of this one.
+        Not every system has page-locked memory at that address for the device, and torch has to
+        treat it as memory of this device.
         """
         if not self._reaches(source.data_ptr()):
             return None
@@ -555,13 +556,13 @@ class CudaChunkCopier:
     """Copies staging chunks to and from HBM on the copy engine's streams.
 
     Attributes:
-        device_only: Whether a file mover leaves host memory to its helper threads.
+        device_only: Whether a file mover leaves copies of host memory to its helper threads.
     """
 
     device_only = True
 
     def __init__(self, engine: StreamCopyEngine) -> None:
-        """Uses the streams of ``engine``, whose owner orders copies down before they begin."""
+        """Uses the streams of ``engine``; its owner orders copies down beforehand."""
         self._engine = engine
 
     def to_target(
@@ -583,14 +584,14 @@ class StreamFence:
     """
 
     def __init__(self, event: Event) -> None:
-        """Keeps the copy's event."""
+        """Stores the copy's event."""
         self.event: Event | None = event
         self._event = event
 
     def done(self) -> bool:
-        """Whether the copy is over."""
+        """Whether the copy has ended."""
         return self._event.done()
 
     def wait(self) -> None:
-        """Waits until it is over."""
+        """Waits until the copy has ended."""
         self._event.synchronize()

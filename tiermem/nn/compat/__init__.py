@@ -1,4 +1,4 @@
 """Access to torch's internals: versions, the compiler, hooks, modes, memory that refuses reads.
 
-Knows torch; knows no block.
+Depends on torch only; does not know blocks.
 """

@@ -1,6 +1,6 @@
-"""What Python code may call: found by the names that it speaks of, and what they stand for.
+"""What Python code may call: found by the names that it uses, and their values.
 
-What names stood for is kept, to see that one stands for other code by now.
+The values of names are recorded, to detect that a name later refers to other code.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch.autograd import Function
 
 _BY_TEXT = frozenset({"getattr", "setattr", "attrgetter", "methodcaller", "__getattribute__"})
 _WRAPPERS = 5
-"""How many decorators around a function are looked behind."""
+"""How many decorators around a function are unwrapped."""
 _HELD = 3
-"""How far what objects have is looked at, and what that has."""
+"""How deep attributes of objects, and their attributes, are inspected."""
 _MOST = 64
-"""Of what a list or dictionary has, which is looked at."""
+"""How many elements of a list or dictionary are inspected."""
 _LISTS = (list, tuple, deque)
 _TRUSTED = ("torch", "tiermem")
 _WRITES = "torch.ao."
 _MADE = frozenset({"__init__", "__call__"})
-"""What code calls of an object that it makes, without a name."""
+"""Methods called without a name when code creates an object and calls it."""
 OPERATORS = frozenset(
     f"__{way}{name}__"
     for name in (
@@ -43,30 +43,30 @@ OPERATORS = frozenset(
     *("__iter__", "__next__", "__enter__", "__exit__", "__neg__", "__pos__", "__invert__"),
     *("__lt__", "__le__", "__gt__", "__ge__"),
 }
-"""What code calls of any object without a name."""
+"""Methods that code calls without a name, of any object."""
 _IMPORT = dis.opmap["IMPORT_NAME"]
 _Found = tuple[Mapping[str, Any], str, Any, Any]
-"""What has a name, the name, what it stood for, and the code of that."""
+"""The owner of a name, the name, its value, and the code of that."""
 
 
 class Places:
-    """Where a look at code found functions: names, and what they stood for.
+    """Where an inspection of code found functions: names, and their values.
 
     Attributes:
-        known: What is known of classes that nothing but their objects may keep.
+        known: What is known of classes that only their objects may keep alive.
     """
 
     __slots__ = ("_found", "_lists", "_side_by_side", "known")
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts empty."""
         self.known: Known = {}
         self._found: dict[tuple[int, str], _Found] = {}
         self._lists: dict[int, tuple[list[Any], int]] = {}
         self._side_by_side: _SideBySide | None = None
 
     def note(self, owner: type | types.ModuleType | dict[str, Any], name: str) -> None:
-        """Notes what a name stands for, be it nothing.
+        """Notes the value of a name, even if it has none.
 
         Args:
             owner: The class or module whose attribute it is, or the dictionary that has it.
@@ -78,17 +78,17 @@ class Places:
         self._side_by_side = None
 
     def note_list(self, values: list[Any]) -> None:
-        """Notes how much a list has that functions may be put into."""
+        """Notes the length of a list into which functions may be put."""
         self._lists[id(values)] = values, len(values)
 
     def include(self, others: Places) -> None:
-        """Notes what another look went by."""
+        """Adds the places of another inspection."""
         self._found |= others._found
         self._lists |= others._lists
         self._side_by_side = None
 
     def changed(self) -> bool:
-        """Whether a name stands for other code by now; one that stood for nothing, for any."""
+        """Whether a name now refers to other code; one without a value, to anything."""
         if self._side_by_side is None:
             self._side_by_side = _SideBySide(self._found.values())
         if not self._side_by_side.is_as_before() and self._has_other_code():
@@ -110,7 +110,7 @@ class Places:
 
 
 class _SideBySide:
-    """Names and what they stood for, in lists: hundreds are looked at in each pass."""
+    """Names and their values, in lists: hundreds are checked in each pass."""
 
     __slots__ = ("_coded", "_codes", "_kinds")
 
@@ -126,7 +126,7 @@ class _SideBySide:
         self._codes = [code for _, _, _, code in found if code is not None]
 
     def is_as_before(self) -> bool:
-        """Whether each name stands for just what it stood for, with the same code."""
+        """Whether each name has the same value as before, with the same code."""
         for get, names, keys, values in self._kinds:
             if not all(map(is_, map(get, names, keys), values)):
                 return False
@@ -135,13 +135,13 @@ class _SideBySide:
 
 
 Known = dict[tuple[type, bool], tuple[bool, Sequence[frozenset[str]], Places]]
-"""Whether code of a class may write, the names that each function of it speaks of, and where."""
+"""Whether code of a class may write, the names that each function of it uses, and where."""
 
 
 def is_trusted(thing: Any) -> bool:
-    """Whether a class or a function is torch's or tiermem's, of which none writes uncounted.
+    """Whether a class or a function is torch's or tiermem's, whose writes are all counted.
 
-    Modules of ``torch.ao`` do (fake quantization with scales that are learned).
+    Modules of ``torch.ao`` are excluded (fake quantization with learned scales).
     """
     module = getattr(thing, "__module__", None) or ""
     return module.partition(".")[0] in _TRUSTED and not module.startswith(_WRITES)
@@ -150,12 +150,12 @@ def is_trusted(thing: Any) -> bool:
 def callees_of(
     function: types.FunctionType, names: set[str], kind: type, places: Places
 ) -> Iterator[Any]:
-    """Yields what a function may call: methods of the class, globals, what it closes over."""
+    """Yields what a function may call: methods of the class, globals, its closure."""
     imports = _IMPORT in function.__code__.co_code[::2]
     for name in sorted(names):
         method = getattr(kind, name, None)
         if method is not None and not is_trusted(method):
-            for base in kind.__mro__:  # one further below may get it later
+            for base in kind.__mro__:  # one further down may get it later
                 if not _passed_over(base):
                     places.note(base, name)
             yield method
@@ -178,7 +178,7 @@ def callees_of(
             yield value
         elif value is not None:
             yield from of_object(value, names, places)
-        elif name in function.__globals__:  # it may get code
+        elif name in function.__globals__:  # it may be assigned later
             places.note(function.__globals__, name)
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
@@ -190,9 +190,9 @@ def callees_of(
 
 
 def _imported(function: types.FunctionType, name: str) -> types.ModuleType | None:
-    """Returns the module of a name that a function imports itself, where it is there by now."""
+    """Returns the module of a name that a function imports itself, if it has been imported."""
     package = function.__globals__.get("__package__") or ""
-    while package:  # it may have been imported from a package further above
+    while package:  # it may have been imported from a package further up
         if (found := sys.modules.get(f"{package}.{name}")) is not None:
             return found
         package = package.rpartition(".")[0]
@@ -204,13 +204,13 @@ def of_object(value: Any, names: Set[str], places: Places, depth: int = _HELD) -
 
     Args:
         value: The object.
-        names: Those that the code speaks of.
-        places: Gets what this went by.
-        depth: How far it is gone into what objects and lists have.
+        names: The names that the code uses.
+        places: Receives the places on which the result depends.
+        depth: How much deeper attributes and elements are inspected.
 
     Yields:
-        What a list or dictionary has, methods, functions that an object was given, and the same of
-        what it has.
+        Elements of a list or dictionary, methods, functions that an object was given, and the
+        same of its attributes.
     """
     kind = type(value)
     if kind in _LISTS or isinstance(value, dict):
@@ -241,7 +241,7 @@ def of_object(value: Any, names: Set[str], places: Places, depth: int = _HELD) -
         elif isinstance(there, types.MemberDescriptorType):  # of `__slots__`
             one = getattr(value, name, None)
         else:
-            if there is None:  # the class has a place for it
+            if there is None:  # the class has a slot for it
                 places.note(given, name)
             continue
         if name in given and (one is None or is_called(one)):
@@ -253,12 +253,12 @@ def of_object(value: Any, names: Set[str], places: Places, depth: int = _HELD) -
 
 
 def _of_class(kind: type, own: Any, names: Set[str]) -> Iterator[Any]:
-    """Yields methods of a class of which code names these, or that it calls without a name.
+    """Yields methods of a class that code uses by name, or calls without a name.
 
     Args:
         kind: The class.
-        own: An object of it; the class itself where the code may make some.
-        names: Of the code.
+        own: An object of it; the class itself if the code may create some.
+        names: Names of the code.
     """
     of_modules = issubclass(kind, nn.Module)
     for base in () if _passed_over(kind) else kind.__mro__:
@@ -268,12 +268,13 @@ def _of_class(kind: type, own: Any, names: Set[str]) -> Iterator[Any]:
             if not (name in names or special or applied):
                 continue
             for thing in _parts(method):
-                # as a method it says whose others it calls; a module's is called with the module
+                # a bound method shows whose other methods it calls; a module's is called with the
+                # module
                 yield thing if of_modules else types.MethodType(thing, own)
 
 
 def _parts(method: Any) -> list[types.FunctionType]:
-    """Returns the functions of an attribute of a class: of a property there are two."""
+    """Returns the functions of an attribute of a class; a property may have two."""
     if isinstance(method, property):
         return [f for f in (method.fget, method.fset) if isinstance(f, types.FunctionType)]
     found = getattr(method, "__func__", method)  # of a static or a class method
@@ -305,7 +306,7 @@ def _of_module(
 
 
 def owner_of(thing: Any) -> type | None:
-    """Returns the class whose methods a bound method, or an object that is called, may call."""
+    """Returns the class whose methods a bound method, or a callable object, may call."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     if isinstance(thing, types.MethodType):
@@ -315,7 +316,7 @@ def owner_of(thing: Any) -> type | None:
 
 
 def functions_of(thing: Any) -> Iterator[types.FunctionType]:
-    """Yields the function behind a thing, and those that decorators have put it around."""
+    """Yields the function behind an object, and those wrapped by its decorators."""
     for _ in range(_WRAPPERS):
         function = _function(thing)
         if function is None:
@@ -325,7 +326,7 @@ def functions_of(thing: Any) -> Iterator[types.FunctionType]:
 
 
 def _function(thing: Any) -> types.FunctionType | None:
-    """Returns the Python function behind a method, partial, property or object that is called."""
+    """Returns the Python function behind a method, partial, property or callable object."""
     for _ in range(8):
         if isinstance(thing, types.FunctionType):
             return thing
@@ -342,18 +343,18 @@ def _function(thing: Any) -> types.FunctionType | None:
 
 
 def is_called(value: Any) -> bool:
-    """Whether a module's attribute, or a global, is Python code that may be called."""
+    """Whether a module's attribute, or a global, is callable Python code."""
     return isinstance(value, types.FunctionType | types.MethodType) or _has_call(value)
 
 
 def _has_call(thing: Any) -> bool:
-    """Whether a thing is an object of a class of Python's with ``__call__``, not torch's."""
+    """Whether an object's class has a ``__call__`` in Python that is not torch's."""
     call = next((vars(k)["__call__"] for k in type(thing).__mro__ if "__call__" in vars(k)), None)
     return isinstance(call, types.FunctionType) and not is_trusted(call)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """Yields the names that code speaks of, and those of the code inside it."""
+    """Yields the names that code uses, including the code inside it."""
     yield from code.co_names
     if not _BY_TEXT.isdisjoint(code.co_names):
         yield from (text for text in code.co_consts if isinstance(text, str))

@@ -1,10 +1,10 @@
-"""Which functions exchange tensors between processes, and how they come to know of stand-ins.
+"""Functions that exchange tensors between processes, and how they are made aware of stand-ins.
 
-Up to torch 2.12 most of them hand their arguments to C++ as they are, without asking the class of a
-tensor (``__torch_function__``): there a stand-in has no bytes. Later versions ask one argument of
-those that take several (of ``all_gather`` what is sent, not where it goes to). All of these are
-wrapped from the import of tiermem on. ``isend`` and ``irecv`` are not: ``P2POp`` knows them by
-identity, and programs may have imported them before. Those for objects pickle stand-ins by
+Up to torch 2.12 most of them pass their arguments to C++ directly, without calling the class of a
+tensor (``__torch_function__``): there a stand-in has no bytes. Later versions check one argument of
+those that take several (for ``all_gather`` what is sent, not the target). All of these are
+wrapped when tiermem is imported. ``isend`` and ``irecv`` are not: ``P2POp`` compares them by
+identity, and programs may have imported them before. The functions for objects pickle stand-ins
 themselves.
 """
 
@@ -22,7 +22,7 @@ _TAKES = ("tensor", "input", "output", "gather_list", "scatter_list")
 
 
 def collectives(module: Any) -> set[Callable[..., Any]]:
-    """Returns the functions of ``torch.distributed.distributed_c10d``, none where there is none."""
+    """Returns the functions of ``torch.distributed.distributed_c10d``, none without that."""
     found = getattr(module, "__dict__", {}).values()
     return {function for function in found if type(function) is FunctionType}
 
@@ -30,13 +30,13 @@ def collectives(module: Any) -> set[Callable[..., Any]]:
 def tell(
     module: Any, package: Any, concerned: Callable[[Any], bool], exchange: Exchange
 ) -> list[str]:
-    """Has functions that do not ask a tensor's class tell of stand-ins.
+    """Wraps functions that do not call a tensor's class, so that stand-ins are noticed.
 
     Args:
         module: ``torch.distributed.distributed_c10d``, in which they are replaced.
-        package: Another one that has them by the same names (``torch.distributed``).
+        package: Another module that has them under the same names (``torch.distributed``).
         concerned: Whether a value is a stand-in.
-        exchange: Called in place of a function that is given one: with it and its arguments.
+        exchange: Called instead of a function that gets one: with the function and its arguments.
 
     Returns:
         The names of those that were replaced.
@@ -57,7 +57,7 @@ def tell(
 
 
 def _is_mute(function: Callable[..., Any]) -> bool:
-    """Whether a function takes tensors some of whose classes it does not ask."""
+    """Whether a function takes tensors without calling the class of each."""
     names = inspect.unwrap(function).__code__.co_names
     takes = [name for name in inspect.signature(function).parameters if _is_tensors(name)]
     return len(takes) > ("has_torch_function" in names)
@@ -70,7 +70,7 @@ def _is_tensors(name: str) -> bool:
 def _telling(
     function: Callable[..., Any], concerned: Callable[[Any], bool], exchange: Exchange
 ) -> Callable[..., Any]:
-    # nested, for the compiler not to be kept from following it to what it stands before
+    # nested, so that the compiler can still trace the wrapped function
     def has_any(values: Iterable[Any]) -> bool:
         return any(
             has_any(value) if type(value) in (list, tuple) else concerned(value) for value in values

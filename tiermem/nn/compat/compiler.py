@@ -17,7 +17,7 @@ WHOLE_GRAPH = (
     "which blocks begin (`for layer in model.layers: layer.compile(fullgraph=True)`), or leave "
     "fullgraph out"
 )
-"""What to say where one graph is asked for of several blocks."""
+"""Advice if one graph is requested for several blocks."""
 
 _opaque: set[type] = set()
 _hidden: set[str] = set()
@@ -39,19 +39,19 @@ def is_autograd_compiled() -> bool:
 
 
 def leave_to_interpreter(kind: type) -> None:
-    """Has the compiler leave operations on tensors of a class to the interpreter.
+    """Makes the compiler leave operations on tensors of a class to the interpreter.
 
-    Else it takes the memory that such a tensor has for that of what it stands for.
+    Otherwise it uses the memory of such a tensor as that of the tensor it stands for.
 
     Args:
-        kind: A class whose tensors have none of the memory that they seem to have.
+        kind: A class whose tensors do not have the memory that they seem to have.
     """
     _opaque.add(kind)
     tell_compiler()
 
 
 def tell_compiler() -> None:
-    """Tells the compiler of those classes, once it is imported; may be called often."""
+    """Registers those classes with the compiler, once it is imported; may be called often."""
     config = sys.modules.get("torch._dynamo.config")
     told = getattr(config, "nontraceable_tensor_subclasses", _opaque)
     if not told >= _opaque:
@@ -61,11 +61,11 @@ def tell_compiler() -> None:
 def hide_from_compiler() -> None:
     """Marks the code of every module of tiermem that has been imported since the last time.
 
-    The compiler leaves a marked function to the interpreter and goes on with what it calls.
+    The compiler leaves a marked function to the interpreter and continues with its callees.
     """
     global _looked_through
     tell_compiler()
-    names = list(sys.modules)  # of a program with transformers there are thousands, the newest last
+    names = list(sys.modules)  # with transformers there are thousands, the newest last
     found = len(names), names[-1]
     if found == _looked_through:
         return
@@ -85,7 +85,7 @@ def hide_from_compiler() -> None:
 
 
 def _skipper() -> Callable[[types.CodeType], Any]:
-    """Returns this torch version's function that keeps a frame from being compiled."""
+    """Returns this torch version's function that excludes a frame from compilation."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "skip_code"):
         return frames.skip_code  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Version counters of several tensors with one call, where this torch has calls for several."""
+"""Version counters of several tensors in one call, if this torch version has such calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as _unchan
 
 
 def _takes_several(call: Callable[[Any], object]) -> bool:
-    """Whether a function takes a tuple in place of a tensor; older ones look for its counter."""
+    """Whether a function accepts a tuple instead of a tensor; older ones look for its counter."""
     try:
         call(())
     except (AttributeError, TypeError):
@@ -26,7 +26,7 @@ _version = attrgetter("_version")
 
 
 def sum_of_versions(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns how often tensors were written, as far as torch counts it."""
+    """Returns how often tensors were written, as counted by torch."""
     return sum(map(_version, tensors))
 
 
@@ -37,7 +37,7 @@ def increment_versions(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def keep_versions(tensors: Sequence[torch.Tensor]) -> Sequence[Any]:
-    """Returns contexts, entered, that leave the counters of tensors as they are at their exit."""
+    """Returns entered contexts that reset the version counters of tensors at their exit."""
     if not tensors:
         return ()
     return [_unchanged(tuple(tensors))] if _KEEPS else [_unchanged(tensor) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Decorators of the entry points of users and torch, which note exceptions for a later repair."""
+"""Decorators of entry points called by users and torch; they note exceptions for a repair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Repairable(Protocol):
     """What a repair works on: the modules of a manager.
 
     Attributes:
-        manager: Of their blocks.
+        manager: The manager of their blocks.
         repair: Repairs everything; see :mod:`tiermem.nn.wrap.repair`.
     """
 
@@ -35,17 +35,17 @@ class HasRuntime(Protocol):
 
 
 class HasManager(Protocol):
-    """Something that torch calls in the middle of a user's code."""
+    """Something that torch calls during a user's code."""
 
     manager: BlockManager
 
 
 def entrance(method: F) -> F:
-    """Marks a method that users call, of something that :class:`HasRuntime`.
+    """Marks a method that users call, of an object that :class:`HasRuntime`.
 
-    It begins with a repair where one is due, and notes an exception that was not raised on purpose
-    and did not come from outside (:mod:`tiermem.nn.compat.outside`). Such a one may have come where
-    a context of ours was being left, so that autograd would stay switched off.
+    It begins with a repair if one is due, and notes an exception that was not raised on purpose
+    and did not come from outside (:mod:`tiermem.nn.compat.outside`). Such an exception may have
+    occurred while a context was being left, so that autograd would stay switched off.
     """
 
     @functools.wraps(method)
@@ -58,7 +58,7 @@ def entrance(method: F) -> F:
             return method(self, *args, **kwargs)
         except REFUSALS:
             raise
-        except BaseException as error:  # nothing deep in here: there may be little stack left
+        except BaseException as error:  # no deep calls in here: there may be little stack left
             if OUTSIDE in error.__dict__:
                 del error.__dict__[OUTSIDE]
             else:
@@ -70,9 +70,9 @@ def entrance(method: F) -> F:
 
 
 def inside(method: F) -> F:
-    """Marks a method that torch calls, of something that :class:`HasManager`.
+    """Marks a method that torch calls, of an object that :class:`HasManager`.
 
-    It notes an exception as :func:`entrance` does; the repair is left to those.
+    It notes an exception like :func:`entrance`; the repair is left to those.
     """
 
     @functools.wraps(method)

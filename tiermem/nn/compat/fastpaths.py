@@ -1,7 +1,7 @@
-"""Modules of torch that hand weights of modules inside them to one kernel.
+"""Modules of torch that pass weights of their submodules to one kernel.
 
-They ask first whether one of these is of a class that intercepts operations, and if so they go
-another way, which rounds differently.
+They first check if one of these is of a class that intercepts operations, and if so use
+another implementation, which rounds differently.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from torch import nn
 
 LOOKS = nn.TransformerEncoder.forward.__code__
-"""Asks that of its first layer's weights before it calls that layer; if not, padding is left out of
-all layers."""
+"""It checks its first layer's weights before it calls that layer; if it finds none, padding is
+removed for all layers."""
 
 ASK = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-"""All of these modules, whose settings say whether they do: to look at them may use a weight."""
+"""All of these modules, whose settings determine if they do: checking them may use a weight."""
 
 
 def _asked(code: types.CodeType) -> range:
-    """Returns where a forward puts together the weights whose class it asks for."""
+    """Returns where a forward collects the weights whose class it checks."""
     found = list(dis.get_instructions(code))
     for end, instruction in enumerate(found):
         if instruction.opname.startswith("STORE") and "tensor_args" in instruction.argrepr:
@@ -39,14 +39,14 @@ _ASKED = {
 
 
 def only_asks(frame: types.FrameType) -> bool:
-    """Whether code that looks a weight up just then asks for its class, and does not use it."""
+    """Whether code that is looking a weight up only checks its class, and does not use it."""
     return frame.f_code is LOOKS or frame.f_lasti in _ASKED.get(frame.f_code, ())
 
 
 def uses_inside(module: nn.Module) -> bool:
-    """Whether a module's call uses the weights of modules inside without calling these.
+    """Whether a module's call uses the weights of its submodules without calling these.
 
-    A block may begin at such a module, and none inside it.
+    A block may begin at such a module, but not inside it.
     """
     layer: Any = module
     if isinstance(module, nn.MultiheadAttention):

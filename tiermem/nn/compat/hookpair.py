@@ -1,9 +1,9 @@
-"""Which pair of saved-tensor hooks is in force, and whose: asked of torch, or tracked here.
+"""Which pair of saved-tensor hooks is active: queried from torch, or tracked here.
 
-torch 2.6 has no function that returns the pair on top. There, the two functions that push and pop
-pairs (``torch.autograd.graph.saved_tensors_hooks`` and all that derives from it go through these
-of ``torch._C._autograd``) are wrapped from the import of this module on, thread by thread. A pair
-that was pushed before is not known; nor is one that a thread of autograd's takes over from the
+torch 2.6 has no function that returns the top pair. There, the two functions that push and pop
+pairs (``torch.autograd.graph.saved_tensors_hooks`` and everything derived from it use these
+of ``torch._C._autograd``) are wrapped when this module is imported, for each thread. A pair
+that was pushed before is not known; nor is one that an autograd thread takes over from the
 thread that called ``backward()`` inside such a pair.
 """
 
@@ -23,16 +23,16 @@ Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 @lru_cache(maxsize=1024)
 def stand_in(dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """Returns what checkpoints are given for a weight: they count what is saved.
+    """Returns what checkpoints get instead of a weight: they count what is saved.
 
-    They also compare what it looks like with what is saved as they compute again, which may be
+    They also compare its metadata with what is saved in the recomputation, which may be
     after the model has left the tiers. It has the memory of one element.
     """
     return _element(dtype, device).expand(shape)
 
 
 def is_stand_in(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has been given to a checkpoint for a weight."""
+    """Whether a tensor was given to a checkpoint instead of a weight."""
     return tensor.data_ptr() == _element(tensor.dtype, tensor.device).data_ptr()
 
 
@@ -50,13 +50,13 @@ class _Pairs(threading.local):
 
 
 def follow(autograd: Any) -> Callable[[], Pair | None]:
-    """Follows the pairs that are pushed and popped from now on.
+    """Tracks the pairs that are pushed and popped from now on.
 
     Args:
-        autograd: Has the two functions, which are replaced by such as note what they do.
+        autograd: Has the two functions, which are replaced by wrappers.
 
     Returns:
-        A function that returns the calling thread's pair on top, or None.
+        A function that returns the calling thread's top pair, or None.
     """
     pairs = _Pairs()
     push: Callable[..., None] = autograd._push_saved_tensors_default_hooks
@@ -88,14 +88,14 @@ def _teller(autograd: Any) -> Callable[[], Pair | None]:
 
 
 top_pair: Callable[[], Pair | None] = _teller(torch._C._autograd)
-"""Returns the pair of saved-tensor hooks in force, or None."""
+"""Returns the active pair of saved-tensor hooks, or None."""
 
 push_pair: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
-"""Pushes a pair as it is, whatever :func:`change_pushed` makes of others."""
+"""Pushes a pair unchanged, whatever :func:`change_pushed` does to others."""
 
 
 def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._autograd) -> None:
-    """Replaces the function that pushes pairs by one that changes each pair first.
+    """Replaces the function that pushes pairs with one that changes each pair first.
 
     Args:
         change: Gets a pair and returns the one to push.
@@ -112,11 +112,11 @@ def change_pushed(change: Callable[[Pair], Pair], autograd: Any = torch._C._auto
 def change_disabling(
     before: Callable[[], None], after: Callable[[], None], autograd: Any = torch._C._autograd
 ) -> None:
-    """Has something done where torch begins to take no hooks, and where it takes them again.
+    """Adds functions to call when torch begins to disallow hooks, and when it allows them again.
 
     Args:
-        before: Called first: torch refuses where a pair is there.
-        after: Called when hooks are taken again.
+        before: Called first: torch raises if a pair is active.
+        after: Called when hooks are allowed again.
         autograd: Has the two functions, which are replaced.
     """
     disable: Callable[..., None] = autograd._saved_tensors_hooks_disable
@@ -124,7 +124,7 @@ def change_disabling(
 
     @wraps(disable)
     def changed_disable(message: str, *more: Any, **named: Any) -> None:
-        if not more and not named:  # else torch traces, and takes pairs that are there for none
+        if not more and not named:  # otherwise torch traces, and ignores active pairs
             before()
         disable(message, *more, **named)
 
@@ -138,22 +138,22 @@ def change_disabling(
 
 
 def is_of_checkpoint(pair: Pair) -> bool:
-    """Whether a pair of saved-tensor hooks is one of ``torch.utils.checkpoint``'s."""
+    """Whether a pair of saved-tensor hooks belongs to ``torch.utils.checkpoint``."""
     return getattr(pair[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def is_recomputation(pair: Pair) -> bool:
-    """Whether a pair is the one with which a checkpoint computes again."""
+    """Whether a pair is the one with which a checkpoint recomputes."""
     name = getattr(pair[0], "__qualname__", "")
     return is_of_checkpoint(pair) and name.startswith("_recomputation_hook.")
 
 
 def passed_over(pack: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a pack hook that covers no other as none of a user's.
+    """Marks a pack hook that hides no other as not being a user's.
 
-    From torch 2.15 on, selective checkpoints hand what they keep to the user's hooks if they are
-    told to, and warn where they are not told. They pass over hooks of checkpoints, which they know
-    by these two names; and tiermem's have to be passed over as well.
+    From torch 2.15 on, selective checkpoints pass what they keep to the user's hooks if
+    requested, and warn if this is not set. They skip hooks of checkpoints, which they identify
+    by these two names; and tiermem's have to be skipped as well.
     """
     pack.__dict__.update(_checkpoint_internal=True, _user_hooks=None)
     return pack

@@ -1,10 +1,10 @@
-"""Calls out of tiermem, into a user's code or torch's, and marks on the exceptions they raise.
+"""Calls from tiermem to a user's code or torch, and marks on the exceptions they raise.
 
-An exception is one of two kinds. It may have come between any two lines of tiermem's (Ctrl-C, a
-signal handler's, no memory): then anything may be half done, and the next call repairs
+There are two kinds of exceptions. One may occur between any two lines of tiermem (Ctrl-C, a
+signal handler's, no memory): then anything may be half done, and the next call repairs it
 (:mod:`tiermem.nn.wrap.repair`). Or it was raised by called code, or on purpose: then tiermem's
-lines were left in order, by their ``finally`` clauses, and there is nothing to repair. The class of
-an exception does not tell the two apart, so those of the second kind are marked.
+state is consistent, thanks to ``finally`` clauses, and there is nothing to repair. The class of
+an exception does not distinguish the two, so those of the second kind are marked.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ OUTSIDE = "_tiermem_outside"
 
 
 def outside(call: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Makes a call that leads out of tiermem, and marks what it raises.
+    """Makes a call out of tiermem, and marks what it raises.
 
-    For places alone at which an exception of that call leaves nothing of tiermem's half done.
+    Only for places where an exception of that call leaves nothing of tiermem half done.
     """
     try:
         return call(*args, **kwargs)

@@ -22,10 +22,10 @@ R = TypeVar("R")
 
 
 class _Unrecorded:
-    """Context with ``torch.no_grad()`` and the contexts ``others``, made to be cheap.
+    """A cheap context that combines ``torch.no_grad()`` and the contexts ``others``.
 
-    It is entered for every gradient, and mostly nothing is switched on: so that is checked
-    first, and only what is on is switched off. That costs a few calls of torch's C++, where
+    It is entered for every gradient, and usually nothing is switched on: so that is checked
+    first, and only what is on is switched off. That costs a few C++ calls of torch, while
     contexts for all of it cost tens of microseconds.
     """
 
@@ -52,9 +52,10 @@ class _Unrecorded:
 
 
 def unrecorded() -> AbstractContextManager[None]:
-    """Returns a context with ``torch.inference_mode(False)`` and ``torch.no_grad()`` in it.
+    """Returns a context that combines ``torch.inference_mode(False)`` and ``torch.no_grad()``.
 
-    A transform of ``torch.func`` is off inside as well: what it takes part in dies with it.
+    A transform of ``torch.func`` is off inside as well: results of a transform become invalid with
+    it.
     """
     return _Unrecorded(_surroundings())
 
@@ -70,16 +71,16 @@ def _surroundings() -> list[AbstractContextManager[Any]]:
 
 
 def quiet(device: torch.device) -> AbstractContextManager[None]:
-    """Keeps modes that the user has switched on away from tiermem's own operations.
+    """Excludes modes that the user has switched on from tiermem's own operations.
 
     Autocast, inference mode, transforms of ``torch.func`` and dispatch modes (selective
     checkpointing) are off inside, and nothing is recorded for autograd.
 
     Args:
-        device: Where the operations inside run.
+        device: The device of the operations inside.
 
     Returns:
-        A context, to be entered at once.
+        A context, to be entered immediately.
     """
     others = _surroundings()
     if torch._C._is_any_autocast_enabled():
@@ -96,8 +97,8 @@ def uncompiled(call: Callable[P, R]) -> Callable[P, R]:
     """Returns the same call, into which ``torch.compile`` does not trace.
 
     Args:
-        call: A function of a module or class, not a method of one object: what is returned for
-            it is kept.
+        call: A function of a module or class, not a method of one object: its result
+            is cached.
     """
     if "torch._dynamo" not in sys.modules:
         return call

@@ -1,10 +1,10 @@
-"""Memory that cannot be read: torch raises where anything asks for its address.
+"""Memory that cannot be read: torch raises if anything asks for its address.
 
-torch has a switch for that in each storage. Its CUDA graph trees set it, with a text of their
-own, on memory that was overwritten. A torch that was built without CUDA has the switch and not
-the function that sets it. There the switch is searched for: it lies beside two others that torch's
+torch has a switch for that in each storage. Its CUDA graph trees set it, with their own text,
+on memory that was overwritten. A torch that was built without CUDA has the switch but not
+the function that sets it. There the switch is searched for: it is beside two others that torch's
 Python functions set, and is only used if reading a tensor fails with it and works again without
-it. They are bytes of an object whose address torch gives out.
+it. They are bytes of an object whose address torch provides.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from tiermem.core.block import Block
 from tiermem.errors import ParameterError
 
 _WITH_TEXT = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
-_LOOKED_AT = 64  # bytes of a storage object, which is larger
+_LOOKED_AT = 64  # bytes of a storage object to search; the object is larger
 
 
 OURS = "tiermem: the bytes of a"
-"""How the text begins that torch is told, where it can be."""
+"""Begin of the text that torch is given, if this is possible."""
 _TORCHS = "Cannot access data pointer of Storage that is invalid"
 _NO_LONGER = "Trying to resize storage that is not resizable"
 
 
 def was_refused(error: BaseException) -> bool:
-    """Whether an error is torch's, of bytes that may not be read."""
+    """Whether an error is torch's for bytes that must not be read."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in (_TORCHS, OURS))
 
 
 def read_elsewhere(module: nn.Module, name: str, blocks: Sequence[Block]) -> ParameterError:
-    """Returns the error of code in a call that has read a weight which is not there.
+    """Returns the error for code in a call that has read a weight which is not in HBM.
 
     Args:
-        module: Whose call it was.
+        module: The called module.
         name: Its qualified name.
-        blocks: What is in HBM for that call.
+        blocks: The blocks in HBM for that call.
     """
     here = ", ".join(repr(block.name) for block in blocks) or "none of its own"
     return ParameterError(
@@ -53,15 +53,15 @@ def read_elsewhere(module: nn.Module, name: str, blocks: Sequence[Block]) -> Par
 
 
 def could_not_grow(error: BaseException) -> bool:
-    """Whether an error is torch's, of a tensor that cannot be made longer in place."""
+    """Whether an error is torch's for a tensor that cannot be enlarged in place."""
     return type(error) is RuntimeError and _NO_LONGER in str(error)
 
 
 def keeps_its_size(module: nn.Module, name: str) -> ParameterError:
-    """Returns the error of code in a call that has made a tensor longer in place.
+    """Returns the error for code in a call that has enlarged a tensor in place.
 
     Args:
-        module: Whose call it was.
+        module: The called module.
         name: Its qualified name.
     """
     return ParameterError(
@@ -78,10 +78,10 @@ def refuse(tensor: torch.Tensor, text: str) -> bool:
 
     Args:
         tensor: Its storage; no other tensor may share it.
-        text: What the error says, where torch can be told.
+        text: The text of the error, if torch can be given one.
 
     Returns:
-        Whether it will; False where this torch has no way.
+        Whether it will; False if this torch has no such switch.
     """
     with torch._C.DisableTorchFunctionSubclass():
         handle: int = tensor._typed_storage()._cdata
@@ -92,7 +92,7 @@ def refuse(tensor: torch.Tensor, text: str) -> bool:
 
 
 def permit(tensor: torch.Tensor) -> None:
-    """Lets the bytes of a tensor that :func:`refuse` was called for be read, until it is again."""
+    """Permits reads of the bytes of a tensor after :func:`refuse`, until that is called again."""
     with torch._C.DisableTorchFunctionSubclass():
         _switch(tensor._typed_storage()._cdata, on=False)
 
@@ -106,10 +106,10 @@ def _switch(handle: int, *, on: bool) -> bool:
 
 @cache
 def _switches() -> tuple[int, ...]:
-    """Returns where in a storage object the switch is, and the one that says to look for it.
+    """Returns where in a storage object the switch is, and the one that enables its check.
 
     Returns:
-        Offsets in bytes; none where they are not found.
+        Offsets in bytes; none if they are not found.
     """
     known, tried = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
     handle = known.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""What the layout needs to know of a torch tensor, and tensors kept in two precisions."""
+"""The description of a torch tensor for a layout, and tensors kept in two precisions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _CHUNK = 1 << 24
 
 
 def follow(precise: torch.Tensor, shown: torch.Tensor) -> None:
-    """Takes changes of a coarse copy over into the tensor that it was cast from.
+    """Transfers changes of a less precise copy to the tensor from which it was cast.
 
-    Elements whose cast still has the bits of ``shown`` keep all of theirs; the others become
+    Elements whose cast has the bits of ``shown`` are not changed; the others become
     those of ``shown``.
 
     Args:
-        precise: Changed in place, without a wait for the device; any strides.
-        shown: Same shape and device, of another floating dtype.
+        precise: Changed in place, without waiting for the device; any strides.
+        shown: Same shape and device, another floating-point dtype.
     """
     for mine, theirs in _in_pieces(precise, shown):
         bits = _INTEGERS[theirs.dtype.itemsize]
@@ -49,7 +49,7 @@ def follow(precise: torch.Tensor, shown: torch.Tensor) -> None:
 def _in_pieces(
     first: torch.Tensor, second: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields two tensors in pieces of a bounded size, where their memory is laid out alike."""
+    """Yields two tensors in pieces of a bounded size, if their memory layout is the same."""
     extent = 1 + sum((n - 1) * s for n, s in zip(first.shape, first.stride(), strict=True))
     if first.stride() != second.stride() or extent != first.numel():
         yield first, second

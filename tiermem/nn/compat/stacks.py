@@ -1,10 +1,10 @@
 """Modules that have the weights of many experts stacked in one parameter each.
 
-transformers has them from version 5 on: parameters of shape ``[experts, ...]``, and a forward
-that is given the hidden states, which experts each token has chosen, and how much each of these
-weighs. What such a module computes is either a loop over the chosen experts
-(``self.weight[expert]``), a product for each chosen pair (``self.weight[experts]``), or a product
-of groups, of which those of experts not chosen are empty (``torch.nn.functional.grouped_mm``).
+transformers has them since version 5: parameters of shape ``[experts, ...]``, and a forward
+that gets the hidden states, the experts that each token has chosen, and their weights.
+Such a module either loops over the chosen experts (``self.weight[expert]``), or computes a product
+for each chosen pair (``self.weight[experts]``), or a grouped product, in which the groups of
+experts not chosen are empty (``torch.nn.functional.grouped_mm``).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import nn
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
 _DECORATOR = "transformers/integrations/moe.py"
 _KNOWN = ("grouped_mm", "batched_mm")
-"""Implementations of transformers' own that read no rows but those of the chosen experts."""
+"""Implementations in transformers that read only rows of the chosen experts."""
 _INDICES = (torch.int64, torch.int32)
-_item = dict.get  # a name is looked at, and nothing brought up for it
+_item = dict.get  # looks a name up without fetching anything
 
 
 def experts_of(module: nn.Module) -> int:
@@ -60,10 +60,10 @@ def _takes_choices(kind: Any) -> bool:
 
 
 def reads_rows(module: nn.Module) -> str:
-    """Returns how a module of stacked experts reads them, where it reads chosen rows alone.
+    """Returns how a module of stacked experts reads them, if it reads chosen rows only.
 
     Returns:
-        ``"eager"``, ``"batched_mm"`` or ``"grouped_mm"``; empty where it cannot be told.
+        ``"eager"``, ``"batched_mm"`` or ``"grouped_mm"``; empty if unknown.
     """
     kind: Any = type(module)
     names = tuple(module.__dict__["_parameters"])
@@ -84,9 +84,9 @@ def reads_rows(module: nn.Module) -> str:
 
 @lru_cache(maxsize=256)
 def only_subscripts(function: Callable[..., Any], names: tuple[str, ...]) -> bool:
-    """Whether a method uses these attributes of ``self`` as ``self.name[...]`` and no other way.
+    """Whether a method uses these attributes of ``self`` only as ``self.name[...]``, to read.
 
-    It only reads them so: ``self.name[i] = x``, ``self.name[i] += x`` and ``self.name[i].mul_(x)``
+    ``self.name[i] = x``, ``self.name[i] += x`` and ``self.name[i].mul_(x)``
     write the parameter, of which rows are copies.
     """
     try:
@@ -113,7 +113,7 @@ def only_subscripts(function: Callable[..., Any], names: tuple[str, ...]) -> boo
 
 
 def _named(tree: ast.AST, names: tuple[str, ...]) -> set[str]:
-    """Returns the variables that are given what some attributes have, or views of it."""
+    """Returns the variables that are assigned some attributes, or views of them."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
@@ -126,12 +126,12 @@ def _named(tree: ast.AST, names: tuple[str, ...]) -> set[str]:
 
 
 def _is_written(node: ast.AST, names: tuple[str, ...], around: Mapping[str, Any]) -> bool:
-    """Whether an operation changes in place what some attributes or variables have.
+    """Whether an operation changes some attributes or variables in place.
 
     Args:
         node: The operation.
         names: The attributes and variables.
-        around: What names outside stand for: functions of modules write their first argument.
+        around: Values of outside names: functions of modules write their first argument.
     """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         method = node.func.attr
@@ -173,7 +173,7 @@ def _looks_at(node: Any, names: tuple[str, ...]) -> bool:
 def choices_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Returns the indices of chosen experts among the arguments of a call.
 
-    None where there is not just one tensor of indices of two dimensions or fewer.
+    None unless there is exactly one tensor of indices, with at most two dimensions.
     """
     found, tensors = None, 0
     for value in (*args, *kwargs.values()) if kwargs else args:

@@ -1,7 +1,7 @@
 """Which of torch's functions return a view of a tensor that shares its version counter.
 
-What is written through such a view is counted, also in inference mode; through ``data``, and what
-``torch.ops`` returns there, it is not.
+Writes through such a view are counted, also in inference mode; writes through ``data``, and through
+what ``torch.ops`` returns there, are not.
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ VIEWS: frozenset[Callable[..., Any]] = frozenset(
         *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
     ]
 )
-"""As they come to ``__torch_function__``."""
+"""In the form in which they are passed to ``__torch_function__``."""

@@ -1,4 +1,4 @@
-"""Hooks that keep nothing alive, for places where the garbage collector cannot see references."""
+"""Hooks that keep nothing alive, for places where the garbage collector sees no references."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Entered = TypeVar("Entered")
 
 
 class Hook(Generic[Owner, Entered]):
-    """Something that torch calls for a tensor, and that keeps neither its entry nor its owner.
+    """A hook that torch calls for a tensor, and that keeps neither its entry nor its owner alive.
 
     The garbage collector does not see torch's references to hooks that run after accumulation, nor
-    a graph's: a hook that kept the parameter would keep it for ever. What derives from it does
-    nothing where either is gone.
+    a graph's: a hook that kept the parameter would keep it for ever. A subclass does
+    nothing if either no longer exists.
     """
 
     __slots__ = ("_entry", "_owner")
@@ -28,9 +28,9 @@ class Hook(Generic[Owner, Entered]):
 
 
 class Weak:
-    """Calls a method for a parameter on behalf of its gradient, and keeps neither.
+    """Calls a method for a parameter on behalf of its gradient, and keeps neither alive.
 
-    torch keeps what is in ``param.grad``, and the garbage collector does not see that it does.
+    torch keeps what is in ``param.grad``, and the garbage collector does not see this reference.
     """
 
     __slots__ = ("_call", "_entry", "_given", "_owner")
@@ -41,7 +41,7 @@ class Weak:
         self._given = given
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the method; raises ClosedError where one of both objects is gone."""
+        """Calls the method; raises ClosedError if one of the two objects no longer exists."""
         owner, entry = self._owner(), self._entry()
         if owner is None or entry is None:
             raise ClosedError(
@@ -54,7 +54,7 @@ class Weak:
 def _parts(method: Callable[..., Any]) -> tuple[weakref.ref[Any], Callable[..., Any]]:
     """Returns a weak reference to a bound method's object, and its function.
 
-    ``weakref.WeakMethod`` does the same with some calls more, at every parameter's gradient.
+    ``weakref.WeakMethod`` does the same with some more calls, for every parameter's gradient.
     """
     bound: Any = method
     return weakref.ref(bound.__self__), bound.__func__

@@ -1,10 +1,10 @@
 """Finds modules whose code may write weights in a way that torch does not count.
 
-A parameter's version counter sees every write by a torch operation, save one
-made through ``weight.data``, through numpy or through an address. Where the code
-that a module's call can reach speaks of any of these, the bytes of its block are
-compared with their copy at home after every use. Where it does not, that costs
-nothing. Reading the code is a hint only: it looks for names, never for classes.
+A parameter's version counter counts every write by a torch operation, except one
+made through ``weight.data``, through numpy or through an address. If the code
+that a module's call can reach uses any of these, the bytes of its block are
+compared with their copy at home after every use. Otherwise that costs
+nothing. Reading the code is only a heuristic: it looks for names, never for classes.
 What code a call can reach is found by :mod:`tiermem.nn.compat.callees`.
 """
 
@@ -63,7 +63,7 @@ _CALLS = frozenset({"forward", "_call_impl"}) | OPERATORS
 
 
 class _Look:
-    """One look at code: how far it went, and what it went by."""
+    """One inspection of code: its extent, and the places it depends on."""
 
     __slots__ = ("codes", "passed", "places")
 
@@ -74,7 +74,7 @@ class _Look:
 
 
 _known: Known = {}
-"""Of classes that are had by their name."""
+"""For classes that exist under their names."""
 
 
 def may_write_uncounted(
@@ -84,8 +84,8 @@ def may_write_uncounted(
 
     Args:
         module: The module.
-        merging: Whether what it does to adapters merged into its weights counts.
-        places: Gets what this went by.
+        merging: Whether adapters that it merges into its weights count.
+        places: Receives the places on which the result depends.
     """
     kind = type(module)
     passed = _SETUP if merging else (*_SETUP, *_MERGES)
@@ -119,7 +119,7 @@ def may_write_uncounted(
 
 
 def _beside(module: nn.Module, names: frozenset[str], look: _Look) -> Iterator[Any]:
-    """Yields what a module's code names of the modules inside, other than their calls."""
+    """Yields what a module's code uses of the modules inside, apart from their calls."""
     for name, child in module._modules.items() if names else ():
         if child is None or name not in names:
             continue
@@ -141,9 +141,9 @@ def hook_may(
 
     Args:
         module: The module.
-        hook: The hook, or a function that takes the place of a method.
-        passed: Names of what is not looked at.
-        places: Gets what this went by.
+        hook: The hook, or a function that replaces a method.
+        passed: Names that are not inspected.
+        places: Receives the places on which the result depends.
     """
     look = _Look(passed)
     may = _reaches(iter([hook]), type(module), look, _DEPTH)
@@ -153,19 +153,19 @@ def hook_may(
 
 
 def only_unmerges(module: nn.Module) -> bool:
-    """Whether such a write can only be one that takes merged adapters out again.
+    """Whether such a write can only be one that unmerges adapters.
 
-    peft's layers list in ``merged_adapters`` what is merged; while it is empty they write nothing.
+    peft's layers list merged adapters in ``merged_adapters``; while it is empty they write nothing.
     """
     merged = getattr(module, "merged_adapters", None)
     return isinstance(merged, list) and not may_write_uncounted(module, merging=False)
 
 
 def _has_name(kind: type) -> bool:
-    """Whether a class is had by its name, and so stays as long as the program.
+    """Whether a class exists under its name, and so as long as the program.
 
-    Another one, made in a function or by torch for one parametrized module, may have that module
-    or a whole model in what its functions close over.
+    Another one, created in a function or by torch for one parametrized module, may refer to that
+    module or a whole model in closures of its functions.
     """
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
@@ -174,7 +174,7 @@ def _has_name(kind: type) -> bool:
 
 
 def _methods(kind: type, look: _Look) -> Iterator[Any]:
-    """Yields the methods that classes outside torch define, other than those that set up."""
+    """Yields the methods that classes outside torch define, except those for construction."""
     for base in kind.__mro__:
         if base is nn.Module:
             return
@@ -184,7 +184,7 @@ def _methods(kind: type, look: _Look) -> Iterator[Any]:
 
 
 def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> bool:
-    """Whether code reached from ``functions`` speaks of a way around the version counter."""
+    """Whether code reached from ``functions`` uses a way around the version counter."""
     for thing in functions:
         owner = owner_of(thing) or kind
         for function in functions_of(thing):
@@ -205,7 +205,7 @@ def _reaches(functions: Iterator[Any], kind: type, look: _Look, depth: int) -> b
 
 
 def _has_option(code: types.CodeType, option: str) -> bool:
-    """Whether code gives an argument of this name (``np.array(weight, copy=None)``)."""
+    """Whether code passes an argument of this name (``np.array(weight, copy=None)``)."""
     return any(
         option in constant
         if isinstance(constant, tuple)

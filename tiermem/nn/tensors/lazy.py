@@ -1,12 +1,12 @@
-"""A tensor whose bytes are in the tiers, and that fetches itself when it is used.
+"""A tensor whose bytes are in the tiers, and which fetches them when it is used.
 
-``param.grad`` and the optimizer's state are such tensors between their uses
+``param.grad`` and the optimizer's state are such tensors between uses
 by tiermem itself. Any torch operation on one gets a copy of the real tensor
-instead; where the operation changed it, the change is written back.
+instead; if the operation changed it, the change is written back.
 
-A gradient may be kept in another dtype than its parameter's. torch's C++ takes only a tensor
-of the parameter's dtype for ``param.grad``, so the stand-in is formally one; what Python is
-told, and what every operation is given, is the gradient as it is kept.
+A gradient may be kept in another dtype than its parameter's. torch's C++ accepts only a tensor
+of the parameter's dtype for ``param.grad``, so the stand-in formally has it; Python code
+and all operations see the dtype in which the gradient is kept.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _NOTHING = {torch.Tensor.detach_, torch.Tensor.requires_grad_}
 _OWN_REFERENCES = 2
 _TENSOR: Any = torch.Tensor
 UNSCALE: Any = torch._amp_foreach_non_finite_check_and_unscale_
-"""What a GradScaler undoes its scale with, in a list of gradients."""
+"""The function with which a GradScaler undoes its scale, for a list of gradients."""
 
 LOOK: Any = object()
-"""Stands for that function where it only looks for infinities."""
+"""Represents that function when it only checks for infinities."""
 
 ANSWERS: dict[Any, Callable[..., Any]] = {}
 """Replacements of functions over lists; they may return NotImplemented."""
 
 
 class LazyTensor(StandIn, torch.Tensor):
-    """Stands for a tensor in the tiers. Make it with :class:`Ways`."""
+    """Stands for a tensor in the tiers. It is created by :class:`Ways`."""
 
     _load: Callable[[], torch.Tensor]
     _store: Callable[[torch.Tensor], Any]
     _kept: torch.Tensor | None
     _dtype: torch.dtype
     _gone = False
-    _shelled = False  # the real one is of a subclass that wraps others
-    _clippable: Any = None  # of the gradient of a parameter
+    _shelled = False  # the real tensor is of a subclass that wraps others
+    _clippable: Any = None  # set for the gradient of a parameter
 
     @classmethod
     def __torch_function__(
@@ -60,7 +60,7 @@ class LazyTensor(StandIn, torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Returns the real tensor's dtype where that is asked for; runs all else on the tensor."""
+        """Returns the real tensor's dtype if that is requested; runs all else on the tensor."""
         if func in _OF_DTYPE and args and isinstance(args[0], LazyTensor):
             return _OF_DTYPE[func](args[0])
         if func == UNSCALE and _only_looks(*args, **kwargs or {}):
@@ -80,7 +80,7 @@ class LazyTensor(StandIn, torch.Tensor):
         with unrecorded():
             self._kept = kept = self._load() if self._kept is None else self._kept
             found = getattr(kept, name)
-            # an alias, so that it can be seen whether there are references to it
+            # an alias, so that references to it can be counted
             return found.detach() if isinstance(found, torch.Tensor) else found
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -90,7 +90,7 @@ class LazyTensor(StandIn, torch.Tensor):
         flush(self)
         if self._kept is not None:
             return _Copy(self, self._kept)
-        with unrecorded():  # what inference mode makes does not count its changes
+        with unrecorded():  # torch does not count changes of inference tensors
             return _Copy(self, self._load())
 
     def _written(self) -> None:
@@ -101,7 +101,7 @@ class LazyTensor(StandIn, torch.Tensor):
         return self._load()
 
     def set_(self, *_: Any, **__: Any) -> Any:
-        """Refuses what torch shows to no ``__torch_function__``.
+        """Refuses an operation that torch does not pass to ``__torch_function__``.
 
         Raises:
             ParameterError: Always.
@@ -128,18 +128,18 @@ _OF_DTYPE: dict[Any, Callable[[LazyTensor], Any]] = {
     _TENSOR.element_size: lambda tensor: tensor._dtype.itemsize,
     _TENSOR.nbytes.__get__: lambda tensor: tensor._dtype.itemsize * tensor.numel(),
 }
-"""What depends on the dtype alone, as ``__torch_function__`` is given it."""
+"""Functions that depend on the dtype only, as passed to ``__torch_function__``."""
 
 
 def _only_looks(
     tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> bool:
-    """Whether a GradScaler looks for infinities and leaves the gradients as they are."""
+    """Whether a GradScaler only checks for infinities and leaves the gradients unchanged."""
     return inv_scale.item() == 1.0  # a wait for the device; step() waits for the answer anyway
 
 
 def look(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """Looks for infinities in copies, one at a time, so that nothing has to be written back."""
+    """Checks copies for infinities, one at a time, so that nothing has to be written back."""
     for tensor in tensors:
         with torch._C.DisableTorchFunctionSubclass():
             copy = tensor._open().tensor if isinstance(tensor, LazyTensor) else tensor
@@ -160,15 +160,15 @@ class _Copy(Opened):
         self.version = tensor._version
 
     def close(self, func: Callable[..., Any]) -> None:
-        """Writes a change back; keeps the copy while something else looks into it."""
+        """Writes a change back; keeps the copy while something else shares its memory."""
         if self.tensor._version != self.version or writes(func):
             self.lazy._store(self.tensor.detach())
-        by_address = func is torch.Tensor.data_ptr  # nothing tells for how long
+        by_address = func is torch.Tensor.data_ptr  # it is unknown for how long
         self.lazy._kept = self.tensor if by_address or _seen(self.tensor) else None
 
 
 def _seen(tensor: torch.Tensor) -> bool:
-    if type(tensor) is not torch.Tensor:  # of a subclass: what it wraps
+    if type(tensor) is not torch.Tensor:  # of a subclass: the tensors it wraps
         inner = insides(tensor)
         if len(inner) != 1 or inner[0][1] is not tensor:
             return any(_seen(plain) for _, plain in inner)
@@ -176,17 +176,17 @@ def _seen(tensor: torch.Tensor) -> bool:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether other tensors look into the memory of an ordinary one."""
+    """Whether other tensors share the memory of an ordinary one."""
     if tensor.layout is not torch.strided:
         return False
-    storage = tensor.untyped_storage()  # counts as well, as long as it is here
+    storage = tensor.untyped_storage()  # this reference counts as well
     if use_count(storage._cdata) > _OWN_REFERENCES:
         return True
     return sys.getrefcount(storage) > _ALONE_AS_STORAGE  # ``tensor.untyped_storage()``
 
 
 def flush(tensor: torch.Tensor | None) -> None:
-    """Writes back what was changed through a view of a lazy tensor (``p.grad[0].zero_()``).
+    """Writes back changes made through a view of a lazy tensor (``p.grad[0].zero_()``).
 
     Not every change is counted (``p.grad.data``, numpy), so one is assumed.
     """
@@ -200,13 +200,13 @@ def flush(tensor: torch.Tensor | None) -> None:
 
 
 def forget(tensor: Any) -> None:
-    """Drops the copy of a lazy tensor: its views are no longer kept up to date."""
+    """Drops the copy of a lazy tensor: its views are no longer updated."""
     if isinstance(tensor, LazyTensor):
         tensor._kept = None
 
 
 def ordinary(gradient: torch.Tensor, param: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a gradient as an ordinary tensor that torch takes for ``param.grad``."""
+    """Returns a gradient as an ordinary tensor that torch accepts for ``param.grad``."""
     if isinstance(gradient, LazyTensor):
         return gradient.to(device, param.dtype)
     return gradient.to(device)
@@ -218,7 +218,7 @@ def is_viewed(tensor: Any) -> bool:
 
 
 def is_gone(tensor: Any) -> bool:
-    """Whether a lazy tensor has no bytes any more, so that its use raises."""
+    """Whether a lazy tensor has lost its bytes, so that its use raises."""
     return isinstance(tensor, LazyTensor) and tensor._gone
 
 
@@ -229,7 +229,7 @@ def ensure_there(tensor: Any) -> None:
 
 
 def orphan(tensor: LazyTensor, value: torch.Tensor | None = None) -> None:
-    """Gives a lazy tensor its value for good: its bytes in the tiers are about to be dropped.
+    """Gives a lazy tensor its final value: its bytes in the tiers will be dropped.
 
     Args:
         tensor: The lazy tensor.
@@ -244,7 +244,7 @@ def orphan(tensor: LazyTensor, value: torch.Tensor | None = None) -> None:
 
 
 def is_held(thing: object, *, besides: int = 0) -> bool:
-    """Whether there is a reference to an object besides one local variable of the caller.
+    """Whether there is a reference to an object apart from one local variable of the caller.
 
     Args:
         thing: The object.
@@ -254,9 +254,10 @@ def is_held(thing: object, *, besides: int = 0) -> bool:
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether torch has a reference to a tensor, besides the object that Python has.
+    """Whether torch refers to a tensor, apart from its Python object.
 
-    Another parameter's ``grad`` has one, which not every version of torch counts as Python's too.
+    Another parameter's ``grad`` does, which not every version of torch counts as a Python
+    reference.
     """
     with torch._C.DisableTorchFunctionSubclass():
         count: int = tensor._use_count()  # type: ignore[attr-defined]
@@ -269,7 +270,7 @@ def _alone() -> int:
 
 
 def _counted(thing: object, *, besides: int = 0) -> int:
-    """Counts just as :func:`is_held` does: what a call adds differs between versions of Python."""
+    """Counts like :func:`is_held`: what a call adds differs between versions of Python."""
     return sys.getrefcount(thing)
 
 
@@ -283,7 +284,7 @@ def _alone_as_storage() -> int:
 
 
 _ALONE_AS_STORAGE = _alone_as_storage()
-"""The same of the storage of a tensor that is here, of which torch may have a reference as well."""
+"""The same for the storage of a tensor in use, to which torch may refer as well."""
 
 
 def _alone_in_grad() -> int:
@@ -294,8 +295,8 @@ def _alone_in_grad() -> int:
 
 
 ALONE_IN_GRAD = _alone_in_grad()
-"""References that ``sys.getrefcount`` counts of a gradient in ``param.grad`` and one local variable
-of who asks, and nowhere else. Not every version of torch counts its own."""
+"""References that ``sys.getrefcount`` counts for a gradient that is only in ``param.grad`` and
+one local variable of the caller. Not every version of torch counts its own."""
 
 
 def _alone_in_grad_and_list() -> int:
@@ -306,7 +307,7 @@ def _alone_in_grad_and_list() -> int:
 
 
 ALONE_IN_GRAD_AND_LIST = _alone_in_grad_and_list()
-"""The same of one in ``param.grad`` and in a list over which ``sys.getrefcount`` is mapped."""
+"""The same for one in ``param.grad`` and in a list over which ``sys.getrefcount`` is mapped."""
 
 
 def _alone_here() -> int:
@@ -315,7 +316,7 @@ def _alone_here() -> int:
 
 
 ALONE = _alone_here()
-"""The same of an object that is in one local variable of who asks, and nowhere else."""
+"""The same for an object that is only in one local variable of the caller."""
 
 
 def _alone_in_list() -> int:
@@ -324,7 +325,7 @@ def _alone_in_list() -> int:
 
 
 ALONE_IN_LIST = _alone_in_list()
-"""The same of an object that is in a list over which ``sys.getrefcount`` is mapped."""
+"""The same for an object that is in a list over which ``sys.getrefcount`` is mapped."""
 
 
 def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
@@ -339,13 +340,13 @@ def refresh(tensor: torch.Tensor | None, value: torch.Tensor) -> None:
 
 
 class Ways:
-    """How the bytes of a tensor are got at, for one stand-in after another.
+    """How to access the bytes of a tensor, for one stand-in after another.
 
     Attributes:
-        dtype: Of the real tensor.
+        dtype: Dtype of the real tensor.
         marks: How many attributes a stand-in has.
-        spare: One that nothing refers to any more: to make one takes longer. It is none that other
-            code has marked, or looks at by a weak reference.
+        spare: A stand-in without other references, for reuse, as creating one takes longer. No
+            other code has set attributes of it, or has a weak reference to it.
     """
 
     __slots__ = ("_has", "_placeholder", "dtype", "marks", "spare")
@@ -363,13 +364,13 @@ class Ways:
         """Describes a tensor.
 
         Args:
-            shape: Of the real tensor.
-            dtype: Of the real tensor.
-            device: Of the real tensor.
+            shape: Shape of the real tensor.
+            dtype: Dtype of the real tensor.
+            device: Device of the real tensor.
             load: Returns a copy of the real tensor, in ordinary memory.
-            store: Takes a changed copy back.
-            formal: The dtype that torch's C++ is to see, if another.
-            clippable: Of the gradient of a parameter: knows its norm, and what it awaits.
+            store: Writes a changed copy back.
+            formal: The dtype that torch's C++ sees, if different.
+            clippable: For the gradient of a parameter: knows its norm, and pending changes.
         """
         self.dtype = dtype
         self._has: dict[str, Any]
@@ -381,7 +382,7 @@ class Ways:
         self._placeholder = shared_placeholder(shape, formal or dtype, device)
 
     def stand_in(self) -> LazyTensor:
-        """Returns a lazy tensor that nothing else has: a new one, or the spare one."""
+        """Returns a lazy tensor without other references: a new one, or the spare one."""
         tensor, self.spare = self.spare, None
         if tensor is None:
             tensor = torch.Tensor._make_subclass(LazyTensor, self._placeholder)
@@ -390,7 +391,7 @@ class Ways:
 
 
 def stand_ins_of(ways: Sequence[Ways]) -> list[LazyTensor]:
-    """Returns a lazy tensor for each of some, as :meth:`Ways.stand_in` does."""
+    """Returns a lazy tensor for each of some, like :meth:`Ways.stand_in`."""
     spares = [*map(_spare_of, ways)]
     if any_none(spares):
         return [way.stand_in() for way in ways]
@@ -406,14 +407,14 @@ def gone(
     refuse: Callable[..., Any],
     formal: torch.dtype | None = None,
 ) -> LazyTensor:
-    """Makes a stand-in for a tensor whose bytes are gone.
+    """Creates a stand-in for a tensor whose bytes no longer exist.
 
     Args:
-        shape: Of the tensor that was.
-        dtype: Of it.
-        device: Of it.
-        refuse: Raises, with the reason, when its values are asked for or written.
-        formal: The dtype that torch's C++ is to see, if another.
+        shape: Shape of the former tensor.
+        dtype: Its dtype.
+        device: Its device.
+        refuse: Raises, with the reason, when its values are read or written.
+        formal: The dtype that torch's C++ sees, if different.
     """
     tensor = Ways(shape, dtype, device, refuse, refuse, formal).stand_in()
     end(tensor, refuse)
@@ -421,11 +422,11 @@ def gone(
 
 
 def end(tensor: Any, refuse: Callable[..., Any]) -> None:
-    """Marks the bytes of a lazy tensor as gone: its use raises from now on.
+    """Marks the bytes of a lazy tensor as lost: its use raises from now on.
 
     Args:
-        tensor: Any other is left as it is.
-        refuse: Raises, with the reason, when its values are asked for or written.
+        tensor: The tensor; one of another class is not changed.
+        refuse: Raises, with the reason, when its values are read or written.
     """
     if isinstance(tensor, LazyTensor):
         tensor._load = tensor._store = refuse

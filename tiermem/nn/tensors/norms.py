@@ -9,10 +9,10 @@ import torch
 from torch.utils._foreach_utils import _device_has_foreach_support, _has_foreach_support
 
 Kind = tuple[float, bool | None, torch.dtype | None]
-"""Which norm, whether torch's ``foreach`` kernels are asked for, and what is cast to first."""
+"""Which norm, whether torch's ``foreach`` kernels are requested, and the dtype to cast to first."""
 
 _ALIGNED = 16
-"""Bytes; from other addresses torch's kernel adds in another order than over a cast."""
+"""Alignment in bytes; at other addresses torch's kernel adds in another order than for a cast."""
 
 
 def norms_of(
@@ -33,7 +33,7 @@ def norms_of(
 
 @cache
 def measure_of(kind: Kind) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns the function of one tensor that takes such a norm; one object per kind."""
+    """Returns the function that computes such a norm of one tensor; one object per kind."""
     return partial(_norm_of, kind=kind)
 
 
@@ -47,6 +47,6 @@ def _norm_of(gradient: torch.Tensor, kind: Kind) -> torch.Tensor:
         and gradient.is_contiguous()
         and gradient.data_ptr() % _ALIGNED == 0
     ):
-        # casts as it reads: the bits of a cast beforehand, without its pass over memory
+        # casts while reading: the bits of a cast beforehand, without its pass over memory
         return torch._foreach_norm([gradient], norm_type, dtype)[0]
     return norms_of([gradient.to(dtype)], norm_type, foreach)[0]

@@ -1,14 +1,14 @@
-"""Placeholders: what a parameter's data is while its block is elsewhere; it cannot be read.
+"""Placeholders: a parameter's data while its block is not in HBM; they cannot be read.
 
-Shape, dtype and device stay right. Any access to the bytes raises an error of torch's
-(:mod:`tiermem.nn.compat.refusing`). There is one element behind it, with all bits set, which is
-NaN: on a torch that cannot be told to refuse, a use that was not intercepted shows at least. So it
-does while torch's profiler records shapes, as it asks every operand of every operation for its
-address (:mod:`tiermem.nn.tensors.profiled`).
+Shape, dtype and device are correct. Any access to the bytes raises an error of torch
+(:mod:`tiermem.nn.compat.refusing`). A placeholder has the memory of one element, with all bits set,
+which is NaN: on a torch without that switch, a use that was not intercepted is at least visible.
+The same holds while torch's profiler records shapes, as it asks every operand of every operation
+for its address (:mod:`tiermem.nn.tensors.profiled`).
 
-Those of members of blocks have the strides of the weight as well. Code in C++ asks for them: a
-``DistributedDataParallel`` compares them between processes, where others may be away, and its
-reducer lays gradients out by them and takes them back by them.
+Placeholders of members of blocks have the strides of the weight as well. C++ code uses them: a
+``DistributedDataParallel`` compares them between processes, where other blocks may be in HBM, and
+its reducer uses them to lay out gradients and to copy them back.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Stride = tuple[int, ...]
 _Key = tuple[torch.Size, torch.dtype, torch.device, _Stride | None]
 _shared: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
 _storages: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
-"""The shared ones by the address of their storage."""
+"""The shared placeholders by the address of their storage."""
 _readable = False
 
 
@@ -39,13 +39,13 @@ def poison_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with unrecorded():
         if dtype is torch.bool:
             return torch.ones((), dtype=dtype, device=device)
-        # made there: a copy from ordinary host memory would wait for the device
+        # created there: a copy from ordinary host memory would wait for the device
         raw = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
         return raw.view(dtype).reshape(())
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Whether a tensor, looked at with its own class aside, is one of these.
+    """Whether a tensor is a placeholder, regardless of its class.
 
     Args:
         tensor: Any tensor, on any device; its bytes are not read.
@@ -55,7 +55,7 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     try:
         storage.data_ptr()
-    except RuntimeError:  # it is refused
+    except RuntimeError:  # reading is refused
         return True
     return storage._cdata in _storages  # on a torch that cannot, and while they can be read
 
@@ -68,9 +68,9 @@ def placeholder(
     Args:
         shape: Its sizes.
         dtype: Its dtype.
-        device: Where it says to be.
-        stride: Its strides; None where nothing asks for them. On a torch that cannot be told to
-            refuse they are 0, since it would read behind the element.
+        device: The device that it shows.
+        stride: Its strides; None if nothing uses them. On a torch that cannot
+            refuse they are 0, since it would read beyond the element.
     """
     with unrecorded():
         found = poison_element(dtype, device).expand(shape)
@@ -80,7 +80,7 @@ def placeholder(
 
 
 def _refuse(found: torch.Tensor) -> bool:
-    """Has a placeholder refused to all who want to read it; returns whether this torch can."""
+    """Refuses reads of a placeholder; returns whether this torch can do that."""
     if not found.numel():
         return True  # an empty one has no bytes to read
     shape, dtype = tuple(found.shape), found.dtype
@@ -90,10 +90,10 @@ def _refuse(found: torch.Tensor) -> bool:
 def shared_placeholder(
     shape: torch.Size, dtype: torch.dtype, device: torch.device, stride: _Stride | None = None
 ) -> torch.Tensor:
-    """Returns a placeholder that is shared by all callers; arguments as above.
+    """Returns a placeholder that all callers share; arguments as for :func:`placeholder`.
 
-    Layers are alike, and what was just looked at is in the processor's caches. Callers set
-    ``data`` to it, or make a subclass of it, which both copy its metadata.
+    Layers are alike, and a shared object is in the processor's caches. Callers set
+    ``data`` to it, or create a subclass of it; both copy its metadata.
     """
     key = (shape, dtype, device, stride)
     found = _shared.get(key)
@@ -106,7 +106,7 @@ def shared_placeholder(
 
 
 def let_be_read(readable: bool) -> None:
-    """Lets shared placeholders be read, as NaN, those to come as well; or refuses that again."""
+    """Permits or refuses reads of shared placeholders, as NaN, including future ones."""
     global _readable
     _readable = readable
     for found in list(_shared.values()):

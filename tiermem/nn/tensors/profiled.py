@@ -1,9 +1,9 @@
-"""Placeholders under torch's profiler, which asks operands for their address with their shapes.
+"""Placeholders under torch's profiler, which asks operands for their addresses and shapes.
 
-It does so as each operation begins, ours that point a parameter elsewhere among them. What a
-placeholder raises there is no error of the program: torch writes it to the standard error, with the
-stack, for each operation, and the shapes of all operations are wrong. So placeholders can be read
-while shapes are recorded.
+It does so at the begin of each operation, including tiermem's that point a parameter elsewhere. An
+error of a placeholder there is not an error of the program: torch writes it to the standard error,
+with the stack, for each operation, and the shapes of all operations are wrong. So placeholders can
+be read while shapes are recorded.
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ def follow_profiler() -> None:
 
     profiler.profile._start_trace = start_trace  # type: ignore[method-assign]
     profiler._disable_profiler = disable_profiler  # type: ignore[attr-defined]
-    if torch._C._autograd._profiler_enabled():  # since before, and perhaps with shapes
+    if torch._C._autograd._profiler_enabled():  # begun before, and perhaps with shapes
         let_be_read(True)

@@ -1,7 +1,7 @@
-"""Tensor subclasses that wrap plain tensors: unwrapped, and rebuilt around other tensors.
+"""Tensor subclasses that wrap plain tensors: unwrapping, and rebuilding around other tensors.
 
-A quantized optimizer state, say, is codes and scales that show themselves as one tensor. torch
-names the way in and out of such a class for its compiler: ``__tensor_flatten__`` and
+A quantized optimizer state, for example, consists of codes and scales that appear as one tensor.
+For its compiler, torch defines how to unwrap and rebuild such a class: ``__tensor_flatten__`` and
 ``__tensor_unflatten__``. The plain tensors inside have bytes that can be moved.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_is_shell: Any = is_traceable_wrapper_subclass  # which says more of the type than is true of it
+_is_shell: Any = is_traceable_wrapper_subclass  # its annotation promises too much
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -29,7 +29,7 @@ def _taken_apart(value: Any) -> tuple[list[str], Any]:
 
 
 def insides(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Returns the plain tensors in a tensor, by their path in it; of a plain one, itself by ``""``.
+    """Returns the plain tensors in a tensor, by path; for a plain one, itself by ``""``.
 
     Args:
         value: Plain, or of a subclass that can be unwrapped.
@@ -40,9 +40,9 @@ def insides(value: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def parts(value: torch.Tensor) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Yields the plain tensors in a tensor of a subclass: what has each, by which name, and it.
+    """Yields the plain tensors in a tensor of a subclass, each with its owner and name there.
 
-    In the order of :func:`insides`; of a plain tensor there are none.
+    In the order of :func:`insides`; a plain tensor has none.
     """
     if _wraps(value):
         for _, owner, name, tensor in _walk(value):
@@ -50,7 +50,7 @@ def parts(value: torch.Tensor) -> Iterator[tuple[Any, str, torch.Tensor]]:
 
 
 def _walk(value: Any, above: str = "") -> Iterator[tuple[str, Any, str, torch.Tensor]]:
-    """Yields the path of each plain tensor inside, what has it, by which name, and it."""
+    """Yields the path of each plain tensor inside, its owner, its name there, and the tensor."""
     for name in _taken_apart(value)[0]:
         inner = getattr(value, name)
         if _wraps(inner):
@@ -77,12 +77,12 @@ class Shell:
 
     Attributes:
         kind: Its class.
-        names: Of the attributes with the tensors inside.
-        context: What else the class says of it.
+        names: Names of the attributes with the tensors inside.
+        context: The other metadata of the class.
         size: Its shape.
         stride: Its strides.
-        inner: For each attribute the shell of its tensor, None where that is plain.
-        device: Of the tensor.
+        inner: For each attribute the shell of its tensor, None if that is plain.
+        device: Device of the tensor.
     """
 
     kind: Any
@@ -95,7 +95,7 @@ class Shell:
 
     @classmethod
     def of(cls, value: torch.Tensor) -> Shell | None:
-        """Returns the shell of a tensor, or None of a plain one."""
+        """Returns the shell of a tensor, or None for a plain one."""
         if not _wraps(value):
             return None
         names, context = _taken_apart(value)
@@ -104,7 +104,7 @@ class Shell:
         return cls(type(value), tuple(names), context, shape, stride, inner, device)
 
     def around(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns such a tensor around others, in the order of :func:`insides`."""
+        """Returns such a tensor around other tensors, in the order of :func:`insides`."""
         return self._around(iter(tensors))
 
     def _around(self, tensors: Iterator[torch.Tensor]) -> torch.Tensor:
@@ -119,9 +119,9 @@ class Shell:
 
 
 def _on(device: torch.device, context: Any) -> Any:
-    """Returns what a class says of a tensor as it is of one on another device.
+    """Returns the context of a class for a tensor on another device.
 
-    Some classes note the device there (torchao's NF4).
+    Some classes store the device in it (torchao's NF4).
     """
     if isinstance(context, torch.device):
         return device
@@ -136,10 +136,10 @@ def _on(device: torch.device, context: Any) -> Any:
 
 
 def why_not_wrapped(param: torch.Tensor) -> str | None:
-    """Returns why a parameter around other tensors cannot be in the tiers; None where it can.
+    """Returns why a parameter around other tensors cannot be in the tiers; None if it can.
 
     Args:
-        param: It has its own memory.
+        param: The parameter, with its own memory.
     """
     if type(param).__module__.startswith("torch.distributed"):
         return "it is one part of several that processes have"

@@ -1,8 +1,8 @@
 """Base of stand-ins: tensors whose bytes are fetched when a torch operation uses them.
 
-Two kinds share this module: a managed parameter while its block is not held
-(:mod:`tiermem.nn.groups.away`), and a gradient or a piece of optimizer state in the
-tiers (:mod:`tiermem.nn.tensors.lazy`). Every torch operation on one comes to
+There are two kinds: a managed parameter while its block is not held
+(:mod:`tiermem.nn.groups.away`), and a gradient or a tensor of optimizer state in the
+tiers (:mod:`tiermem.nn.tensors.lazy`). Every torch operation on one is passed to
 :func:`dispatch`, which runs it on the real tensors.
 """
 
@@ -70,7 +70,7 @@ _FUNCTIONS = ("is_floating_point", "is_complex", "is_inference", "numel")
 
 
 def _metadata() -> set[Any]:
-    """Returns the operations that need no bytes, as ``__torch_function__`` is given them."""
+    """Returns the operations that need no bytes, as passed to ``__torch_function__``."""
     kind: Any = torch.Tensor
     found = {getattr(kind, name).__get__ for name in _GETTERS if hasattr(kind, name)}
     found |= {getattr(kind, name).__set__ for name in _SETTERS if hasattr(kind, name)}
@@ -84,7 +84,7 @@ _PASSES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _LISTS = ("_foreach_", "_amp_foreach_")
 _C10D = sys.modules.get("torch.distributed.distributed_c10d")  # not every build of torch has it
 _COLLECTIVES = collectives(_C10D)
-"""Exchanges between processes. They write, some of them later, and torch counts none of it."""
+"""Collectives. They write, some of them later, and torch does not count these writes."""
 
 
 class Opened:
@@ -96,10 +96,10 @@ class Opened:
         self.tensor = tensor
 
     def close(self, func: Callable[..., Any]) -> None:
-        """Ends the use; ``func`` is what was done with it."""
+        """Ends the use; ``func`` is the operation."""
 
     def given(self, result: Any) -> Any:
-        """Returns what the program gets of what the operation has returned."""
+        """Returns what the program gets for the result of the operation."""
         return result
 
 
@@ -108,7 +108,7 @@ class StandIn:
 
     __slots__ = ()
 
-    _has_functions = False  # whether the class of the real tensor sees torch's functions itself
+    _has_functions = False  # whether the class of the real tensor handles torch functions itself
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -131,17 +131,17 @@ class StandIn:
             return dispatch(func, args, kwargs or {})
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Returns whether an operation on ``self`` was handled without running, and its result."""
+        """Returns whether an operation on ``self`` was answered without a run, and its result."""
         return False, None
 
     def _open(self) -> Opened:
         raise NotImplementedError
 
     def _written(self) -> None:
-        """Takes in what was written through ``detach()``; nothing looks at that any more."""
+        """Processes what was written through ``detach()``; nothing refers to that any more."""
 
     def _cut_short(self) -> None:
-        """Notes that an exception came up between lines that use the tensor for an operation."""
+        """Notes that an exception occurred between lines that use the tensor for an operation."""
 
     def _in_a_pass(self) -> Any:
         """Returns what replaces the tensor among the arguments of a backward pass."""
@@ -149,7 +149,7 @@ class StandIn:
 
 
 def _pass(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs a backward pass, which names parameters and does not need them all at once."""
+    """Runs a backward pass, whose arguments name parameters but do not use their bytes."""
 
     def known(value: Any) -> Any:
         if isinstance(value, StandIn):
@@ -163,7 +163,7 @@ def _pass(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def writes(func: Callable[..., Any]) -> bool:
-    """Whether an operation works in place by its name or schema; not all of them are counted."""
+    """Whether an operation is in-place by its name or schema; not all are counted."""
     if isinstance(func, torch._ops.OpOverload):
         return func._schema.is_mutable
     if isinstance(func, torch._ops.OpOverloadPacket):
@@ -233,19 +233,19 @@ def _run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     except REFUSALS:
         raise
     except BaseException:
-        if not (theirs and ended):  # Ctrl-C: what was just opened may be known to nobody
+        if not (theirs and ended):  # Ctrl-C: what was just opened may not be recorded
             for cut_short in cuts:
                 cut_short()
         raise
     for value, use in opened.values():
         if use.tensor is result:
-            return value  # an operation in place returns the tensor it was called on
+            return value  # an in-place operation returns the tensor on which it was called
         result = use.given(result)
     return result
 
 
 def _exchange(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs a collective on what ``detach()`` gives: such a tensor is followed while it is used."""
+    """Runs a collective on the results of ``detach()``, which are tracked while in use."""
     given: list[StandIn] = []
 
     def detached(value: Any) -> Any:
@@ -257,14 +257,14 @@ def _exchange(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return value
 
     result = func(*detached(args), **{key: detached(value) for key, value in kwargs.items()})
-    if result is None:  # else it may go on: a later use takes in what was written
+    if result is None:  # otherwise it may continue: a later use processes what was written
         for value in given:
             value._written()
     return result
 
 
 def _close(uses: list[Opened], func: Callable[..., Any]) -> None:
-    """Ends uses, the last first; all are ended, also where the end of one raises."""
+    """Ends uses, the last first; all are ended, even if the end of one raises."""
     while uses:
         try:
             uses.pop().close(func)
@@ -274,7 +274,7 @@ def _close(uses: list[Opened], func: Callable[..., Any]) -> None:
 
 
 def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs an operation on lists of tensors one tensor at a time, so that one is here at a time."""
+    """Runs an operation on lists of tensors one by one, so only one is in HBM at a time."""
     first = args[0]
     length = len(first)
 
@@ -296,4 +296,4 @@ def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 tell(_C10D, torch.distributed, lambda value: isinstance(value, StandIn), _exchange)
-_COLLECTIVES |= collectives(_C10D)  # torch's own name what stands in their place
+_COLLECTIVES |= collectives(_C10D)  # torch's own functions name their replacements

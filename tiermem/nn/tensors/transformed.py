@@ -1,8 +1,8 @@
-"""Weights that are given to a transform of ``torch.func`` as such: ``grad(loss)(weight)``.
+"""Weights that are passed directly to a transform of ``torch.func``: ``grad(loss)(weight)``.
 
-A transform begins by wrapping its tensors, in C++, where no operation is seen: it would go on with
-what a weight that is away points at. So the two functions that wrap tensors are replaced, and get
-a tensor that is in HBM, for as long as the transform keeps it.
+A transform begins by wrapping its tensors, in C++, where no operation is intercepted: it would use
+the placeholder of a weight that is not in HBM. So the two functions that wrap tensors are replaced,
+and get a tensor that is in HBM as long as the transform keeps it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _following(wrap: Callable[..., Any]) -> Callable[..., Any]:
     def follow(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, StandIn):
             with temporarily_pop_interpreter_stack():  # outside the transform that begins
-                tensor = tensor.view_as(tensor)  # an operation: the block comes, and stays
-                if isinstance(tensor, StandIn):  # it cannot come: this says so
+                tensor = tensor.view_as(tensor)  # an operation: the block is fetched, and stays
+                if isinstance(tensor, StandIn):  # it cannot be fetched: this raises
                     tensor.data_ptr()
         return wrap(tensor, *args, **kwargs)
 

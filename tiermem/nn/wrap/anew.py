@@ -1,7 +1,8 @@
-"""Models that were wrapped to be evaluated, and are to be trained before they were called.
+"""Models that were wrapped for evaluation and will be trained, before they were called.
 
-Most of such a model is trained; or little of it, beside a vocabulary that HBM has no room for. That
-can be read in DRAM by calls that take no gradients, and is annexed as the model is wrapped anew.
+Most of such a model is trained; or little of it, beside a vocabulary for which HBM has no room.
+That one can be read in DRAM by calls without gradients, and is annexed when the model is wrapped
+again.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def to_wrap_anew(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> WrappedModel | None:
-    """Returns the model that would be wrapped in another way, as it is to be trained, if any.
+    """Returns the model that should be wrapped in another way for training, if any.
 
-    What is loaded from a checkpoint is in evaluation mode (``from_pretrained``), and many scripts
-    call ``train()`` only after they have made the optimizer. It is the last one that was wrapped,
+    A model loaded from a checkpoint is in evaluation mode (``from_pretrained``), and many scripts
+    call ``train()`` only after they have created the optimizer. It has to be the last wrapped one,
     so that models stay in order.
 
     Args:
-        runtime: Of the manager.
-        params: What an optimizer is to step.
+        runtime: The runtime of the manager.
+        params: The parameters that an optimizer will step.
     """
     if runtime.manager.parts.planner.key is not None or not runtime.models:  # a pass has begun
         return None
@@ -37,23 +38,23 @@ def to_wrap_anew(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> Wrap
 
 
 def _is_stepped(wrapped: WrappedModel, stepped: set[int]) -> bool:
-    """Whether enough of a model is stepped, and nothing of it by another optimizer.
+    """Whether enough of a model is stepped, and no part of it by another optimizer.
 
     Args:
         wrapped: The model.
-        stepped: Ids of what is stepped.
+        stepped: Ids of the stepped parameters.
     """
     taken = frozenset[int]().union(*(kept.params for kept in wrapped.runtime.program.optimizers))
     if any(id(entry.param) in taken for entry in wrapped.entries):
         return False
     sizes = [(id(entry.param) in stepped, entry.param.numel()) for entry in wrapped.entries]
-    if wrapped.inventory.only_read:  # as it is, its vocabulary's calls would refuse gradients
+    if wrapped.inventory.only_read:  # otherwise its vocabulary's calls would refuse gradients
         return any(mine for mine, _ in sizes)
     return 2 * sum(count for mine, count in sizes if mine) > sum(count for _, count in sizes)
 
 
 def _can_leave(wrapped: WrappedModel) -> bool:
-    """Whether a model is as it was wrapped, and nobody has anything that lies in its blocks."""
+    """Whether a model is as it was wrapped, and no user has a tensor in its blocks."""
     parts = wrapped.runtime.manager.parts
     if wrapped.origins is not None or not wrapped.inventory.is_as_found():
         return False

@@ -1,9 +1,10 @@
-"""``module.to()``, ``half()``, ``share_memory()`` and the like, where tensors are away.
+"""``module.to()``, ``half()``, ``share_memory()`` and the like, for tensors not in HBM.
 
-All of them are ``module._apply(fn)``. What leaves every tensor as it is does nothing, as with a
-resident module (trainers call ``model.to(device)`` whatever the model); anything else is refused,
-before any tensor is touched. To find out, ``fn`` is given small tensors that look like those of the
-module: of the same dtype and device, laid out alike, with at most two elements in each dimension.
+All of them are ``module._apply(fn)``. If ``fn`` changes no tensor, nothing is done, as with a
+resident module (trainers call ``model.to(device)`` for any model); anything else is refused,
+before any tensor is changed. To find out, ``fn`` is called with small tensors like those of the
+module: of the same dtype and device, with the same layout, and at most two elements in each
+dimension.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ Fn = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ApplyInterceptor(Interceptor):
-    """Refuses ``_apply`` where it would change a tensor that lives in the tiers."""
+    """Refuses ``_apply`` if it would change a tensor that lives in the tiers."""
 
     __slots__ = ()
 
     method = "_apply"
 
     def __call__(self, fn: Fn, recurse: bool = True) -> Any:
-        """Returns the module where ``fn`` changes nothing that is managed.
+        """Returns the module if ``fn`` changes nothing that is managed.
 
-        Tensors that are not (sparse buffers, say) become what ``fn`` makes of them.
+        Other tensors (sparse buffers, for example) become the results of ``fn``.
 
         Raises:
-            ParameterError: Where it changes a managed tensor; nothing is changed then.
+            ParameterError: If it changes a managed tensor; nothing is changed then.
         """
         managed, device = self.scope.wrapped.managed(), self.runtime.manager.parts.device
         tried: set[Any] = set()
@@ -49,7 +50,7 @@ class ApplyInterceptor(Interceptor):
             for _, holder, own, tensor in ours:
                 if id(tensor) in managed:
                     continue
-                if isinstance(tensor, torch.nn.Parameter):  # one that came after wrap
+                if isinstance(tensor, torch.nn.Parameter):  # a parameter added after wrap
                     _apply_to(tensor, fn)
                 else:
                     holder[own] = fn(tensor)
@@ -66,7 +67,7 @@ class ApplyInterceptor(Interceptor):
 
 
 def _apply_to(param: torch.nn.Parameter, fn: Fn) -> None:
-    """Does to a parameter that is not managed what ``nn.Module._apply`` does."""
+    """Does the same as ``nn.Module._apply`` with a parameter that is not managed."""
     param.data = fn(param.data)
     if param.grad is not None:
         grad = fn(param.grad)
@@ -74,7 +75,7 @@ def _apply_to(param: torch.nn.Parameter, fn: Fn) -> None:
 
 
 def _small(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns shape and strides of a small tensor that is laid out like a large one."""
+    """Returns shape and strides of a small tensor with the layout of a large one."""
     shape = tuple(min(size, 2) for size in tensor.shape)
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (tensor.stride(d), tensor.shape[d])):
@@ -86,7 +87,7 @@ def _try(fn: Fn, name: str, probe: torch.Tensor) -> None:
     """Refuses ``fn`` if it does anything to a tensor.
 
     Raises:
-        ParameterError: Then.
+        ParameterError: If it does.
     """
     probe.zero_()
     before = _looks(probe)
@@ -111,7 +112,7 @@ def _try(fn: Fn, name: str, probe: torch.Tensor) -> None:
 def _is_to_host(fn: Fn) -> bool:
     """Whether ``fn`` is that of ``module.to("cpu:0")``.
 
-    On the host torch copies for it, to the device that the tensor is on already.
+    On the host torch copies for it, although the tensor is on that device already.
     """
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
     cells = getattr(fn, "__closure__", None) or ()

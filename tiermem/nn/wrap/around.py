@@ -1,13 +1,13 @@
-"""Modules that are put around a wrapped one, or into it, detected as they are made.
+"""Modules that are put around a wrapped one, or into it, detected when this happens.
 
 torch calls a hook for every module that becomes another's child. Four kinds of parents matter
-here: one that is wrapped, whose blocks the child's code may write; a ``DistributedDataParallel``,
-which broadcasts buffers in C++, unseen by Python; a ``DataParallel``, which copies all weights to
-several devices in each call; and what ``torch.compile`` returns, where one graph of the whole is
-asked for.
+here: a wrapped one, whose blocks the child's code may write; a ``DistributedDataParallel``,
+which broadcasts buffers in C++, invisible to Python; a ``DataParallel``, which copies all weights
+to several devices in each call; and the result of ``torch.compile``, if one graph of the whole is
+requested.
 
-The weights that a ``DistributedDataParallel`` sends to all processes as it is made, and as its
-``join()`` ends, go one after another here: all at once they would need the room of the model.
+The weights that a ``DistributedDataParallel`` sends to all processes when it is created, and when
+its ``join()`` ends, are sent one by one here: all at once they would need room for the whole model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tiermem.nn.wrap.statedict import LoadAllInterceptor
 
 _COMPILED = "OptimizedModule"
 _MADE_ALIKE = "_sync_module_states"
-"""The function of torch that sends all weights and buffers from one process to the others."""
+"""The torch function that sends all weights and buffers from one process to the others."""
 _make_all_alike: Callable[..., None] = getattr(distributed, _MADE_ALIKE)
 _FRAMES = 5
 _everybody: WeakSet[ReducedGradients] = WeakSet()
@@ -49,13 +49,13 @@ def follow(reduced: ReducedGradients) -> None:
 
 
 def refuse_replica(model: nn.Module) -> None:
-    """Refuses a model that a ``DistributedDataParallel`` has from before it is wrapped.
+    """Refuses a model that a ``DistributedDataParallel`` contains before it is wrapped.
 
-    That refers to its parameters for as long as it lives, so that no block could leave HBM, and
+    It refers to the parameters for as long as it exists, so that no block could leave HBM, and
     broadcasts buffers wherever they are.
 
     Raises:
-        WrapError: Saying what to do instead.
+        WrapError: Always then, with advice.
     """
     if _is_replica(model):
         gc.collect()  # of one that is no longer used
@@ -75,17 +75,17 @@ def _make_alike(
     params_and_buffers_to_ignore: Collection[str],
     broadcast_buffers: bool = True,
 ) -> None:
-    """Gives all processes the weights and buffers of one of them, in torch's function's place.
+    """Copies the weights and buffers of one process to all, in place of torch's function.
 
-    Those of a wrapped model are sent tensor by tensor, each from a copy: its block may be divided
-    otherwise in another process, and be used in place where HBM has no room for it.
+    Those of a wrapped model are sent tensor by tensor, each from a copy: its blocks may be
+    different in another process, and a block may be used in place if HBM has no room for it.
 
     Args:
-        module: What is replicated.
+        module: The replicated module.
         process_group: The processes.
         broadcast_bucket_size: Bytes that torch sends at a time.
-        src: The one that gives, by its number in the group.
-        params_and_buffers_to_ignore: Names of what each process keeps as it is.
+        src: The sending process, by its number in the group.
+        params_and_buffers_to_ignore: Names of tensors that each process keeps unchanged.
         broadcast_buffers: Whether buffers are sent.
     """
     if not is_wrapped(module):
@@ -113,7 +113,7 @@ def _make_alike(
                 tensor.copy_(sent)
     for device in {tensor.device for _, tensor in named}:
         if device.type == "cuda":
-            # some trainers have it made on a stream of its own, and use the model on another
+            # some trainers create it on another stream than the one on which they use the model
             torch.cuda.current_stream(device).synchronize()
 
 
@@ -123,12 +123,12 @@ def _is_replica(model: nn.Module) -> bool:
 
 
 def _surrounded(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Checks a module that gets a child, and notifies what follows ``DistributedDataParallel``.
+    """Checks a module that gets a child, and notifies observers of ``DistributedDataParallel``.
 
     Raises:
         CapacityError: If what a ``DistributedDataParallel`` broadcasts has no room in HBM.
-        WrapError: If one graph is asked for of a wrapped model, copies of it on several devices, or
-            the reduction of its parameters without its modules.
+        WrapError: If one graph is requested for a wrapped model, or copies of it on several
+            devices, or the reduction of its parameters without its modules.
     """
     if child is None:
         return
@@ -169,7 +169,7 @@ def is_wrapped(model: nn.Module) -> bool:
 def _is_whole() -> bool:
     """Whether the compiler that is being put around a module was asked for one graph.
 
-    That is found only in an argument of a function that is running (``dynamo_ctx``).
+    That is only visible in an argument of a function that is running (``dynamo_ctx``).
     """
     return bool(getattr(_local_of_a_caller("dynamo_ctx"), "fullgraph", False))
 

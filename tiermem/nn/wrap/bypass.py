@@ -1,11 +1,11 @@
-"""Calls of a model that is in HBM as a whole: one hold for all of a pass, nothing between.
+"""Calls of a model that is entirely in HBM: one hold for a whole pass, no interceptors inside.
 
-Where HBM has room for everything, intercepting each module's call and holding each block for its
-own calls costs a host-bound forward a tenth of its time, and brings nothing up. So once such
-forwards have come round, the interceptors inside the model are taken out of its modules, and the
-outermost call holds all blocks, and what a graph saves is left to torch. They are put back as soon
-as anything is otherwise: HBM has become less, a second thread comes, the compiler is at work, or a
-weight is used while no call holds it. Gradients are left to torch wherever all blocks have room.
+If HBM has room for everything, intercepting each module's call and holding each block for its
+own calls costs a host-bound forward a tenth of its time, without any benefit. So after some such
+forwards, the interceptors are removed from the modules inside the model, the
+outermost call holds all blocks, and what a graph saves is left to torch. They are restored as soon
+as a condition changes: HBM has shrunk, a second thread appears, the compiler is active, or a
+weight is used while no call holds it. Gradients are left to torch whenever all blocks have room.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from tiermem.nn.wrap.wrapped import WrappedModel
 
 _FIRST = 2
-"""Passes in a row that need no interceptors before those are taken out for the first time."""
+"""Passes in a row without need of interceptors before those are removed, at first."""
 _CLEARED = 3
-"""Forwards with gradients left to torch until those before them are cleared from the tiers."""
+"""Forwards with gradients left to torch before earlier gradients are cleared from the tiers."""
 _MOST = 1024
-"""The same at the most, however often they were put back."""
+"""Maximum of that number of passes, which doubles whenever the removal was in vain."""
 
 
 class Bypass:
-    """Takes the interceptors of one model out of its modules, and puts them back.
+    """Removes the interceptors from the modules of one model, and restores them.
 
     Attributes:
-        over: Whether they stay in for as long as the model is in the tiers.
-        manager: Of the blocks.
+        over: Whether they are never removed again.
+        manager: The manager of the blocks.
     """
 
     def __init__(self, wrapped: WrappedModel) -> None:
-        """Takes none out yet."""
+        """Starts with all interceptors in place."""
         self.over = False
         self._wrapped = wrapped
         self.manager = wrapped.runtime.manager
@@ -52,24 +52,25 @@ class Bypass:
         self._calm = 0
         self._patience = _FIRST
         self._trained = 0  # passes with gradients
-        self._served = 0  # passes since they were taken out
+        self._served = 0  # passes since they were removed
         self._ends = False
-        self._last: Scope | None = None  # of the last pass, if it was held as a whole
-        self._there: set[Group] = set()  # in HBM as interceptors were taken out: others are unused
+        self._last: Scope | None = None  # scope of the last pass, if it was held as a whole
+        self._there: set[Group] = set()  # in HBM when interceptors were removed; others are unused
         self._groups: dict[str, tuple[Group, ...]] = {}
 
     @property
     def active(self) -> bool:
-        """Whether interceptors are out."""
+        """Whether interceptors are removed."""
         return bool(self._out)
 
     def goes_on(self, scope: Scope) -> bool:
-        """Whether a pass that begins uses no block but those it holds as a whole, as the last did.
+        """Whether a new pass uses exactly the blocks that it holds as a whole, like the last one.
 
-        Then it need not be entered anywhere, which a small model's token takes a tenth longer for.
+        Then it need not be registered anywhere, which would take a tenth of a small model's token
+        time.
 
         Args:
-            scope: Of the outermost call.
+            scope: The scope of the outermost call.
         """
         if not self._out or self._last is not scope or is_grad_enabled() or compiling():
             return False
@@ -77,13 +78,13 @@ class Bypass:
             return self._may() and self._wrapped.runtime.goes_on()
 
     def begin(self, scope: Scope) -> Sequence[Group]:
-        """Decides on a pass that begins; the caller has the manager's lock.
+        """Decides how a new pass holds its blocks; the caller has the manager's lock.
 
         Args:
-            scope: Of the outermost call.
+            scope: The scope of the outermost call.
 
         Returns:
-            The groups to hold for all of it; none where the calls inside hold their own.
+            The groups to hold for the whole pass; none if the calls inside hold their own.
         """
         found = self._begin(scope)
         if is_grad_enabled() and not _in_backward():
@@ -97,7 +98,7 @@ class Bypass:
             self.end(for_good=True)
             return ()
         if _in_backward():
-            if self._out and left_out.of is not self:  # other code computes something again
+            if self._out and left_out.of is not self:  # other code recomputes something
                 self.end(for_good=True)
             return ()
         if not (self._may_leave_graph_out() if is_grad_enabled() else self._may()):
@@ -119,20 +120,20 @@ class Bypass:
         """Leaves what a forward saves to torch; the caller has the manager's lock.
 
         Hooks would be called for every tensor. Without them views of weights and parameters
-        themselves are saved: while a graph has any, the block does not leave HBM.
+        themselves are saved: as long as a graph has any, the block does not leave HBM.
 
         Args:
-            groups: All that the forward uses; they are held.
+            groups: All groups that the forward uses; they are held.
         """
         for group in groups:
             pointing = group.pointing
             if pointing.slot is not None:
                 pointing.slot.saved = pointing.tensors
-        if is_grad_enabled():  # else a graph comes where code inside enables gradients
+        if is_grad_enabled():  # otherwise a graph begins where code inside enables gradients
             left_out.of = self
 
     def _leave_gradients(self) -> None:
-        """Decides whether gradients of a forward that begins are left to torch."""
+        """Decides whether gradients of a new forward are left to torch."""
         incoming = self._wrapped.runtime.backward.incoming
         self._trained += 1
         if self._trained <= _FIRST or not self._may_leave_gradients(already=incoming.left > 0):
@@ -144,10 +145,10 @@ class Bypass:
 
     @inside
     def begin_again(self) -> None:
-        """Holds all blocks until backward is over, as it may compute parts of a forward again.
+        """Holds all blocks until backward ends, as it may recompute parts of a forward.
 
         What is saved there is left to torch as it was the first time, so that checkpoints see the
-        same tensors; that is so wherever blocks are by then.
+        same tensors; this holds wherever the blocks are then.
         """
         backward = self._wrapped.runtime.backward
         if backward.keeps_all_of(self):
@@ -162,23 +163,23 @@ class Bypass:
 
     @inside
     def put_back(self) -> None:
-        """Has calls intercepted again; see :meth:`end`."""
+        """Intercepts calls again; see :meth:`end`."""
         with self.manager.lock:
             self.end()
 
     def used_alone(self) -> None:
-        """Called as a weight is used while no call holds it; the caller has the manager's lock."""
-        again = _in_backward()  # then other code computes something again, and will the next time
+        """Called when a weight is used while no call holds it; under the manager's lock."""
+        again = _in_backward()  # then other code recomputes, and will do so the next time
         if not self._wrapped.runtime.saved.leave_checkpoint_out(self):
             self.end(for_good=again)
         else:
             self._ends = self._ends or again
 
     def end(self, *, for_good: bool = False) -> None:
-        """Puts the interceptors back; the caller has the manager's lock.
+        """Restores the interceptors; the caller has the manager's lock.
 
         Args:
-            for_good: Whether they stay in.
+            for_good: Whether they are never removed again.
         """
         self.over = self.over or for_good
         self._calm = 0
@@ -197,7 +198,7 @@ class Bypass:
     # -- inside ----------------------------------------------------------
 
     def _may(self) -> bool:
-        """Whether nothing but the pass itself uses the blocks, all of which have room in HBM."""
+        """Whether only the pass itself uses the blocks, all of which have room in HBM."""
         manager, runtime = self.manager, self._wrapped.runtime
         return (
             manager.parts.table.all_fit
@@ -209,11 +210,11 @@ class Bypass:
         )
 
     def _may_in_backward(self) -> bool:
-        """Whether that is so in backward, too, where nothing else moves tensors."""
+        """The same for a backward, in which no other component may move tensors."""
         return self._may() and self._wrapped.runtime.activations.store is None
 
     def _may_leave_graph_out(self) -> bool:
-        """Whether a forward's graph may have the blocks: nothing needs their room, and no hook."""
+        """Whether a forward's graph may keep the blocks in HBM: room is not needed, and no hook."""
         return (
             self._may_in_backward()
             and not self._wrapped.runtime.backward.reduced.active
@@ -224,11 +225,11 @@ class Bypass:
     def _may_leave_gradients(self, *, already: bool) -> bool:
         """Whether gradients may be ordinary tensors, as they are without tiermem.
 
-        They are memory beside that of the blocks then. So HBM has to have room for them a second
-        time, but where they are left already: what it has is what they have let it.
+        Then they need memory beside that of the blocks. So HBM has to have room for them a second
+        time, unless they are left to torch already: then its limit takes them into account.
 
         Args:
-            already: Whether those of the backward before were.
+            already: Whether those of the previous backward were left to torch.
         """
         runtime, parts = self._wrapped.runtime, self.manager.parts
         return (
@@ -240,7 +241,7 @@ class Bypass:
         )
 
     def _gradients(self, *, new: bool = False) -> int:
-        """Returns the bytes of the gradients of all models; ``new``: that have no home yet."""
+        """Returns the bytes of the gradients of all models; ``new``: those without a home yet."""
         nbytes = 0
         with DisableTorchFunctionSubclass():
             for group in self._wrapped.runtime.groups:
@@ -250,28 +251,28 @@ class Bypass:
         return nbytes
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether HBM has room for so much beside all blocks."""
+        """Whether HBM has room for so many bytes beside all blocks."""
         table = self.manager.parts.table
         return table.nbytes + nbytes <= table.hbm.capacity
 
     def _take_out(self, scope: Scope) -> bool:
-        """Takes the interceptors out, if what the model uses is in HBM; returns whether it has."""
+        """Removes the interceptors if what the model uses is in HBM; returns whether it did."""
         modules = self._wrapped.modules
         if not (scope.around or not scope.name):
-            return False  # layers are called one by one: all would be held for each of them
+            return False  # layers are called one by one: each call would hold all
         moved = [group for group in self._wrapped.groups if not group.resident]
         there = {group for group in moved if group.record.usable}
         nbytes = [sum(group.block.nbytes for group in found) for found in (there, moved)]
         if moved and 2 * nbytes[0] <= nbytes[1]:
             return False
-        # which weights such code has written is told by who held them when
+        # for such code, the holds show which weights were written
         found = None if modules.uncounted else modules.calls_inside()
         if not found:
             self.over = found is None
             return False
         self._served = 0
         self._there, self._groups = there, {}
-        self._out = found  # first: cut short from here on, they are put back
+        self._out = found  # first: if interrupted after this, they are restored
         taken_out.add(self)
         for group in self._wrapped.groups:
             group.left_open = self.used_alone
@@ -282,7 +283,7 @@ class Bypass:
         return True
 
     def _of(self, scope: Scope) -> tuple[Group, ...]:
-        """Returns the groups that a call and those inside it use, but for those that stay."""
+        """Returns the groups that a call and those inside it use, except those that stay in HBM."""
         found = self._groups.get(scope.name)
         if found is None:
             inside = set(scope.order())

@@ -1,4 +1,4 @@
-"""Copies and pickles of wrapped modules are ordinary ones; code in C++ for them is refused."""
+"""Copies and pickles of wrapped modules are ordinary ones; ``torch.jit.script`` is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEPTH = 4  # a tuple, the arguments in it, a module's names, a list of paramete
 
 
 class CopyInterceptor(Interceptor):
-    """Makes an ordinary module where a wrapped one is copied, without interceptors."""
+    """Creates an ordinary module, without interceptors, if a wrapped one is copied."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ class CopyInterceptor(Interceptor):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies nothing: interceptors that a class copies by itself are taken out afterwards."""
+        """Copies nothing: interceptors that a class copies itself are removed afterwards."""
 
 
 def _ours(module: nn.Module) -> dict[str, Interceptor]:
@@ -69,17 +69,17 @@ def _ours(module: nn.Module) -> dict[str, Interceptor]:
 
 
 def _formers(module: nn.Module) -> dict[str, Any]:
-    """Returns what interceptors of a module have taken the place of, by name."""
+    """Returns what a module's interceptors have replaced, by name."""
     ours = _ours(module).items()
     return {name: value.former for name, value in ours if value.former is not None}
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Does what ``copy.deepcopy`` does with a module that has no ``__deepcopy__``."""
+    """Does the same as ``copy.deepcopy`` for a module that has no ``__deepcopy__``."""
     reduced: Any = module.__reduce_ex__(4)
     make, arguments, state, items, pairs, setter = (*reduced, *[None] * 4)[:6]
     copied = make(*deepcopy(arguments, memo))
-    memo[id(module)] = copied  # before what may refer to it
+    memo[id(module)] = copied  # before copying what may refer to it
     if state is not None:
         (setter or type(copied).__setstate__)(copied, deepcopy(state, memo))
     for item in items or ():
@@ -90,19 +90,19 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 class PickleInterceptor(Interceptor):
-    """Has a module pickled as the ordinary one that it would be, were it not wrapped."""
+    """Pickles a module as the ordinary one that it would be without wrapping."""
 
     __slots__ = ()
 
     def _begin(self, frame: types.FrameType | None, references: int) -> None:
-        """Begins to be pickled.
+        """Prepares pickling.
 
         Args:
-            frame: What has called the interceptor.
-            references: How many there are to it.
+            frame: The frame that has called the interceptor.
+            references: The number of references to the interceptor.
 
         Raises:
-            WrapError: If it may be another module that is pickled.
+            WrapError: If another module may be the one that is pickled.
         """
         refuse_processes(frame)
         if references > _ALONE and self._is_given():
@@ -115,7 +115,7 @@ class PickleInterceptor(Interceptor):
             self.runtime.repair()
 
     def _is_given(self) -> bool:
-        """Whether another module has been given this interceptor; it is taken out of that."""
+        """Whether another module was given this interceptor; it is removed from that one."""
         found = False
         for names in gc.get_referrers(self):
             if type(names) is dict and names is not vars(self.module):
@@ -129,11 +129,11 @@ class PickleInterceptor(Interceptor):
         return found
 
     def _pickled(self, state: Any) -> Any:
-        """Returns what a pickle has of what the module's class says of it."""
+        """Returns the pickled form of the state that the module's class returns."""
         return as_unwrapped(state, self._in_pickle)
 
     def _in_pickle(self, value: Any) -> Any:
-        """Returns what a pickle has in the place of a tensor, or of a dictionary of names."""
+        """Returns the pickled form of a tensor, or of a dictionary of names."""
         if isinstance(value, HeldDict):
             return {name: self._in_pickle(tensor) for name, tensor in value.items()}
         if not isinstance(value, torch.Tensor):
@@ -146,11 +146,11 @@ class PickleInterceptor(Interceptor):
         return as_pickled(value, group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies nothing: a copied module has that of its class."""
+        """Copies nothing: a copied module has the one of its class."""
 
 
 def _count_alone() -> int:
-    """Returns how many references there are to what one module alone has, as that is pickled."""
+    """Returns the number of references to what only one module has, while that is pickled."""
 
     class Probe:
         def __call__(self) -> int:
@@ -165,7 +165,7 @@ _ALONE = _count_alone()
 
 
 class StateInterceptor(PickleInterceptor):
-    """Keeps interceptors out of what ``copy.copy`` takes over, too: they are of this module."""
+    """Also keeps interceptors out of what ``copy.copy`` copies, as they belong to this module."""
 
     __slots__ = ()
 
@@ -176,7 +176,7 @@ class StateInterceptor(PickleInterceptor):
         return super()._plain() if has else partial(vars, self.module)
 
     def __call__(self) -> Any:
-        """Returns the module's state as it would be, were it not wrapped."""
+        """Returns the module's state as it would be without wrapping."""
         if (other := meant(self, sys._getframe(1))) is not None:
             return getattr(other, self.method, partial(vars, other))()
         references, copied = getrefcount(self), _is_copied(sys._getframe(1))
@@ -189,7 +189,7 @@ class StateInterceptor(PickleInterceptor):
 
 
 class ReduceInterceptor(PickleInterceptor):
-    """Does what :class:`StateInterceptor` does for classes that say by themselves how to pickle."""
+    """Does the same as :class:`StateInterceptor` for classes that define their own pickling."""
 
     __slots__ = ()
 
@@ -203,7 +203,7 @@ class ReduceInterceptor(PickleInterceptor):
         return found != (object.__reduce__, object.__reduce_ex__)
 
     def __call__(self, protocol: Any) -> Any:
-        """Returns what makes the module anew, were it not wrapped."""
+        """Returns the arguments to recreate the module, as without wrapping."""
         if (other := meant(self, sys._getframe(1))) is not None:
             return other.__reduce_ex__(protocol)
         references, copied = getrefcount(self), _is_copied(sys._getframe(1))
@@ -214,14 +214,14 @@ class ReduceInterceptor(PickleInterceptor):
 
 
 def _is_copied(frame: types.FrameType) -> bool:
-    """Whether Python's ``copy`` asks, or :func:`_copy`, rather than a pickler."""
+    """Whether Python's ``copy``, or :func:`_copy`, is the caller, rather than a pickler."""
     return frame.f_globals.get("__name__") in _COPIES
 
 
 def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a module's state without interceptors, and with what these took the place of."""
+    """Returns a module's state without interceptors, and with what these have replaced."""
     formers = {n: v.former for n, v in state.items() if isinstance(v, Interceptor)}
-    kept = copy(state)  # of its class, say an OrderedDict
+    kept = copy(state)  # of its class, such as an OrderedDict
     for name in formers:
         del kept[name]
     return _changed(kept, {name: value for name, value in formers.items() if value is not None})
@@ -231,17 +231,17 @@ def _changed(state: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy with other values for some names."""
     made = copy(state)
     for name, value in changes.items():
-        made[name] = value  # by its class, not by dict
+        made[name] = value  # with its class's method, not dict's
     return made
 
 
 def as_unwrapped(state: Any, pickled: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
-    """Returns what a pickle has of a wrapped module.
+    """Returns the pickled form of a wrapped module's state.
 
     Args:
-        state: What the module's class says: its ``__dict__``, or something around that.
-        pickled: Returns what a pickle has in the place of a tensor or of a dictionary of names.
-        depth: How deep containers are looked into.
+        state: The state from the module's class: its ``__dict__``, or an object around that.
+        pickled: Returns the pickled form of a tensor or of a dictionary of names.
+        depth: How deep containers are searched.
     """
     if isinstance(state, HeldDict | torch.Tensor):
         return pickled(state)
@@ -255,7 +255,7 @@ def as_unwrapped(state: Any, pickled: Callable[[Any], Any], depth: int = _DEPTH)
         return _changed(state, changes) if changes else state
     made = type(state)(as_unwrapped(value, pickled, depth - 1) for value in state)
     same = all(one is other for one, other in zip(made, state, strict=True))
-    return state if same else made  # a list that several modules have is the same one for all
+    return state if same else made  # a list that several modules share stays shared
 
 
 class ReplicaInterceptor(Interceptor):
@@ -272,7 +272,7 @@ class ReplicaInterceptor(Interceptor):
         return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies nothing: a copied module has that of its class."""
+        """Copies nothing: a copied module has the one of its class."""
 
 
 class ScriptInterceptor(Interceptor):
@@ -287,7 +287,7 @@ class ScriptInterceptor(Interceptor):
         return super()._plain() if has else lambda: self.module
 
     def __call__(self) -> Any:
-        """Refuses to be compiled.
+        """Refuses compilation.
 
         Raises:
             WrapError: Always.
@@ -299,4 +299,4 @@ class ScriptInterceptor(Interceptor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies nothing: a copied module has that of its class."""
+        """Copies nothing: a copied module has the one of its class."""

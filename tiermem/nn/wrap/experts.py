@@ -1,10 +1,10 @@
-"""Layers of experts whose weights are stacked: only the rows that tokens choose come up.
+"""Layers of experts whose weights are stacked: only the rows that tokens choose are fetched.
 
-A call is told which experts each token has chosen. Its block is not brought up
-then; :class:`~tiermem.nn.groups.rows.Rows` take the place of its parameters, and the rows of the
-chosen ones are copied into HBM one by one, in backward once more
-(:mod:`tiermem.nn.passes.savedrows`). Where gradients are taken of the weights themselves, and where
-it is unknown how the module reads them, the block comes up as ever.
+A call gets the experts that each token has chosen. Its block is not fetched
+then; :class:`~tiermem.nn.groups.rows.Rows` replace its parameters, and the rows of the
+chosen experts are copied into HBM one by one, and again in backward
+(:mod:`tiermem.nn.passes.savedrows`). If gradients of the weights themselves are computed, or if
+it is unknown how the module reads them, the block is fetched as usual.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tiermem.runtime.memory.expert_seats import QUIET, WHOLE, Piece, Stack, Use
 from tiermem.runtime.services.expert_store import ExpertStore
 
 _AHEAD = 64 << 20
-"""Bytes that a bus brings up in the time of a layer's other work, for one token."""
+"""Bytes that the bus transfers during a layer's other work, for one token."""
 _FEW = 512
-"""Choices up to which Python counts them faster than torch."""
-_item = dict.get  # a name is looked at, and nothing brought up for it
+"""Number of choices up to which Python counts them faster than torch."""
+_item = dict.get  # looks a name up without fetching anything
 
 
 class ExpertsInterceptor(CallInterceptor):
@@ -45,7 +45,7 @@ class ExpertsInterceptor(CallInterceptor):
     __slots__ = ("_params", "_stack", "_store", "_tensors", "_writes")
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
-        """Enters the block as a stack; see :func:`is_experts`."""
+        """Registers the block as a stack; see :func:`is_experts`."""
         super().__init__(module, scope)
         group = scope.groups[0]
         self._store: ExpertStore = self.runtime.experts
@@ -61,16 +61,16 @@ class ExpertsInterceptor(CallInterceptor):
 
     @property
     def manager(self) -> BlockManager:
-        """Where the block is."""
+        """The manager of the block."""
         return self._manager
 
     def give_back(self) -> None:
-        """Leaves the module as it was found; its block is no stack any more."""
+        """Restores the module; its block is no longer a stack."""
         super().give_back()
         self._store.remove(self._groups[0].block.id)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module with the rows that are chosen, or as any other."""
+        """Calls the module with the chosen rows, or as any other."""
         if self._manager.gate.unsure:
             self.runtime.repair()
         choice = None
@@ -84,7 +84,7 @@ class ExpertsInterceptor(CallInterceptor):
         return self._call(choice, args, kwargs)
 
     def _call(self, choice: Choice, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module with rows in the place of its parameters."""
+        """Calls the module with rows in place of its parameters."""
         rows, gate = self._groups[0].pointing.rows, self._manager.gate
         entered = pushed = theirs = ended = False
         try:
@@ -115,7 +115,7 @@ class ExpertsInterceptor(CallInterceptor):
             raise
 
     def _may(self) -> bool:
-        """Whether a call comes to nothing but the forward that was looked at, on plain tensors."""
+        """Whether a call runs only the forward that was inspected, on plain tensors."""
         names, group = self.module.__dict__, self._groups[0]
         return (
             self._stack is not None
@@ -135,13 +135,13 @@ class ExpertsInterceptor(CallInterceptor):
         )
 
     def _may_be_saved(self) -> bool:
-        """Whether rows that autograd saves are seen, and no gradients are taken of them."""
-        with torch._C.DisableTorchFunctionSubclass():  # they are away
+        """Whether rows that autograd saves are noticed, and no gradients of them are computed."""
+        with torch._C.DisableTorchFunctionSubclass():  # they are not in HBM
             trained = any(param.requires_grad for param in self._params.values())
         return not trained and not self._saved.refused() and forward_ad._current_level < 0
 
     def _has_all(self) -> bool:
-        """Whether the module still has the parameters that the block has the values of."""
+        """Whether the module still has the parameters whose values the block has."""
         now = self.module.__dict__["_parameters"]
         return all(_item(now, name) is param for name, param in self._params.items())
 
@@ -156,7 +156,7 @@ class ExpertsInterceptor(CallInterceptor):
             return None
         stack.grouped = how == "grouped_mm"
         manager = self._manager
-        manager.gate.guard()  # before any lock: a forked child may find it taken for ever
+        manager.gate.guard()  # before any lock, which may be held for ever in a forked child
         if self._store.tensors:
             if again or torch.is_grad_enabled() or not stack.grouped:
                 return None
@@ -185,7 +185,7 @@ class ExpertsInterceptor(CallInterceptor):
         return Choice(manager, self._store, use, few, exact=exact, saving=saving)
 
     def _whole(self, stack: Stack, indices: torch.Tensor) -> Choice:
-        """Returns the choice of a call that goes by whole tensors: what it chooses is all one."""
+        """Returns the choice of a call that uses whole tensors: its experts do not matter."""
         way = self._store.way
         if way.looks:
             with self._manager.lock:
@@ -197,13 +197,13 @@ class ExpertsInterceptor(CallInterceptor):
     def _foresee(stack: Stack, args: tuple[Any, ...]) -> torch.Tensor | None:
         """Asks the router of the next layer which experts it would choose, for one token.
 
-        Its input will be another by then, but not by much: every layer adds to what goes by it.
+        Its real input will differ, but not by much: every layer only adds to the hidden states.
         (Eliseev and Mazur, Fast Inference of Mixture-of-Experts Language Models with Offloading,
         2023.)
 
         Returns:
-            The surest experts, as many as there is time to copy; None where it is not worth it, or
-            cannot be asked.
+            The most probable experts, as many as there is time to copy; None if it is not worth it,
+            or the router cannot be called.
         """
         after = stack.after
         if after is None or after.foresee is None or not after.popularity.worth_a_look:
@@ -236,15 +236,15 @@ class ExpertsInterceptor(CallInterceptor):
             self._write(choice, piece, value)
 
     def _write(self, choice: Choice, piece: Piece, value: torch.Tensor | None) -> None:
-        """Writes into the block what the forward has written into a row that it was given.
+        """Writes to the block what the forward has written to one of its rows.
 
-        Its source did not say so (a method that it calls does it); from now on the whole block is
-        brought up for its calls.
+        Its source did not show that (a method that it calls does it); from now on the whole block
+        is fetched for its calls.
 
         Args:
-            choice: Of the call.
+            choice: The choice of the call.
             piece: The row.
-            value: Its bytes; None where they are lost.
+            value: Its bytes; None if they are lost.
 
         Raises:
             ParameterError: If they are lost.
@@ -269,14 +269,14 @@ class ExpertsInterceptor(CallInterceptor):
 
 
 def counted(indices: torch.Tensor | list[int], experts: int) -> dict[int, int] | None:
-    """Returns how often each expert is chosen, of those that are, in ascending order.
+    """Returns how often each expert is chosen, for the chosen ones, in ascending order.
 
     Args:
-        indices: Of experts, not empty; a list where they are few, else 1-D, on the host.
-        experts: How many there are.
+        indices: Indices of experts, not empty; a list if they are few, else 1-D, on the host.
+        experts: The number of experts.
 
     Returns:
-        None where an index is not one of an expert.
+        None if an index does not belong to an expert.
     """
     if isinstance(indices, list):
         counts = dict.fromkeys(sorted(indices), 1)
@@ -290,9 +290,9 @@ def counted(indices: torch.Tensor | list[int], experts: int) -> dict[int, int] |
 
 
 def router_of(scope: Scope, experts: int) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
-    """Returns a function that asks the router beside a layer's experts; None without a router.
+    """Returns a function that calls the router beside a layer's experts; None without a router.
 
-    That is a module next to them whose weight has a row of features for each expert.
+    The router is a module next to them whose weight has a row of features for each expert.
     """
     wrapped = scope.wrapped
     beside = wrapped.modules.beside(scope.name)
@@ -309,7 +309,7 @@ def router_of(scope: Scope, experts: int) -> Callable[[torch.Tensor], torch.Tens
 
 
 def _scores(entries: list[Entry], states: torch.Tensor) -> torch.Tensor | None:
-    """Returns a router's scores, where its block is in HBM anyway."""
+    """Returns a router's scores, if its block is in HBM anyway."""
     group = entries[0].group
     manager = group.manager
     if group.freed or states.shape[1] != entries[0].param.shape[1]:

@@ -1,9 +1,10 @@
 """Makes wrapped models ordinary again: their tensors leave the tiers, block by block.
 
-In two stages. :meth:`Leaving.read` may fail (a disk, too little memory) and changes nothing:
-it makes the deferred steps, and reads gradients and all blocks that are not at home in DRAM.
+There are two stages. :meth:`Leaving.read` may fail (a disk, too little memory) and changes nothing:
+it performs the deferred steps, and reads gradients and all blocks that do not have their home in
+DRAM.
 :meth:`Leaving.finish` cannot fail for such reasons: it makes the tensors ordinary and copies
-blocks out of DRAM one at a time, giving the pages back behind each. So what is needed beyond the
+blocks out of DRAM one at a time, freeing the pages after each. So the memory needed beyond the
 DRAM budget is one block, and what was in HBM or in files.
 """
 
@@ -34,7 +35,7 @@ _HOST = torch.device("cpu")
 
 
 class Leaving:
-    """Takes one wrapped model out of the tiers.
+    """Moves one wrapped model out of the tiers.
 
     Attributes:
         wrapped: The model.
@@ -43,12 +44,12 @@ class Leaving:
     def __init__(
         self, wrapped: WrappedModel, device: torch.device | None = None, *, closing: bool = False
     ) -> None:
-        """Reads nothing yet.
+        """Stores its arguments; reads nothing yet.
 
         Args:
             wrapped: The model.
             device: Where its tensors go; None for host memory.
-            closing: Whether the manager closes with it. Then weights that are still at home in
+            closing: Whether the manager closes, too. Then weights that still have their home in
                 checkpoint files are mapped from them, and take no memory until they are used.
         """
         self.wrapped = wrapped
@@ -63,13 +64,13 @@ class Leaving:
     # -- what it takes ---------------------------------------------------
 
     def nbytes(self) -> int:
-        """Returns the bytes of the tensors and gradients that are to be given back."""
+        """Returns the bytes of the tensors and gradients to be given back."""
         groups = self._groups()
         units = self._units()
         return sum(g.block.nbytes for g in groups) + sum(unit.nbytes for unit in units)
 
     def host_bytes(self) -> int:
-        """Returns the bytes of host memory that it takes beyond the DRAM budget."""
+        """Returns the bytes of host memory needed beyond the DRAM budget."""
         groups = [group for group in self._groups() if not self._stays_in_files(group)]
         largest = max((g.block.nbytes for g in groups), default=0)
         if self._target.type != "cpu":
@@ -89,7 +90,7 @@ class Leaving:
         return list({id(unit): unit for unit in units}.values())
 
     def _free_pages(self, group: Group) -> None:
-        """Gives the pages of a group's home back to the system, once no save needs them."""
+        """Frees the pages of a group's home, once no save needs them."""
         record, homes = self._manager.record(group.block), self._manager.parts.homes
         if record.home is not Tier.DRAM or record.home_extent is None:
             return
@@ -115,19 +116,19 @@ class Leaving:
     # -- the two stages --------------------------------------------------
 
     def read(self) -> None:
-        """Reads what can fail to be read; the model stays as it is.
+        """Reads everything whose reading may fail; the model is not changed.
 
         Raises:
             StorageError: Naming every block that could not be read.
             StepError: If a step inside backward waits for ``optimizer.step()``.
-            WrapError: If the model is in use just now.
+            WrapError: If the model is in use.
         """
         self._values.clear()
         self._gradients.clear()
         members = [member for group in self._groups() for member in group.pointing.members]
         self._not_ours = {id(m) for m in members if m.materialized and not self._is_begun(m)}
         if torch._C._current_graph_task_id() == -1:
-            self._runtime.backward.let_go_kept()  # of a backward that was cut short
+            self._runtime.backward.let_go_kept()  # of a backward that was interrupted
         self._refuse_in_use()
         lost: dict[str, StorageError] = {}
         for group in self._groups():
@@ -151,15 +152,15 @@ class Leaving:
             raise _lost(self.wrapped, lost)
 
     def _refuse_in_use(self) -> None:
-        """Makes the steps that wait, and refuses a model that is in use.
+        """Performs the waiting steps, and refuses a model that is in use.
 
         Raises:
-            WrapError: Then.
+            WrapError: If it is in use.
         """
         deferred = self._manager.parts.deferred
         with self._manager.lock:
             for group in self._groups():
-                with suppress(StorageError):  # named by the caller, with all others
+                with suppress(StorageError):  # the caller names it with all others
                     deferred.pay(group.block.id)
             with suppress(StorageError):  # likewise; steps that were dropped may have left some
                 deferred.pay_standing()
@@ -185,7 +186,7 @@ class Leaving:
                 self._gradients[id(entry)] = tensors[entry.unit_index].clone()
 
     def _tensors(self, group: Group) -> list[torch.Tensor]:
-        """Returns a group's tensors where they are to be, each in memory of its own."""
+        """Returns a group's tensors in their final place, each in its own memory."""
         origins = self.wrapped.origins
         if origins is not None and self._stays_in_files(group):
             found = {member.index: member.tensor for member in group.pointing.members}
@@ -194,11 +195,11 @@ class Leaving:
             return self._manager.block_io.clone(group.block, self._target)
 
     def finish(self) -> None:
-        """Makes the tensors ordinary; goes on where it was cut short (by Ctrl-C)."""
+        """Makes the tensors ordinary; continues after an interruption (by Ctrl-C)."""
         self._runtime.backward.reduced.let_go(self._groups())
         small = self.wrapped.resident
         for group in (*self.wrapped.groups, *([] if small is None else [small])):
-            group.pointing.sort()  # an exception may have come between a tensor and this
+            group.pointing.sort()  # an exception may have left this list inconsistent
         for group in self._groups():
             values = self._values.get(group.block.id) or self._tensors(group)
             for member in group.pointing.members:
@@ -222,13 +223,13 @@ class Leaving:
         self.wrapped.uninstall()
 
     def _is_begun(self, member: Member) -> bool:
-        """Whether a tensor was being made ordinary when that was cut short."""
+        """Whether a tensor was being made ordinary when that was interrupted."""
         return id(member) in self.wrapped.leaving
 
     def _free(self, member: Member, value: torch.Tensor) -> None:
-        """Makes a tensor an ordinary one, and its gradient; cut short, it is done once more.
+        """Makes a tensor an ordinary one, and its gradient; repeated after an interruption.
 
-        The tiers have the gradient until the parameter has it.
+        The tiers keep the gradient until the parameter has it.
         """
         self.wrapped.leaving.add(id(member))
         if not isinstance(member, Entry):
@@ -249,13 +250,13 @@ class Leaving:
 
 
 def give_back(wrapped: WrappedModel, device: torch.device | None) -> None:
-    """Takes one model out of the tiers of a manager that stays open.
+    """Moves one model out of the tiers of a manager that stays open.
 
     Raises:
-        CapacityError: If host memory has no room for it; it is as it was, like with the others.
+        CapacityError: If host memory has no room for it; then nothing is changed.
         StorageError: If blocks of it cannot be read.
         StepError: If a step inside backward waits for ``optimizer.step()``.
-        WrapError: If it is in use just now.
+        WrapError: If it is in use.
     """
     leaving = Leaving(wrapped, device)
     _check_room([leaving])
@@ -266,13 +267,13 @@ def give_back(wrapped: WrappedModel, device: torch.device | None) -> None:
 def prepare(models: Iterable[WrappedModel]) -> list[Leaving]:
     """Reads what all models of a manager need to leave with it, or raises and changes nothing.
 
-    Where blocks of some models cannot be read, the others leave at once.
+    If blocks of some models cannot be read, the others leave immediately.
 
     Raises:
         CapacityError: If host memory has no room for all of them.
         StorageError: If blocks of some cannot be read; these stay in the tiers.
         StepError: If a step inside backward waits for ``optimizer.step()``.
-        WrapError: If a model is in use just now.
+        WrapError: If a model is in use.
     """
     leaving = [Leaving(model, closing=True) for model in models]
     _check_room(leaving)
@@ -296,7 +297,7 @@ def prepare(models: Iterable[WrappedModel]) -> list[Leaving]:
 
 
 def finish(manager: BlockManager, leaving: Sequence[Leaving]) -> None:
-    """Stops what moves, so that page-locked memory can go, and makes the models ordinary."""
+    """Stops all transfers, so page-locked memory can be freed, and makes the models ordinary."""
     manager.stop()
     for each in leaving:
         if not each.wrapped.given_back:
@@ -304,15 +305,15 @@ def finish(manager: BlockManager, leaving: Sequence[Leaving]) -> None:
 
 
 def _check_room(leaving: Sequence[Leaving]) -> None:
-    """Refuses to give models back for which host memory has no room.
+    """Refuses to give back models for which host memory has no room.
 
     Raises:
-        CapacityError: Naming the models and their bytes.
+        CapacityError: If so, with the models and their bytes.
     """
     needed = sum(each.host_bytes() for each in leaving)
     try:
         available = available_memory()
-    except OSError:  # too many open files: not knowing keeps no model here
+    except OSError:  # too many open files: no reason to keep a model
         return
     if needed <= available:
         return
@@ -327,7 +328,7 @@ def _check_room(leaving: Sequence[Leaving]) -> None:
 
 
 def _lost(wrapped: WrappedModel, lost: dict[str, StorageError]) -> StorageError:
-    """Returns the error of blocks that could not be read, the first one's, which names all."""
+    """Returns the error for blocks that could not be read: the first one's, naming all."""
     error = next(iter(lost.values()))
     error.message += (
         f"; so {len(lost)} blocks of model {wrapped.name!r} cannot be given back: "
@@ -339,7 +340,7 @@ def _lost(wrapped: WrappedModel, lost: dict[str, StorageError]) -> StorageError:
 
 
 def say_beside(first: BaseException, second: BaseException) -> None:
-    """Adds to an error a second one, which came while leaving ``with`` and must not hide it."""
+    """Adds a second error, which occurred while leaving ``with`` and must not hide the first."""
     what = str(second) if isinstance(second, TierError) else f"{type(second).__name__}: {second}"
     text = f"tiermem: on the way out of `with`: {what}"
     if hasattr(first, "add_note"):

@@ -1,6 +1,6 @@
 """Forward hooks that modules get while they are wrapped: their code may write weights as well.
 
-What a module's own code may do was looked at as it was wrapped.
+What a module's own code may do was inspected when it was wrapped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tiermem.nn.wrap.scope import Interceptor
 
 
 class HookInterceptor(Interceptor):
-    """Looks at the code of a hook that runs after a module's forward."""
+    """Inspects the code of a hook that runs after a module's forward."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ class HookInterceptor(Interceptor):
 
 
 class PreHookInterceptor(HookInterceptor):
-    """Looks at the code of a hook that runs before a module's forward."""
+    """Inspects the code of a hook that runs before a module's forward."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
-"""Weights that HBM has no room for at all: kernels read them where they lie, in DRAM.
+"""Weights for which HBM has no room at all: kernels read them in place, in DRAM.
 
-A head of 250,000 tokens may have a third of a small model's bytes. Where HBM is less than that,
-no copy of it fits, but a kernel reaches page-locked memory over the bus: the same kernel, with the
-same bits, as slow as the copy for a few tokens.
+A head with 250,000 tokens may have a third of a small model's bytes. If HBM is smaller than that,
+no copy of it fits, but a kernel can read page-locked memory over the bus: the same kernel, with the
+same bits, and for a few tokens no slower than a copy.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
 
 _KINDS = (nn.Linear, nn.Embedding)
-_item = dict.get  # a name is looked at, and nothing brought up for it
+_item = dict.get  # looks a name up without fetching anything
 
 
 class InPlaceInterceptor(CallInterceptor):
     """Holds no block that is in DRAM: operations of a module's forward read its weights there.
 
-    See :class:`tiermem.nn.groups.away.InPlace`. What else the module has (a bias that belongs to
-    another one as well) is held as for any call.
+    See :class:`tiermem.nn.groups.away.InPlace`. Other tensors of the module (a bias that is shared
+    with another one) are held as for any call.
     """
 
     __slots__ = ("_entries", "_first")
@@ -49,7 +49,7 @@ class InPlaceInterceptor(CallInterceptor):
         """Calls the module.
 
         Raises:
-            CapacityError: If gradients are taken: of the weights, or of what is put in.
+            CapacityError: If gradients are computed: of the weights, or of the inputs.
         """
         if self._manager.gate.unsure:
             self.runtime.repair()
@@ -67,7 +67,7 @@ class InPlaceInterceptor(CallInterceptor):
         return self.inner(*args, **kwargs)
 
     def _is_its_own(self) -> bool:
-        """Whether the module has its own weights in DRAM: not others, as in ``functional_call``."""
+        """Whether the module has its own weights in DRAM: not so in ``functional_call``."""
         names, entries = self.module.__dict__["_parameters"], self._entries
         return all(
             _item(names, name) is entry.param for name, entry in entries.items()
@@ -79,17 +79,17 @@ def _takes_gradients(value: Any) -> bool:
 
 
 def has_params_of(module: nn.Module, group: Group) -> bool:
-    """Whether parameters of a block are a module's own, not of one inside it."""
+    """Whether a module itself, not one inside it, has parameters of a block."""
     own = {id(param) for param in dict.values(module.__dict__["_parameters"])}
     return any(id(entry.param) in own for entry in group.entries)
 
 
 def has_vocabulary(owners: Iterable[nn.Module], modules: Iterable[nn.Module]) -> bool:
-    """Whether a block is an embedding's, or a linear layer's with as many rows as the largest one.
+    """Whether a block belongs to an embedding, or a linear layer with as many rows as the largest.
 
     Args:
         owners: The modules that have parameters of it.
-        modules: All of the model.
+        modules: All modules of the model.
     """
     found = list(owners)
     if any(isinstance(module, nn.Embedding) for module in found):
@@ -101,12 +101,12 @@ def has_vocabulary(owners: Iterable[nn.Module], modules: Iterable[nn.Module]) ->
 
 
 def can_be_read_in_place(group: Group, owners: Iterable[nn.Module], manager: BlockManager) -> bool:
-    """Whether all that a model does with a block, as far as is known, are calls that may read it.
+    """Whether all known uses of a block in a model are calls that may read it in place.
 
     Args:
-        group: Of the block.
-        owners: Every module that has parameters of it itself.
-        manager: Where it is.
+        group: The group of the block.
+        owners: Every module that itself has parameters of it.
+        manager: The manager of the block.
     """
     record = manager.record(group.block)
     if record.fixed or record.home is not Tier.DRAM or record.home_extent is None:

@@ -56,7 +56,7 @@ _OF_SCOPES: tuple[type[Interceptor], ...] = (
     CompileInterceptor,
     LoadInterceptor,
 )
-"""What stands in modules whose calls are intercepted."""
+"""Interceptors in modules whose calls are intercepted."""
 _OF_ALL: tuple[type[Interceptor], ...] = (
     ApplyInterceptor,
     HookInterceptor,
@@ -69,7 +69,7 @@ _OF_ALL: tuple[type[Interceptor], ...] = (
     ReplicaInterceptor,
     ScriptInterceptor,
 )
-"""What stands in every module of a wrapped model."""
+"""Interceptors in every module of a wrapped model."""
 _OF_AROUND: tuple[type[Interceptor], ...] = (AroundInterceptor, CompileInterceptor)
 """What stands in modules that have no tensors themselves, and blocks inside."""
 _HOOKS_OF_ALL = (of_all._global_forward_pre_hooks, of_all._global_forward_hooks)
@@ -82,10 +82,10 @@ _REPLACED = (
 
 
 class InterceptedModules:
-    """Decides which groups each module's call holds, and puts interceptors in and out.
+    """Decides which groups each module's call holds, and installs and removes interceptors.
 
     Attributes:
-        scopes: Of the modules that have tensors in the tiers, by qualified name.
+        scopes: Scopes of the modules that have tensors in the tiers, by qualified name.
         group_of: The group of each tensor, by the tensor's id.
         uncounted: Whether code of some module may write weights, its own or those of others, in a
             way that torch does not count.
@@ -105,10 +105,10 @@ class InterceptedModules:
         Args:
             wrapped: The model.
             modules: Its modules, by qualified name.
-            again: Where they are besides: the names around each such place, its own last.
-            territory: The root of the block that each module's tensors are in, by name.
-            groups: Its groups, but for the resident one.
-            divided: Modules whose calls do not hold what they have themselves.
+            again: Their other places: the names around each such place, its own last.
+            territory: The root of the block of each module's tensors, by name.
+            groups: Its groups, except the resident one.
+            divided: Modules whose calls do not hold their own tensors.
         """
         self._wrapped = wrapped
         self._modules = modules
@@ -125,9 +125,9 @@ class InterceptedModules:
         self._names = [vars(module) for module in self._listed]
         self._forwards = {i: names.get("forward") for i, names in enumerate(self._names)}
         self._kinds: list[type] = [*map(type, self._listed)]
-        self._sizes = [-1] * len(self._listed)  # of what they have themselves
+        self._sizes = [-1] * len(self._listed)  # numbers of their own attributes
         self._writing: set[int] = set()  # the modules whose code may write
-        self._places = Places()  # where the code was found that was looked at
+        self._places = Places()  # the places of the inspected code
         for group in groups:
             for tensor in group.tensors():
                 self.group_of[id(tensor)] = group
@@ -149,7 +149,7 @@ class InterceptedModules:
             root = self._territory[name]
             groups = list(needed.get(root, {}).values())
             if isinstance(self._modules[root], PARAMETERS):
-                # nobody calls it: each is brought as it is looked up
+                # nobody calls it: each is fetched when it is looked up
                 self._looked_up[root], groups = groups, []
             if root not in insides:
                 insides[root] = Inside(groups)
@@ -175,16 +175,16 @@ class InterceptedModules:
                     group.writes.suspect_code(module if only else None)
 
     def hooked(self, module: nn.Module, hook: Any) -> None:
-        """Looks at a forward hook that a module gets while it is wrapped."""
+        """Inspects a forward hook that a module gets while it is wrapped."""
         if hook_may(module, hook, places=self._places):
             self._suspect_now(module, None)
 
     def look_at_new_code(self) -> None:
-        """Looks, as a pass begins, at code that has come since the last one.
+        """Inspects, when a pass begins, code that was added since the last one.
 
-        That is forward hooks of all modules, functions in the place of a module's forward, other
-        functions that an instance has now, another class, and what names in code that was looked at
-        stand for now: methods of classes and of instances, functions of files.
+        That includes forward hooks of all modules, functions that replace a module's forward, other
+        functions that an instance now has, another class, and new values of names in code that was
+        inspected: methods of classes and of instances, functions of files.
         """
         kinds, sizes = [*map(type, self._listed)], [*map(len, self._names)]  # these are quick, too
         replaced = self._places.changed()
@@ -205,14 +205,14 @@ class InterceptedModules:
                         self._suspect_now(self._modules[name], None)
 
     def _look_at_instances(self, kinds: list[type], sizes: list[int], *, replaced: bool) -> None:
-        """Looks at modules that have become of another class, or have more attributes, or fewer.
+        """Inspects modules whose class or number of attributes has changed.
 
         Args:
-            kinds: Of all modules, now.
-            sizes: How many attributes each has.
-            replaced: Whether a name in their code stands for something else: then at all of them.
+            kinds: The classes of all modules, now.
+            sizes: The number of attributes of each.
+            replaced: Whether a name in their code has a new value: then all are inspected.
         """
-        if replaced:  # what was noted is noted anew, or counts no longer
+        if replaced:  # what was noted is noted again, or is no longer valid
             self._places = Places()
             self._looked_at.clear()
         former = zip(self._kinds, self._sizes, strict=True)
@@ -229,7 +229,7 @@ class InterceptedModules:
         self._kinds, self._sizes = kinds, sizes
 
     def joined(self, parent: nn.Module, child: nn.Module) -> None:
-        """Looks at a module that becomes another's child while that is wrapped."""
+        """Inspects a module that becomes another's child while that is wrapped."""
         for module in child.modules():
             if may_write_uncounted(module):
                 self._suspect_now(parent, module if only_unmerges(module) else None)
@@ -249,7 +249,7 @@ class InterceptedModules:
         self._wrapped.runtime.away.counted = False
 
     def _needed(self, found: Sequence[Found]) -> tuple[dict[str, dict[int, Group]], set[str]]:
-        """Returns the groups that each block's modules need, and whose calls hold them."""
+        """Returns the groups that blocks' modules need, and the modules whose calls hold them."""
         needed: dict[str, dict[int, Group]] = {}
         called: set[str] = set()
         numbered = self._wrapped.runtime.activations.store is not None  # by the calls of layers
@@ -258,11 +258,11 @@ class InterceptedModules:
             for module_name, _ in tensor.places:
                 root = self._territory[module_name]
                 if module_name in self._divided and group.block.role is Role.PARAM:
-                    # each is brought as it is looked up
+                    # each is fetched when it is looked up
                     needed.setdefault(root, {})
                     looked_up = self._looked_up.setdefault(root, [])
                     looked_up += [group] if group not in looked_up else []
-                elif not group.resident:  # else the pass holds it
+                elif not group.resident:  # otherwise the pass holds it
                     needed.setdefault(root, {})[id(group)] = group
                     called.add(module_name)
                 elif numbered:
@@ -270,7 +270,7 @@ class InterceptedModules:
         return needed, called
 
     def _find_around(self) -> None:
-        """Finds the modules that have no tensors themselves, and blocks inside."""
+        """Finds the modules without tensors that contain blocks."""
         around, number = self._around, self._wrapped.number
         for name in [name for name, scope in self.scopes.items() if scope.begins]:
             while (name := name.rpartition(".")[0]) and name not in around:
@@ -281,7 +281,7 @@ class InterceptedModules:
                     )
 
     def worst_chain(self) -> tuple[int, list[Group]]:
-        """Returns the most bytes that nested calls hold at once, and by which groups."""
+        """Returns the maximal bytes that nested calls hold at once, and their groups."""
         record = self._wrapped.runtime.manager.record
         best: tuple[int, list[Group]] = (0, [])
         for scopes in self._nested():
@@ -297,10 +297,10 @@ class InterceptedModules:
         return best
 
     def leave_ends(self) -> None:
-        """Has blocks that calls hold while others come lie at an end of HBM, where that is small.
+        """Keeps blocks that calls hold while others are used at an end of HBM, if HBM is small.
 
-        Views that code of a call has made keep them where they are, so they must not part what is
-        free: anywhere else they can lie if each of the pieces is large enough.
+        Views that code of a call has created fix their place, so they must not divide the free
+        space: elsewhere they may be only if each of the two pieces is large enough.
         """
         table = self._wrapped.runtime.manager.parts.table
         for scopes in self._nested():
@@ -323,33 +323,33 @@ class InterceptedModules:
                     record.later = max(record.later, nbytes)
 
     def _owners(self, group: Group) -> dict[nn.Module, Scope]:
-        """Returns the modules that have parameters of a block themselves, and their scopes."""
+        """Returns the modules that themselves have parameters of a block, and their scopes."""
         found = [(self._modules[n], scope) for n, scope in self.scopes.items()]
         return {m: s for m, s in found if group in s.groups and has_params_of(m, group)}
 
     def has_vocabulary(self, group: Group) -> bool:
-        """Whether a block is an embedding's, or that of a head with as many rows."""
+        """Whether a block belongs to an embedding, or to a head with as many rows."""
         return has_vocabulary(self._owners(group), self._modules.values())
 
     def leave_in_place(self, group: Group) -> bool:
-        """Has a block read in DRAM, where it lies, if all modules that have it can do that."""
+        """Makes a block be read in place in DRAM, if all modules that have it can do that."""
         owners, manager = self._owners(group), self._wrapped.runtime.manager
         if not can_be_read_in_place(group, owners, manager):
             return False
         group.in_place = True
         for scope in owners.values():
             scope.in_place = (*scope.in_place, group)
-        for scope in self.scopes.values():  # whatever else they need is held as ever
+        for scope in self.scopes.values():  # other groups that they need are held as usual
             scope.groups = tuple(other for other in scope.groups if other is not group)
         return True
 
     def annex(self, group: Group) -> bool:
-        """Has a block used in DRAM for good, to be trained there, if its modules can do that."""
+        """Makes a block permanently used and trained in DRAM, if its modules can do that."""
         owners, manager = self._owners(group), self._wrapped.runtime.manager
         return can_be_read_in_place(group, owners, manager) and manager.annex(group.block)
 
     def _nested(self) -> Iterator[list[Scope]]:
-        """Yields the scopes of calls that are inside each other, the outermost first."""
+        """Yields the scopes of nested calls, the outermost first."""
         first = ([name, *names_above(name)][::-1] for name in self.scopes)
         for names in chain(first, self._again):
             if names[-1] in self.scopes:
@@ -358,14 +358,14 @@ class InterceptedModules:
     def uses_below(self, name: str) -> list[tuple[int, int]]:
         """Returns the blocks at and below a module, in the order of the modules.
 
-        A module that has several places in the model is met at each of them; what it begins with
-        is used there, as is what another one begins with that shares its weights.
+        A module with several places in the model appears at each of them, with its own block, or
+        that of another module that shares its weights.
 
         Args:
             name: The module's qualified name.
 
         Returns:
-            The id of each block, and up to how many tokens rows of it are read where they lie.
+            The id of each block, and up to how many tokens its rows are read in place.
         """
         scopes = {id(self._modules[place]): scope for place, scope in self.scopes.items()}
         found, seen = list[tuple[int, int]](), set[int]()
@@ -391,11 +391,11 @@ class InterceptedModules:
     # -- interceptors ----------------------------------------------------
 
     def originals(self, groups: Iterable[Group]) -> Originals:
-        """Returns the tensors of groups and the modules' dictionaries, as they are now."""
+        """Returns the tensors of groups and the modules' dictionaries, in their present state."""
         return Originals(groups, self._modules.values(), _REPLACED)
 
     def install(self) -> None:
-        """Puts the interceptors in."""
+        """Installs the interceptors."""
         alone: dict[Group, list[TieredDict]] = {}
         for name, scope in self.scopes.items():
             module = self._modules[name]
@@ -416,13 +416,13 @@ class InterceptedModules:
         for module in self._modules.values():
             for whole in (kind for kind in _OF_ALL if kind.suits(module)):
                 module.__dict__[whole.method] = whole(module, root)
-        self._sizes = [*map(len, self._names)]  # find_groups has looked at what else they have
+        self._sizes = [*map(len, self._names)]  # find_groups has inspected their other attributes
 
     def calls_inside(self) -> dict[nn.Module, CallInterceptor] | None:
-        """Returns what intercepts the calls of modules inside the model and only holds blocks.
+        """Returns the interceptors of modules inside the model that only hold blocks.
 
         Returns:
-            The interceptors, by module; None where one of them has compiled code.
+            The interceptors, by module; None if one of them has compiled code.
         """
         found = {}
         for name in self.scopes:
@@ -435,7 +435,7 @@ class InterceptedModules:
         return found
 
     def uninstall(self) -> None:
-        """Takes the interceptors out."""
+        """Removes the interceptors."""
         for name in (*self.scopes, *self._around):
             module = self._modules[name]
             call = module.__dict__.get(CallInterceptor.method)
@@ -454,9 +454,9 @@ class InterceptedModules:
                 self.leave_to_compiler(name)
 
     def leave_to_compiler(self, name: str) -> None:
-        """Takes interceptors out that a compiler cannot trace, inside a module that is compiled.
+        """Removes interceptors that a compiler cannot trace, inside a module that is compiled.
 
-        Its own call, which stays intercepted, holds all that the modules of its block need.
+        Its own call, which remains intercepted, holds all that the modules of its block need.
         """
         prefix = f"{name}." if name else ""
         for inner, module in self._modules.items():
@@ -470,7 +470,7 @@ class InterceptedModules:
                     call.give_back()
 
     def _intercept_names(self, module: nn.Module, alone: dict[Group, list[TieredDict]]) -> None:
-        """Puts dictionaries in that intercept, and enters in ``alone`` those of one group each."""
+        """Installs intercepting dictionaries, and enters in ``alone`` those of one group each."""
         for which in _TENSORS:
             plain = module.__dict__[which]
             managed = {
@@ -495,14 +495,14 @@ class InterceptedModules:
         return [] if parent is None else [c for c in parent.children() if c is not own]
 
     def entry_of(self, param: torch.Tensor) -> Entry | None:
-        """Returns the entry of a managed parameter; None where it is none of this model."""
+        """Returns the entry of a managed parameter; None if it is not of this model."""
         group = self.group_of.get(id(param))
         entries = [] if group is None else group.entries
         return next((entry for entry in entries if entry.param is param), None)
 
 
 def _call_kind(module: nn.Module, scope: Scope) -> type[CallInterceptor]:
-    """Returns what stands in front of a module's calls."""
+    """Returns the class that intercepts a module's calls."""
     if scope.in_place:
         return InPlaceInterceptor
     if is_lookup(module, scope):
@@ -511,7 +511,7 @@ def _call_kind(module: nn.Module, scope: Scope) -> type[CallInterceptor]:
 
 
 def _take_out(module: nn.Module, kinds: Iterable[type[Interceptor]]) -> None:
-    """Takes interceptors of some kinds out of a module; what other code put there stays."""
+    """Removes interceptors of some kinds from a module, unless other code has replaced them."""
     for kind in kinds:
         found = module.__dict__.get(kind.method)
         if isinstance(found, Interceptor):

@@ -1,7 +1,7 @@
 """Embeddings of which a call reads few rows: the rows are read in place, in DRAM.
 
-At one token an embedding of 32,000 rows is looked at in one of them. Were it brought up as
-other blocks are, all of it would move, or stay in HBM in the place of what is used whole.
+For one token, one row of an embedding of 32,000 rows is read. If it was fetched like other blocks,
+all of it would be copied, or would stay in HBM in place of blocks that are used entirely.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tiermem.nn.wrap.scope import CallInterceptor, Scope
 from tiermem.runtime.manager import BlockManager
 
 _SHARE = 2
-"""How many times a block must have the bytes of the rows. They move while the device waits for
-them, which a block does not that is fetched ahead; but a loop that changes its mind from call to
-call has to be learned anew each time."""
+"""How many times the bytes of the rows a block must have. The device waits for the rows, while it
+does not wait for a block that is prefetched; but a loop that alternates between the two from call
+to call would have to be learned again each time."""
 _LEAST = 4 << 20
-"""Bytes of a block below which it is not worth another kernel's way over the bus and back."""
+"""Bytes of a block below which another kernel's access over the bus is not worth it."""
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks_with_kwargs",
@@ -34,16 +34,16 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Those that may look at the weight as they like; the others see what comes out."""
+"""Those that may inspect the weight; the others see the result."""
 _GLOBAL_HOOKS = (
     modules._global_forward_hooks,
     modules._global_forward_pre_hooks,
     modules._global_backward_hooks,
     modules._global_backward_pre_hooks,
 )
-"""Those of all modules; torch adds to them and takes from them."""
+"""Those of all modules; torch adds and removes them."""
 _ASKED_FOR = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-_item = dict.get  # a name is looked at, and nothing brought up for it
+_item = dict.get  # looks a name up without fetching anything
 _TORCHS = (nn.Embedding.forward, functional.embedding, torch.embedding)
 """The functions that an embedding's call runs, unless they were replaced."""
 
@@ -61,7 +61,7 @@ class LookupInterceptor(CallInterceptor):
         self._row: int = weight.shape[1] * weight.element_size()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Looks rows up where they lie in DRAM, or calls the module as any other."""
+        """Looks rows up in place in DRAM, or calls the module as any other."""
         if self._manager.gate.unsure:
             self.runtime.repair()
         ids = args[0] if len(args) == 1 and not kwargs else None
@@ -75,18 +75,18 @@ class LookupInterceptor(CallInterceptor):
 
     @property
     def manager(self) -> BlockManager:
-        """Where the block is."""
+        """The manager of the block."""
         return self._manager
 
-    @inside  # the calls around this one take an exception of it for the user's
+    @inside  # the calls around this one handle its exceptions as the user's
     def _found(self, ids: torch.Tensor) -> torch.Tensor | None:
-        """Looks rows up where they lie; returns None where the block is to be brought up."""
+        """Looks rows up in place; returns None if the block has to be fetched."""
 
         def look(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             return self._look(ids, tensors[self._entry.index])
 
         nbytes, frozen = ids.numel() * self._row, not self._entry.param.requires_grad
-        self._manager.gate.guard()  # before the lock: a forked child may find it taken for ever
+        self._manager.gate.guard()  # before the lock, which may be held for ever in a forked child
         with self._manager.lock:
             zero_copy = self._manager.zero_copy
             return zero_copy.read(self._groups[0].block, look, nbytes, again=frozen)
@@ -94,8 +94,8 @@ class LookupInterceptor(CallInterceptor):
     def _may(self, ids: torch.Tensor) -> bool:
         """Whether a call reads a few rows of the present weight, and does nothing else.
 
-        Code that may see or keep the weight in the call needs it in HBM: most hooks, modes of
-        torch's, transforms, a compiler; so does what takes its gradient.
+        Code that may see or keep the weight in the call needs it in HBM: most hooks, torch's
+        modes, transforms, a compiler; so does computing its gradient.
         """
         module: Any = self.module
         names, entry, group = module.__dict__, self._entry, self._groups[0]
@@ -120,13 +120,13 @@ class LookupInterceptor(CallInterceptor):
         )
 
     def _look(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Does what the module's forward does (``torch.nn.functional.embedding``)."""
+        """Does the same as the module's forward (``torch.nn.functional.embedding``)."""
         module: Any = self.module
         padding = -1 if module.padding_idx is None else module.padding_idx
         return torch.embedding(weight, ids, padding, module.scale_grad_by_freq, module.sparse)
 
     def _hooked(self, ids: torch.Tensor, found: Any) -> Any:
-        """Runs the module's forward hooks on the result (some make layer inputs need gradients).
+        """Runs the module's forward hooks on the result (some make layer inputs require gradients).
 
         They run after the look-up: one that uses the weight fetches it.
         """
@@ -150,7 +150,7 @@ def is_lookup(module: nn.Module, scope: Scope) -> bool:
 
 
 def few_tokens(module: nn.Module, scope: Scope) -> int:
-    """Returns up to how many tokens a call reads rows where they lie; 0 where it never does."""
+    """Returns up to how many tokens a call reads rows in place; 0 if it never does."""
     if not is_lookup(module, scope):
         return 0
     rows, *_ = scope.groups[0].block.tensors[0].shape
@@ -158,7 +158,7 @@ def few_tokens(module: nn.Module, scope: Scope) -> int:
 
 
 def is_watched() -> bool:
-    """Whether anything may see every call: hooks of all modules, modes, transforms, a trace."""
+    """Whether anything may observe every call: hooks of all modules, modes, transforms, a trace."""
     return (
         any(_GLOBAL_HOOKS)
         or has_modes()
@@ -169,7 +169,7 @@ def is_watched() -> bool:
 
 
 def has_modes() -> bool:
-    """Whether any of torch's function modes sees every call, other than the default device."""
+    """Whether any of torch's function modes observes every call, other than the default device."""
     number = torch._C._len_torch_function_stack()
     get = torch._C._get_function_stack_at
     return any(type(get(index)) is not DeviceContext for index in range(number))

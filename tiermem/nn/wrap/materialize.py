@@ -1,4 +1,4 @@
-"""``with tier.materialize(...)``: managed parameters as ordinary tensors, for a while."""
+"""``with tier.materialize(...)``: managed parameters as ordinary tensors, temporarily."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Opened:
     Attributes:
         entry: The parameter.
         before: Its ``grad`` before.
-        gradient: Its ``grad`` at the end, once that has been looked at.
+        gradient: Its ``grad`` at the end, once that has been read.
     """
 
     __slots__ = ("before", "entry", "gradient")
@@ -65,10 +65,10 @@ class Opened:
 
 
 class Lending:
-    """The parameters that one ``with`` block has; entered with the runtime, so that none is lost.
+    """The parameters that one ``with`` block has; registered with the runtime, so none is lost.
 
     Attributes:
-        opened: What is still to be taken back.
+        opened: Parameters still to be taken back.
         over: Whether the block has been left.
     """
 
@@ -81,12 +81,12 @@ class Lending:
 
     @property
     def left(self) -> bool:
-        """Whether the block has been left, maybe by an exception at the very first line after."""
+        """Whether the block has been left, maybe by an exception in the very first line after."""
         return self.over or self._block() is None
 
 
 class _Block:
-    """Lives as long as a ``with`` block is not left."""
+    """Exists as long as a ``with`` block is not left."""
 
     __slots__ = ("__weakref__",)
 
@@ -95,7 +95,7 @@ class _Block:
 def materialize(
     runtime: ModuleRuntime, target: Target, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Gives parameters and gradients as ordinary tensors, and takes changes back.
+    """Provides parameters and gradients as ordinary tensors, and writes changes back.
 
     Args:
         runtime: The modules' runtime.
@@ -104,7 +104,7 @@ def materialize(
 
     Raises:
         ParameterError: At the end, if a parameter has another shape, dtype or other strides by
-            then; its old value is kept, the others' changes are taken.
+            then; its old value is kept, the others' changes are written.
     """
     if runtime.manager.gate.unsure:
         runtime.repair()
@@ -137,10 +137,10 @@ def materialize(
 
 
 def take_back_left(runtime: ModuleRuntime) -> None:
-    """Takes back what a failed disk, or an exception, kept from being taken back.
+    """Writes back what a failed disk, or an exception, prevented from being written back.
 
     Raises:
-        StorageError: If the disk fails still.
+        StorageError: If the disk still fails.
         ParameterError: If a parameter has another shape, dtype or other strides by now.
     """
     for lending in list(runtime.models.lendings):
@@ -177,7 +177,7 @@ def _open(
 
 
 def _put_back(opened: list[Opened]) -> None:
-    """Takes back what was opened, before the user has seen any of it."""
+    """Takes back what was opened, before user code has seen any of it."""
     while opened:
         use = opened[-1]
         with torch._C.DisableTorchFunctionSubclass():
@@ -190,7 +190,7 @@ def _put_back(opened: list[Opened]) -> None:
 
 
 def _close(runtime: ModuleRuntime, lending: Lending) -> None:
-    """Takes everything back that can be; the rest stays ordinary, to be tried again later."""
+    """Takes back everything that is possible; the rest stays ordinary, to be retried later."""
     wrong: list[str] = []
     failed: StorageError | None = None
     opened = lending.opened
@@ -210,7 +210,7 @@ def _close(runtime: ModuleRuntime, lending: Lending) -> None:
 
 
 def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: list[str]) -> None:
-    """Takes the tensors of one block back; cut short anywhere, it can be called again."""
+    """Takes back the tensors of one block; if interrupted, it can be called again."""
     mine = [use for use in lending.opened if use.entry.group is group]
     slot = None if group.in_place else runtime.manager.acquire(group.block)
     views = group.lender.lend_in_place(group) if slot is None else slot.views
@@ -247,9 +247,9 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
             runtime.backward.incoming.track(entry)  # it may have been unfrozen meanwhile
         group.follow()
         if slot is not None:
-            group.point_softly(dirty=False)  # a graph made inside may have saved the parameters
+            group.point_softly(dirty=False)  # a graph recorded inside may have saved the parameters
             with runtime.manager.lock:
-                if runtime.manager.parts.table.all_fit:  # else others could not come
+                if runtime.manager.parts.table.all_fit:  # otherwise others could not be fetched
                     slot.saved = group.pointing.tensors
                 group.rest()
     finally:
@@ -269,7 +269,7 @@ def _close_block(runtime: ModuleRuntime, lending: Lending, group: Group, wrong: 
 
 
 def _show_gradient(use: Opened) -> None:
-    """Makes a gradient an ordinary tensor, since it could not be taken into the tiers."""
+    """Makes a gradient an ordinary tensor, since it could not be stored in the tiers."""
     param = use.entry.param
     if use.gradient is not None and param.grad is None:
         param.grad = ordinary(use.gradient, param, param.device)
@@ -282,7 +282,7 @@ def _take_gradient(runtime: ModuleRuntime, entry: Entry, gradient: torch.Tensor 
     elif is_gone(gradient):
         entry.param.grad = gradient
     elif (
-        (entry.unit is not None or entry.param.requires_grad)  # else it has no place for one
+        (entry.unit is not None or entry.param.requires_grad)  # otherwise it has no home for one
         and gradient.layout is torch.strided
         and gradient.shape == entry.param.shape
         and gradient.dtype is entry.param.dtype

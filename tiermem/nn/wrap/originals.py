@@ -1,4 +1,4 @@
-"""Keeps a model's tensors from before it was wrapped, to undo a wrap that is cut short."""
+"""Keeps a model's tensors from before it was wrapped, to undo an interrupted wrap."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MISSING = object()
 
 
 class Originals:
-    """The tensors of some groups, and some names of some modules, as they are now.
+    """The tensors of some groups, and some names of some modules, in their present state.
 
-    It keeps the tensors' own memory: let it go once the wrap is made.
+    It keeps the tensors' own memory, so drop it once the wrap is complete.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class Originals:
         """Notes everything; changes nothing.
 
         Args:
-            groups: Whose tensors are about to be pointed at their blocks.
-            modules: In whose dictionaries names are about to be replaced.
+            groups: Groups whose tensors will be pointed at their blocks.
+            modules: Modules in whose dictionaries names will be replaced.
             names: Those names.
         """
         groups = list(groups)
@@ -47,7 +47,7 @@ class Originals:
         ]
 
     def restore(self) -> None:
-        """Restores everything; can be called again where it is cut short."""
+        """Restores everything; can be called again if interrupted."""
         for names, name, value in self._names:
             if value is _MISSING:
                 names.pop(name, None)
@@ -67,7 +67,7 @@ class Originals:
 
 
 def undo_wrap(wrapped: WrappedModel) -> None:
-    """Undoes a wrap that an exception cut short anywhere; can be called again."""
+    """Undoes a wrap that an exception interrupted anywhere; can be called again."""
     manager, runtime = wrapped.runtime.manager, wrapped.runtime
     manager.gate.guard()
     runtime.models.pop(id(wrapped.model), None)
@@ -80,7 +80,7 @@ def undo_wrap(wrapped: WrappedModel) -> None:
         known = {block_id for model in runtime.models.values() for block_id in model.blocks()}
         kinds = (Role.PARAM, Role.BUFFER)
         ours = [r for r in manager.parts.table if r.block.role in kinds and r.block.id not in known]
-        for record in ours:  # also those that came at the very moment and no group has yet
+        for record in ours:  # also blocks created last, which no group has yet
             manager.parts.holders.pop(record.block.id, None)
             record.leases = 0
         manager.remove_blocks([record.block for record in ours])

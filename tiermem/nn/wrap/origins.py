@@ -15,16 +15,16 @@ from tiermem.runtime.memory.homes import StoredBlock
 
 
 class Origins(Protocol):
-    """Values of a model that is loaded from files as it is wrapped."""
+    """Values of a model that is loaded from files when it is wrapped."""
 
     def stored(self, tensors: Sequence[torch.Tensor]) -> StoredBlock | None:
-        """Returns where files have the tensors of a block as they are.
+        """Returns where files have the tensors of a block in their present form.
 
-        None where one of them is nowhere in the files, or not in its dtype and order.
+        None if one of them is not in the files, or not in its dtype and order.
         """
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Reads the value of a tensor into host memory; None where it has its value itself."""
+        """Reads the value of a tensor into host memory; None if it has its value itself."""
 
     def mapped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the value of a tensor that is ``stored``, mapped from its file where possible.
@@ -40,13 +40,13 @@ def read_in(
     groups: Sequence[Group],
     tensors: Mapping[int, Sequence[torch.Tensor]],
 ) -> list[Block]:
-    """Fills the blocks at home in DRAM or HBM that files have as they are, all at once.
+    """Fills the blocks with homes in DRAM or HBM that files have in that form, all at once.
 
     Args:
-        manager: Whose blocks they are.
-        origins: Where the values come from.
-        groups: Of the model.
-        tensors: Of each block that holds no data yet, by its id.
+        manager: The manager of the blocks.
+        origins: The source of the values.
+        groups: The groups of the model.
+        tensors: The tensors of each block that holds no data yet, by its id.
 
     Returns:
         The blocks that were filled.

@@ -1,10 +1,9 @@
-"""Makes modules, gradients and leases right again after an exception at a line of tiermem's.
+"""Makes modules, gradients and leases consistent after an exception in tiermem's own code.
 
-Entry points note such an exception (:mod:`tiermem.nn.compat.entrances`); the next call that comes
-from outside tiermem begins with :func:`repair`. Nothing is held then: not by this thread, which is
-not inside any call of tiermem's, nor by another, which is looked for. So any hold that is still
-entered was left by the call that was cut short. See
-:mod:`tiermem.runtime.repair` for the blocks themselves.
+Entry points note such an exception (:mod:`tiermem.nn.compat.entrances`); the next call
+from outside tiermem begins with :func:`repair`. At that time nothing is held: not by this thread,
+which is not inside any call of tiermem, nor by another one, which is checked. So any remaining hold
+was left by the interrupted call. See :mod:`tiermem.runtime.repair` for the blocks themselves.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from tiermem.runtime.repair import end_leases, repair_homes
 
 _PACKAGE = str(Path(__file__).parent.parent.parent) + os.sep
 _ROOMS = (f"{_PACKAGE}nn{os.sep}", f"{_PACKAGE}optim{os.sep}", f"{_PACKAGE}tier.py")
-"""Code in which blocks are held from one call of the manager's to the next."""
+"""Code in which blocks are held between calls of the manager."""
 
 
 def repair(runtime: ModuleRuntime) -> None:
-    """Repairs everything that is not under way.
+    """Repairs everything that is not in progress.
 
     Called by every public entry point, before it does anything else. Inside another call of
-    tiermem's (a model that caught the error goes on) only the blocks are repaired; leases that were
+    tiermem (a model that caught the error continues) only the blocks are repaired; leases that were
     left behind are ended by the next call from outside.
     """
     manager = runtime.manager
@@ -74,9 +73,9 @@ def repair(runtime: ModuleRuntime) -> None:
 
 
 def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
-    """Takes back steps that were cut short; returns the leases of those that cannot be yet.
+    """Undoes interrupted steps; returns the leases of those that cannot be undone yet.
 
-    Nothing that they hold may move: it is neither old nor new.
+    Nothing that they hold may move: it is in an intermediate state.
     """
     kept: Counter[int] = Counter()
     holds: Counter[int] = Counter()
@@ -98,15 +97,15 @@ def _end_attempts(runtime: ModuleRuntime) -> Counter[int]:
 
 
 def _take_back(runtime: ModuleRuntime) -> None:
-    """Takes back what a user had as ordinary tensors when the exception came."""
+    """Takes back what a user had as ordinary tensors when the exception occurred."""
     if any(lending.left for lending in runtime.models.lendings):
         take_back_left(runtime)
 
 
 def _drop_lost(runtime: ModuleRuntime) -> None:
-    """Takes out blocks of gradients that no parameter has, and of state that no optimizer has.
+    """Removes blocks of gradients that no parameter has, and of state that no optimizer has.
 
-    They were about to be given to some.
+    They were about to be assigned.
     """
     units = [e.unit for g in runtime.groups for e in g.entries if e.unit is not None]
     known = {block.id for unit in units for block in unit.blocks}
@@ -119,7 +118,7 @@ def _drop_lost(runtime: ModuleRuntime) -> None:
 
 
 def _is_alone() -> bool:
-    """Whether no thread is inside a call of tiermem's, but for the calling one, just begun."""
+    """Whether no thread is inside a call of tiermem, except the calling one, just begun."""
     if torch._C._current_graph_task_id() != -1:
         return False
     here = sys._getframe(3)

@@ -1,8 +1,8 @@
 """Interceptors of a module's methods while it is wrapped.
 
 A module's call is intercepted at ``_call_impl`` in its instance dictionary,
-not with forward hooks: torch's own fast paths switch themselves off where
-hooks are attached, user's hooks then run inside as they should, and an
+not with forward hooks: torch's own fast paths are disabled for modules
+with hooks, user hooks then run inside as they should, and an
 exception passes through a plain ``finally``.
 """
 
@@ -46,11 +46,11 @@ _CALL = "_call_impl"
 class Inside:
     """Counts the threads inside the modules of one block, all of which need the same groups.
 
-    Each call enters and leaves in line, under the manager's lock.
+    Each call enters and leaves with inlined code, under the manager's lock.
 
     Attributes:
-        thread: The thread that is inside, if it is one alone; else 0, which no thread is called.
-        stream: The compute stream on which it came.
+        thread: The thread that is inside, if there is only one; else 0, which is no thread's id.
+        stream: The compute stream with which it entered.
         depth: How many calls hold the groups.
     """
 
@@ -60,7 +60,7 @@ class Inside:
         """Starts with no thread inside.
 
         Args:
-            groups: What all of the modules need.
+            groups: The groups that all of the modules need.
         """
         self.thread = self.depth = self.stream = 0
         for group in groups:
@@ -79,12 +79,12 @@ class Scope:
 
     Attributes:
         name: The module's qualified name.
-        number: Which wrapped model of the manager it belongs to.
+        number: Number of the wrapped model in the manager.
         groups: Held during the call.
-        in_place: Not held, though the module has parameters of them: HBM has no room for any.
+        in_place: Not held, though the module has parameters of them, as HBM has no room for them.
         inside: Counts the threads inside the modules that need the same groups.
         begins: Whether a block begins at this module.
-        called: Whether its calls are intercepted: not those of one whose tensors all stay in HBM.
+        called: Whether its calls are intercepted: not if all its tensors stay in HBM.
         around: Whether it has no tensors itself, and blocks begin inside.
     """
 
@@ -128,10 +128,10 @@ class Scope:
     def order(self, tokens: int = 0) -> tuple[int, ...]:
         """Returns the blocks that a call of this module is expected to use, in that order.
 
-        Those of which experts come up one by one are not used themselves.
+        Blocks whose experts are copied one by one are not used themselves.
 
         Args:
-            tokens: Of the call, where rows of an embedding may be read where they lie; else 0.
+            tokens: Tokens of the call, if rows of an embedding may be read in place; else 0.
         """
         if self._uses is None:
             self._uses = self.wrapped.modules.uses_below(self.name)
@@ -143,7 +143,7 @@ class Scope:
 
 
 class Interceptor:
-    """Stands in a module's ``__dict__`` for one of its methods.
+    """Replaces one of a module's methods, in its ``__dict__``.
 
     A deep copy of the module gets its plain method back, or a copy of what was there before.
     """
@@ -153,11 +153,11 @@ class Interceptor:
     method: ClassVar[str]
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
-        """Takes the place of ``method`` on ``module``."""
+        """Replaces ``method`` of ``module``."""
         self.module = module
         self.scope = scope
         self.runtime: ModuleRuntime = scope.wrapped.runtime
-        own = module.__dict__.get(self.method)  # what somebody has put in the method's place
+        own = module.__dict__.get(self.method)  # what other code has put in place of the method
         self.former: Any = own.former if isinstance(own, Interceptor) else own
         self.inner: Callable[..., Any] = self.former or self._plain()
 
@@ -186,20 +186,20 @@ class Interceptor:
         return types.MethodType(getattr(type(module), self.method), module)
 
     def take_out(self) -> None:
-        """Gives the place in the module's ``__dict__`` back to what was there before."""
+        """Restores what was in the module's ``__dict__`` before."""
         if self.former is not None:
             self.module.__dict__[self.method] = self.former
         else:
             del self.module.__dict__[self.method]
 
     def __reduce__(self) -> Any:
-        if self.method.startswith("_"):  # all names of a module are here, not one that is kept
+        if self.method.startswith("_"):  # no name of a module is kept from being seen here
             raise WrapError(
                 f"class {type(self.module).__name__} has its modules pickled in a way of its own "
                 "that tiers do not know (all of their attributes are inside another object): they "
                 "cannot be pickled while they are wrapped; call tier.unwrap(module) first"
             )
-        # where a program has it apart from its module: as the bound method of that
+        # if a program has it without its module: as the bound method of that
         return getattr, (self.module, self.method)
 
 
@@ -215,12 +215,12 @@ class CallInterceptor(Interceptor):
     method = _CALL
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
-        """Takes over a module that ``module.compile()`` was called on, too."""
+        """Intercepts a module, even if ``module.compile()`` was called on it."""
         super().__init__(module, scope)
         self.compiled: Any = module.__dict__.pop("_compiled_call_impl", None)
         if self.compiled is not None:
             self.inner = self.compiled
-        # looked up in every call, in caches that the kernels in between have emptied
+        # used in every call, when the caches no longer contain them
         self._manager, self._here = self.runtime.manager, self.runtime.here
         self._gate, self._lock = self._manager.gate, self._manager.lock
         self._threads, self._stream = self._manager.threads, self._manager.parts.copy.stream
@@ -230,16 +230,16 @@ class CallInterceptor(Interceptor):
         self._groups, self._inside = scope.groups, scope.inside
         self._begins, self._bypass = scope.begins, scope.wrapped.bypass
         self._enters = scope.begins and self._activations.store is not None
-        # only where a block begins there is something to do although its groups are held
+        # if its groups are held already, only a module at which a block begins needs more work
         self._quick = _NOBODY if scope.begins else scope.inside
 
     def give_back(self) -> None:
-        """Leaves the module as it was found, compiled or not."""
+        """Restores the module, compiled or not."""
         if self.compiled is not None:
             self.module.__dict__["_compiled_call_impl"] = self.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, hooks and all."""
+        """Calls the module, including its hooks."""
         if getrefcount(self) > _ALONE and (other := _given_ours(sys._getframe(1))) is not None:
             return other._call_impl(*args, **kwargs)
         thread = get_ident()
@@ -320,17 +320,17 @@ class CallInterceptor(Interceptor):
             raise
 
     def _follow(self) -> None:
-        """Makes another compute stream wait for what is held, and what leaves wait for that."""
+        """Makes another compute stream wait for what is held, and evictions wait for it."""
         parts = self._manager.parts
         with self._lock:
             for group in self._groups:
                 parts.copy.use(parts.transfers.ready.get(group.block.id))
 
     def _begin(self, args: Any, kwargs: Any) -> Any:
-        """Makes a pass of the call: it is inside no other of a wrapped module."""
+        """Makes the call a pass, as it is not inside another call of a wrapped module."""
         here, runtime, manager = self._here, self.runtime, self._manager
         runtime.given.look()
-        # what stays in HBM is held by the pass as a whole, and by its model's call in another pass
+        # the pass holds what stays in HBM as a whole; in another pass its model's call does
         kept = self.scope.wrapped.kept
         held, outer = 0, left_out.of
         theirs = ended = False
@@ -392,7 +392,7 @@ class CallInterceptor(Interceptor):
 
     @staticmethod
     def _watch(scope: Scope, runtime: ModuleRuntime, result: Any, pushed: bool) -> None:
-        """Registers a hook that announces when backward reaches this module."""
+        """Registers a hook that reports when backward reaches this module."""
         if not pushed and runtime.saved.refused():
             runtime.saved.unseen.hold_for(outputs_with_grad(result), scope.groups)
         if not scope.begins or transforming() or runtime.saved.is_thrown_away():
@@ -403,7 +403,7 @@ class CallInterceptor(Interceptor):
 
 
 def _count_alone() -> int:
-    """Returns how many references there are in its call to what one module alone has for that."""
+    """Returns the number of references in its call to what only one module has for that."""
 
     class Probe:
         def __call__(self, *_args: Any, **_kwargs: Any) -> int:
@@ -418,13 +418,14 @@ _ALONE = _count_alone()
 
 
 def _given_ours(frame: types.FrameType | None) -> nn.Module | None:
-    """Returns the module that is called, if it has been given another one's interceptors.
+    """Returns the called module, if it has been given another one's interceptors.
 
-    So it is where a program copies all attributes of a wrapped module, as libraries do that make a
-    functional twin of it. What stands in it is taken out: it is called as what it is.
+    This occurs if a program copies all attributes of a wrapped module, as libraries do that create
+    a functional twin of it. The interceptors are removed from it, and it is called as an ordinary
+    module.
 
     Args:
-        frame: What has called an interceptor.
+        frame: The frame that has called an interceptor.
     """
     called: Any = None
     while frame is not None:
@@ -442,7 +443,7 @@ def _given_ours(frame: types.FrameType | None) -> nn.Module | None:
 
 
 def take_ours_out(module: nn.Module) -> None:
-    """Takes the interceptors of another module out of one that was given them."""
+    """Removes the interceptors of another module from one that was given them."""
     for name, value in [*vars(module).items()]:
         if isinstance(value, Interceptor) and value.module is not module:
             del module.__dict__[name]
@@ -453,12 +454,12 @@ def take_ours_out(module: nn.Module) -> None:
 def meant(interceptor: Interceptor, frame: types.FrameType | None) -> nn.Module | None:
     """Returns the module whose method is called, if it has been given this interceptor.
 
-    It is what the caller has as ``self`` (methods of modules), as ``module`` (torch's loading of
-    state dicts) or as ``x`` (Python's ``copy``). What stands in it is taken out.
+    The caller has it as ``self`` (methods of modules), as ``module`` (torch's loading of
+    state dicts) or as ``x`` (Python's ``copy``). The interceptors are removed from it.
 
     Args:
-        interceptor: Of another module.
-        frame: What has called it.
+        interceptor: The interceptor of another module.
+        frame: The frame that has called it.
     """
     while frame is not None and isinstance(frame.f_locals.get("self"), Interceptor):
         frame = frame.f_back
@@ -474,16 +475,16 @@ def meant(interceptor: Interceptor, frame: types.FrameType | None) -> nn.Module 
 
 
 def _let_go(groups: Sequence[Group], *, seen: bool = False) -> None:
-    """Lets groups go that a call holds; the caller has the manager's lock."""
+    """Releases groups that a call holds; the caller has the manager's lock."""
     for group in groups:
         group.let_go_locked(seen=seen)
 
 
 class _Announcement(Hook[BackwardPass, Scope]):
-    """A hook of a module's output, which says that backward has come to the module.
+    """A hook of a module's output, which reports that backward has reached the module.
 
-    A graph keeps it where the garbage collector does not see it, after backward as well. A model
-    that keeps an output of its own (a loss beside the others) would keep itself for ever.
+    A graph keeps it where the garbage collector does not see it, also after backward. A model
+    that keeps one of its own outputs (an auxiliary loss) would keep itself alive for ever.
     """
 
     __slots__ = ()
@@ -496,11 +497,11 @@ class _Announcement(Hook[BackwardPass, Scope]):
 
 
 class LeftInterceptor(Interceptor):
-    """Stands in for an interceptor that is taken out, until the module is called by itself.
+    """Stands in for an interceptor that is removed, until the module is called by itself.
 
-    Other modules find out by a use of a weight. One that asks for the class of weights first would
-    go another way for that call, as it would inside a call that does not hold them: of a block
-    that was not used before.
+    For other modules, a use of a weight shows that. A module that first checks the class of weights
+    would take another path in that call, as in a call that does not hold them: for a block that was
+    not used before.
     """
 
     __slots__ = ("_call", "_here")
@@ -528,11 +529,11 @@ class LeftInterceptor(Interceptor):
 
 
 class AroundInterceptor(CallInterceptor):
-    """Makes one pass of a call of a module that has no block itself, but blocks inside.
+    """Makes a call of a module without a block itself, but with blocks inside, one pass.
 
-    Programs call the decoder of a causal model by itself, to take the loss in chunks. Without this
-    each of its layers would be called by nobody, and be a pass of its own: the planner would
-    foresee a few layers at a time, and plan anew for each of them.
+    Programs call the decoder of a causal model by itself, to compute the loss in chunks. Without
+    this each of its layers would be a top-level call, and a separate pass: the planner would
+    foresee a few layers at a time, and make a plan for each of them.
 
     A checkpoint may run the module once inside another call, and again by itself: what its other
     operations save is left to the checkpoint, which has to see the same tensors both times.
@@ -541,7 +542,7 @@ class AroundInterceptor(CallInterceptor):
     __slots__ = ()
 
     def __init__(self, module: nn.Module, scope: Scope) -> None:
-        """Takes over a module that ``module.compile()`` was called on, too."""
+        """Intercepts a module, even if ``module.compile()`` was called on it."""
         super().__init__(module, scope)
         self._push = self._saved.push_for_operation
 
@@ -568,7 +569,7 @@ class CompileInterceptor(Interceptor):
         """Compiles the module's call.
 
         Raises:
-            WrapError: If one graph is asked for, and there are blocks in it.
+            WrapError: If one graph is requested, and there are blocks in it.
         """
         whole = kwargs.get("fullgraph", args[0] if args else False)
         if whole and any(block not in self._own() for block in self.scope.order()):
@@ -583,14 +584,14 @@ class CompileInterceptor(Interceptor):
         call = self.module.__dict__[CallInterceptor.method]
         plain = getattr(type(self.module), CallInterceptor.method).__get__(self.module)
         call.inner = call.compiled = torch.compile(plain, *args, **kwargs)
-        if not self.scope.around:  # else it holds nothing that the modules inside need
+        if not self.scope.around:  # otherwise it holds nothing that the modules inside need
             self.scope.wrapped.modules.leave_to_compiler(self.scope.name)
 
     def _own(self) -> set[int]:
         return {group.block.id for group in self.scope.groups}
 
     def _said_of_blocks(self) -> str:
-        """Returns at which modules in this one blocks begin, and how it would be one block."""
+        """Returns a text: at which modules inside blocks begin, and how to make it one block."""
         above = f"{self.scope.name}." if self.scope.name else ""
         scopes = self.scope.wrapped.scopes.items()
         found = [name for name, scope in scopes if scope.groups and name.startswith(above)]

@@ -1,4 +1,4 @@
-"""State dicts of wrapped models; while one is loaded, blocks that are lost are filled from it."""
+"""State dicts of wrapped models; loading one also fills blocks whose bytes are lost."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tiermem.runtime.manager import BlockManager
 
 
 def _loads_plainly(module: nn.Module) -> bool:
-    """Whether a module takes its state as torch's own modules do."""
+    """Whether a module loads its state as torch's own modules do."""
     return type(module)._load_from_state_dict.__module__.startswith("torch.")
 
 
 def given_values(module: nn.Module, state: Any) -> dict[int, torch.Tensor]:
-    """Returns a state dict's value for each tensor of a module that it fits, by the tensor's id."""
+    """Returns a state dict's matching value for each tensor of a module, by the tensor's id."""
     found: dict[int, torch.Tensor] = {}
     if not isinstance(state, Mapping):
         return found
@@ -52,7 +52,7 @@ def _may_give(module: nn.Module, state: Any, group_of: Mapping[int, Group]) -> b
     """Whether a state dict may have a value for a tensor in the tiers.
 
     Args:
-        module: The module that is to load it.
+        module: The module that will load it.
         state: The state dict.
         group_of: The group of each tensor in the tiers, by the tensor's id.
     """
@@ -68,14 +68,14 @@ def _may_give(module: nn.Module, state: Any, group_of: Mapping[int, Group]) -> b
 
 
 def hold_or_give(group: Group, given: Mapping[int, torch.Tensor]) -> None:
-    """Holds a group; a block that its disk has lost is filled with what is given first.
+    """Holds a group; a block that its disk has lost is first filled with the given values.
 
     Args:
-        group: Tensors of a block.
-        given: Values by the id of each tensor, of its shape.
+        group: The group of the block.
+        given: Values by the id of each tensor, with its shape.
 
     Raises:
-        StorageError: If the block cannot be read, and is not given as a whole.
+        StorageError: If the block cannot be read, and not all its values are given.
     """
     try:
         group.hold()
@@ -109,21 +109,21 @@ def _give_anew(group: Group, given: Mapping[int, torch.Tensor]) -> bool:
 class _Copies:
     """The copies in one state dict, which several calls may fill (``destination=``).
 
-    Tied tensors stay tied in it, in one call and from one to the next, unless they were written in
+    Tied tensors stay tied in it, within a call and between calls, unless they were written in
     between.
 
     Attributes:
-        by_id: By the ids of the tensors.
+        by_id: The copies by the ids of the tensors.
     """
 
     def __init__(self) -> None:
-        """Starts with no call."""
+        """Starts without a call."""
         self.by_id: dict[int, torch.Tensor] = {}
-        self._fresh: set[int] = set()  # made, or looked at again, in the call under way
-        self._places: set[tuple[int, str]] = set()  # that it has not come to
+        self._fresh: set[int] = set()  # created, or checked again, in the current call
+        self._places: set[tuple[int, str]] = set()  # places that it has not reached
 
     def come_to(self, module: nn.Module, prefix: str) -> None:
-        """Begins another call, unless the one under way is to come to a module with a prefix."""
+        """Begins another call, unless the current one still has to reach a module with a prefix."""
         if (id(module), prefix) not in self._places:
             self._fresh = set()
             inside = module.named_modules(remove_duplicate=False)
@@ -133,18 +133,18 @@ class _Copies:
         self._places.discard((id(module), prefix))
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether there is a copy of a tensor from the call under way."""
+        """Whether there is a copy of a tensor from the current call."""
         return id(tensor) in self._fresh
 
     def add(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Enters a copy of ``value``: the one of an earlier call, if that has these bits."""
+        """Enters a copy of ``value``: that of an earlier call, if it has the same bits."""
         known = self.by_id.get(id(tensor))
         if known is None or known.device != value.device or not torch.equal(known, value):
             self.by_id[id(tensor)] = value.clone()
         self._fresh.add(id(tensor))
 
     def around(self, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        """Enters a copy of a tensor that wraps others: the one there is, if it wraps the same."""
+        """Enters a copy of a tensor that wraps others: the existing one, if it wraps the same."""
         inside = [value for _, value in insides(copy)]
         known = self.by_id.get(id(tensor))
         if known is None or [*map(id, inside)] != [id(value) for _, value in insides(known)]:
@@ -153,9 +153,10 @@ class _Copies:
 
 
 def _copy_if_inside(value: Any, addresses: set[int]) -> Any:
-    """Returns a copy of a tensor that is at one of some addresses; anything else as it is.
+    """Returns a copy of a tensor at one of the given addresses; other objects unchanged.
 
-    No view of a block is left behind: where there is one as it is let go, it may be written.
+    No view of a block must remain: if there is one when it is released, the block counts as
+    written.
     """
     inside = insides(value) if isinstance(value, torch.Tensor) else []
     if not any(tensor.data_ptr() in addresses for _, tensor in inside):
@@ -165,7 +166,7 @@ def _copy_if_inside(value: Any, addresses: set[int]) -> Any:
 
 
 class StateDicts:
-    """Makes the state dicts of one wrapped model, and holds its blocks while one is loaded.
+    """Creates the state dicts of one wrapped model, and holds its blocks while one is loaded.
 
     Attributes:
         given: While a state dict is loaded: its values by the id of each tensor.
@@ -179,13 +180,13 @@ class StateDicts:
         resident: Group | None,
         given: GivenStates,
     ) -> None:
-        """Starts with none.
+        """Starts without state dicts.
 
         Args:
-            manager: Of its blocks.
+            manager: The manager of the blocks.
             group_of: The group of each tensor, by the tensor's id.
-            resident: The group of small buffers, which stay in HBM; None where there are none.
-            given: What programs were given of state dicts.
+            resident: The group of small buffers, which stay in HBM; None if there are none.
+            given: The values of state dicts that programs got.
         """
         self._given_states = given
         self.given: dict[int, torch.Tensor] = {}
@@ -195,13 +196,13 @@ class StateDicts:
         self._states: dict[int, _Copies] = {}
 
     def export(self, module: nn.Module, destination: Any, prefix: str, *, detach: bool) -> None:
-        """Replaces a module's own entries of a state dict by copies in host memory.
+        """Replaces a module's own entries of a state dict with copies in host memory.
 
         Args:
             module: The module.
             destination: The state dict.
-            prefix: Of its names there.
-            detach: Whether tensors that do not live in the tiers are still to be detached.
+            prefix: Prefix of its names there.
+            detach: Whether tensors that are not in the tiers still have to be detached.
         """
         cache = self._copies_in(destination)
         cache.come_to(module, prefix)
@@ -252,7 +253,7 @@ class StateDicts:
 
     @contextmanager
     def copying(self, module: nn.Module, destination: Any) -> Iterator[None]:
-        """Replaces by copies what a module enters of parameters that it takes apart by itself."""
+        """Replaces with copies what a module enters for parameters that it takes apart itself."""
         found = (self.group_of.get(id(t)) for t in module.__dict__["_parameters"].values())
         groups = {id(group): group for group in found if group is not None}.values()
         if not any(group.shells for group in groups):
@@ -271,7 +272,7 @@ class StateDicts:
         Args:
             module: The module.
             state: The state dict.
-            prefix: Of its names there.
+            prefix: Prefix of its names there.
         """
         for name in [*module.__dict__["_parameters"], *module.__dict__["_buffers"]]:
             value = state.get(prefix + name)
@@ -310,11 +311,11 @@ class SaveInterceptor(Interceptor):
 
     @entrance
     def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Fills ``destination`` with copies in host memory; with ``keep_vars``, as ever."""
+        """Fills ``destination`` with copies in host memory; with ``keep_vars``, as in torch."""
         if (other := meant(self, sys._getframe(1))) is not None:
             other._save_to_state_dict(destination, prefix, keep_vars)
             return
-        # torch's own only enters them: nothing is brought to the device to be detached there
+        # torch's own only enters them: nothing is fetched to the device to be detached there
         torchs = getattr(self.inner, "__func__", None) is nn.Module._save_to_state_dict
         dicts = self.scope.wrapped.dicts
         if keep_vars:
@@ -347,7 +348,7 @@ class LoadInterceptor(Interceptor):
 
 
 class LoadAllInterceptor(Interceptor):
-    """Has blocks that their disk has lost filled with what is loaded."""
+    """Fills blocks that their disk has lost with the loaded values."""
 
     __slots__ = ()
 
@@ -355,7 +356,7 @@ class LoadAllInterceptor(Interceptor):
 
     @entrance
     def __call__(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Loads; where something does not fit, the rest is loaded first, as in torch.
+        """Loads; if something does not fit, the rest is loaded first, as in torch.
 
         Raises:
             CheckpointError: With ``assign``, before anything is loaded, if that may replace a
@@ -371,7 +372,7 @@ class LoadAllInterceptor(Interceptor):
         dicts = self.scope.wrapped.dicts
         dicts.given = given_values(self.module, state_dict)
         swaps = torch.__future__.get_swap_module_params_on_conversion()
-        try:  # tensors in the tiers cannot be swapped; copied into, they are the same afterwards
+        try:  # tensors in the tiers cannot be swapped; copying into them has the same result
             torch.__future__.set_swap_module_params_on_conversion(False)
             return outside(self.inner, state_dict, *args, **kwargs)
         finally:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def finish_changes(runtime: ModuleRuntime) -> None:
-    """Notes how far changes of gradients got that were cut short; the rest is made at next use.
+    """Notes how far interrupted changes of gradients got; the rest is done at the next use.
 
-    Before anything else is written where the gradients are.
+    Called before anything else is written to the gradients.
     """
     for group in runtime.groups:
         for unit in {id(e.unit): e.unit for e in group.entries if e.unit is not None}.values():
@@ -24,10 +24,10 @@ def finish_changes(runtime: ModuleRuntime) -> None:
 
 
 def repair_gradients(runtime: ModuleRuntime) -> None:
-    """Makes entries agree with their blocks; no backward runs.
+    """Makes entries consistent with their blocks; no backward runs.
 
-    A gradient that was being cleared, or handed out for the first time, is dropped: after a
-    backward that was cut short gradients are set to None before the next.
+    A gradient that was being cleared, or shown for the first time, is dropped: after an
+    interrupted backward gradients have to be set to None before the next.
     """
     runtime.backward.incoming.forget_backward()
     for group in runtime.groups:

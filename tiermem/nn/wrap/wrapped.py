@@ -60,18 +60,18 @@ class WrappedModel:
 
     Attributes:
         model: The module.
-        runtime: What it shares with the manager's other modules.
+        runtime: The runtime that it shares with the manager's other modules.
         groups: Its groups of parameters, then those of large buffers.
         entries: Its parameters.
         modules: Its modules, intercepted.
-        scopes: Those that have tensors in the tiers, by qualified name.
-        bypass: Takes interceptors out where its forwards need none.
-        dicts: Makes and loads its state dicts.
-        resident: The group of small buffers, which stay in HBM; None where there are none.
+        scopes: Scopes of those that have tensors in the tiers, by qualified name.
+        bypass: Removes interceptors if its forwards need none.
+        dicts: Creates and loads its state dicts.
+        resident: The group of small buffers, which stay in HBM; None if there are none.
         name: For messages.
         given_back: Whether the model has left the tiers.
-        origins: Where values come from that its tensors did not have; None where they had all.
-        inventory: What it consists of, and how it was wrapped.
+        origins: The source of values that its tensors did not have; None if they had all.
+        inventory: Its tensors and modules, and how it was wrapped.
         leaving: Ids of the tensors that :mod:`tiermem.nn.wrap.giveback` has begun to make ordinary.
     """
 
@@ -92,17 +92,17 @@ class WrappedModel:
         Args:
             model: The model.
             runtime: The modules' runtime.
-            blocks: What moves as one; see :meth:`tiermem.TierManager.wrap`.
-            number: Tells the models of one manager apart.
-            homes: Homes of modules' weights in place of the policy's, by qualified name.
+            blocks: Which modules move together; see :meth:`tiermem.TierManager.wrap`.
+            number: Distinguishes the models of one manager.
+            homes: Homes of modules' weights instead of the policy's, by qualified name.
             origins: Values that are not in the model's tensors; by default all are.
             resident: Which parameters stay in HBM; see :meth:`tiermem.TierManager.wrap`.
             training: Whether it will be trained; by default, whether it is in training mode.
 
         Raises:
-            CapacityError: If a budget cannot hold it; the model is as it was.
+            CapacityError: If a budget has no room for it; the model is not changed.
             ConfigError: If ``blocks`` or ``homes`` names no module.
-            StorageError: If a file cannot be written; the model is as it was.
+            StorageError: If a file cannot be written; the model is not changed.
         """
         self.model = model
         self.runtime = runtime
@@ -130,7 +130,7 @@ class WrappedModel:
         inventory = Inventory(
             model, blocks, params, buffers, own, resident, rate, training=training
         )
-        self.before: Originals | None = None  # what it was, until it is wrapped
+        self.before: Originals | None = None  # its former state, until it is wrapped
         runtime.models.wrapping = self
         hide_from_compiler()
         around.follow(runtime.backward.reduced)
@@ -180,7 +180,7 @@ class WrappedModel:
     # -- planning --------------------------------------------------------
 
     def _rate_up(self, params: Iterable[Found]) -> float:
-        """Returns the bytes a second at which the weights are expected to come to HBM."""
+        """Returns the expected bytes per second of copies of the weights to HBM."""
         parts = self.runtime.manager.parts
         home = parts.settings.policy.home(Role.PARAM)
         nbytes = sum(f.tensor.numel() * f.tensor.element_size() for f in params)
@@ -223,7 +223,7 @@ class WrappedModel:
         return f"{self.name}.{root.lstrip('.')}" if root else self.name
 
     def _place_small(self, plan: BlockPlan) -> Group | None:
-        """Gives the small buffers their place in HBM, where they stay."""
+        """Gives the small buffers their permanent place in HBM."""
         if not plan.small:
             return None
         shapes = [plan.inventory.shape(f) for f in plan.small]
@@ -235,7 +235,7 @@ class WrappedModel:
         return group
 
     def _stored(self, members: Sequence[Found], home: str | None) -> StoredBlock | None:
-        """Returns where files have a block that is to stay there; None for an ordinary home."""
+        """Returns where files have a block that stays there; None for an ordinary home."""
         where = home or self.runtime.manager.parts.settings.policy.home(Role.PARAM)
         if self.origins is None or where not in ("auto", "nvme"):
             return None
@@ -258,7 +258,7 @@ class WrappedModel:
         self.entries.extend(group.entries)
 
     def _add_shells(self, whole: Iterable[Found]) -> None:
-        """Enters the parameters that wrap others, in the groups that have those.
+        """Enters the parameters that wrap others, in the groups of the wrapped tensors.
 
         Raises:
             WrapError: If one has tensors in several blocks.
@@ -278,16 +278,17 @@ class WrappedModel:
                 inside[0].group.shells.append(ShellParam(found.tensor, inside, places))
 
     def _check_hbm(self, inventory: Inventory) -> None:
-        """Refuses a device budget in which the model could not run.
+        """Refuses a device budget with which the model could not run.
 
-        In evaluation, what alone is too large is left in DRAM and read there; in training that is
-        done with embeddings, which are written there as well (:mod:`tiermem.nn.wrap.inplace`).
+        In evaluation, a block that alone is too large is left in DRAM and read there; in training
+        this is done with embeddings, which are also written there (:mod:`tiermem.nn.wrap.inplace`).
 
         Args:
-            inventory: Of the model; it is told what calls hold.
+            inventory: That of the model; it is told what calls hold.
 
         Raises:
-            CapacityError: Naming the largest block of the worst moment, and the least budget.
+            CapacityError: With the largest block at the worst moment, and the smallest sufficient
+                budget.
         """
         fixed = self.runtime.manager.parts.table.fixed_nbytes()
         worst, chain = self.modules.worst_chain()
@@ -353,7 +354,7 @@ class WrappedModel:
         """Points the tensors at their blocks' placeholders and intercepts the modules."""
         self.before = self.modules.originals(self.every_group())
         self.runtime.add(self.groups)
-        # torch swaps no tensors of which there are any (a program may have had its function before)
+        # torch swaps no tensors with weak references (a program may have had its function before)
         self._unswapped = [weakref.ref(m.tensor) for group in self.groups for m in group.buffers]
         if self.resident is not None:
             self.resident.ready(self.runtime.away)
@@ -372,9 +373,9 @@ class WrappedModel:
         self._stay_for_graphs()
 
     def _stay_for_graphs(self) -> None:
-        """Keeps in HBM, if all fit, blocks of parameters that a graph from before has saved.
+        """Keeps in HBM, if all fit, blocks of parameters that an earlier graph has saved.
 
-        The graph shows whatever they point at.
+        The graph sees whatever they point at.
         """
         manager = self.runtime.manager
         for group in self.groups if manager.parts.table.all_fit else ():
@@ -384,14 +385,14 @@ class WrappedModel:
                 group.let_go()
 
     def move_apart(self, device: torch.device) -> None:
-        """Moves the buffers that are in no block: that may grow, share memory or are a script's."""
+        """Moves the buffers in no block: those that may grow, share memory, or are a script's."""
         with torch.no_grad():
             for tensor in self._apart:
                 if tensor.device != device:
                     tensor.data = tensor.data.to(device)
 
     def move_made(self, device: torch.device) -> None:
-        """Moves the buffers that forwards have made since, in whose place others were, from HBM."""
+        """Moves buffers out of HBM that forwards have since put in place of others."""
         here, managed = self.runtime.manager.parts.device, self.managed()
         moved: dict[int, torch.Tensor] = {}
         with outside_inference(), torch.no_grad():
@@ -408,10 +409,10 @@ class WrappedModel:
                         module._buffers[name] = moved[id(tensor)]
 
     def _begin_reading(self) -> None:
-        """Begins to read what has its values in files, while there is still work for the host."""
+        """Begins to read values from files while the host still has work to do."""
         order = [group.block.id for group in self.groups]
         if self.origins is not None and order:
-            # a wrap that is cut short and begun anew has other blocks: its pass is another
+            # a wrap that is interrupted and repeated has other blocks: its pass is another
             self.runtime.manager.begin_pass(("loaded", order[0]), order)
 
     @cached_property
@@ -420,7 +421,7 @@ class WrappedModel:
         return tuple(group for group in self.groups if group.resident)
 
     def note_thread(self) -> None:
-        """Notes, once several threads are seen, which of them call it; under the manager's lock."""
+        """Notes which threads call it, once there are several; under the manager's lock."""
         thread = get_ident()
         if thread not in self._threads and torch._C._current_graph_task_id() == -1:
             self._threads.add(thread)
@@ -428,12 +429,12 @@ class WrappedModel:
                 group.note_user()
 
     def managed(self) -> set[int]:
-        """Returns the ids of the tensors that live in the tiers."""
+        """Returns the ids of the tensors that are in the tiers."""
         small = self.resident.tensors() if self.resident is not None else ()
         return {*self.modules.group_of, *map(id, small)}
 
     def uninstall(self) -> None:
-        """Takes the interceptors out, and the blocks; every tensor is an ordinary one already."""
+        """Removes the interceptors and the blocks; every tensor is an ordinary one already."""
         self.bypass.end(for_good=True)
         self._unswapped.clear()
         for group in self.groups:
@@ -446,7 +447,7 @@ class WrappedModel:
         units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
         blocks = [b for u in units.values() for b in u.blocks] + [g.block for g in self.groups]
         if self.resident is not None:
-            if self.resident.holds:  # else this was cut short there
+            if self.resident.holds:  # otherwise it was interrupted there
                 self.resident.let_go()
             blocks.append(self.resident.block)
         self.runtime.remove(self.groups)
@@ -458,11 +459,11 @@ class WrappedModel:
         self.given_back = True
 
     def every_group(self) -> list[Group]:
-        """Returns its groups, and that of small buffers, which stay in HBM, where there are any."""
+        """Returns its groups, and that of small buffers, which stay in HBM, if there are any."""
         return [*self.groups, *([self.resident] if self.resident is not None else [])]
 
     def restore_sizes(self) -> None:
-        """Gives tensors their sizes back, after torch has failed to make one longer in place."""
+        """Restores tensors' sizes, after torch has failed to enlarge one in place."""
         for group in self.every_group():
             group.pointing.restore_sizes()
 
@@ -471,12 +472,12 @@ class WrappedModel:
         return {id(member.tensor) for member in self.resident.buffers} if self.resident else set()
 
     def has_views_of_buffers(self) -> bool:
-        """Whether anybody has a view of a buffer whose storage is its own, and no block's."""
+        """Whether anybody has a view of a buffer that has its own storage, not a block's."""
         small = self.resident.pointing.tensors if self.resident is not None else ()
         own = (*self._apart, *small)
         storages = [t.untyped_storage() for t in own if t.layout is torch.strided]
         counts = Counter(storage._cdata for storage in storages)
-        return any(use_count(key) > count + 1 for key, count in counts.items())  # and who asks
+        return any(use_count(key) > count + 1 for key, count in counts.items())  # and the caller
 
 
 Blocks = str | Iterable[str] | Callable[[str, nn.Module], bool]

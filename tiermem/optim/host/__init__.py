@@ -1,4 +1,4 @@
 """Steps on the host: which units, with how many threads, over which bytes.
 
-May borrow blocks from HBM and DRAM for the time of a step.
+May borrow blocks from HBM and DRAM during a step.
 """

@@ -1,7 +1,7 @@
-"""Compiles the loop behind steps on the host, in a process of its own, before anybody waits for it.
+"""Compiles the loop for steps on the host in a separate process, before it is needed.
 
-The file is kept in the user's cache folder, so this is done once on a machine. It takes seconds:
-:func:`prepare` begins it as a model is wrapped that is likely to be trained, :func:`built` waits.
+The file is kept in the user's cache folder, so this is done once per machine. It takes seconds:
+:func:`prepare` begins it when a model is wrapped that is likely to be trained, :func:`built` waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiermem.runtime.metrics.machine_profile import cache_folder
 _SOURCE = Path(__file__).with_name("exact.c")
 _FLAGS = (
     "-O3",
-    "-ffp-contract=off",  # what is fused is written as fma
+    "-ffp-contract=off",  # fused operations are written as fma
     "-fno-math-errno",
     "-fno-trapping-math",
     "-shared",
@@ -34,27 +34,27 @@ _SECONDS = 120.0
 
 
 class NoLoop(Exception):
-    """The loop cannot be had on this machine; the message says why."""
+    """The loop is not available on this machine; the message says why."""
 
 
 class _Compiling:
-    """A compiler at work.
+    """A running compiler process.
 
     Attributes:
-        pid: Of the process that has begun it.
+        pid: Id of the process that started it.
     """
 
     def __init__(self, command: list[str], made: Path, target: Path) -> None:
-        """Begins.
+        """Starts the compiler.
 
         Args:
             command: The compiler with its options.
-            made: What it writes, in a folder of its own, where its other files go as well.
-            target: Where that goes in the end.
+            made: The file that it writes, in a separate folder, where its other files go as well.
+            target: Where that file is moved in the end.
         """
         self.pid = os.getpid()
         self._name, self._made, self._target = " ".join(command[:1]), made, target
-        # in a session of its own: Ctrl-C is not meant for it
+        # in a separate session, so that Ctrl-C does not reach it
         self._process = subprocess.Popen(
             [*command, "-o", str(made), str(_SOURCE), "-lpthread", "-lm"],
             stdout=subprocess.DEVNULL,
@@ -65,7 +65,7 @@ class _Compiling:
         )
 
     def end(self) -> Path:
-        """Waits for it; returns the file. Cut short, it may be called again.
+        """Waits for it; returns the file. If interrupted, it may be called again.
 
         Raises:
             NoLoop: If it fails.
@@ -85,10 +85,10 @@ class _Compiling:
         return self._target
 
     def discard(self) -> None:
-        """Ends it; nothing of it is left behind."""
-        if self._process.poll() is None:  # else the number may be another's
+        """Kills it and removes its files."""
+        if self._process.poll() is None:  # otherwise the id may belong to another process
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # and what it has begun
+                os.killpg(self._process.pid, signal.SIGKILL)  # and its child processes
         self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
@@ -103,18 +103,18 @@ _under_way: _Compiling | None = None
 
 
 def prepare() -> None:
-    """Begins to compile where that is still to be done; returns at once, whatever comes of it."""
+    """Begins to compile if necessary; returns immediately and raises nothing."""
     global _under_way
     with _lock:
         if _of_this_process(_under_way) is None:
             try:
                 _under_way = _begin()
             except (NoLoop, OSError):
-                pass  # who asks for the loop is told
+                pass  # code that asks for the loop gets the error
 
 
 def built() -> Path:
-    """Returns the compiled file; compiles it if need be.
+    """Returns the compiled file; compiles it if necessary.
 
     Raises:
         NoLoop: If there is no compiler, or it fails.
@@ -133,7 +133,7 @@ def built() -> Path:
         except (NoLoop, OSError):
             _under_way = None
             raise
-        _under_way = None  # another folder or compiler may be asked for next
+        _under_way = None  # another folder or compiler may be requested next
         return made
 
 
@@ -148,7 +148,7 @@ def _target() -> Path:
 
 
 def _begin() -> _Compiling | None:
-    """Begins to compile; returns None where the file is there."""
+    """Begins to compile; returns None if the file exists."""
     target, (name, *options) = _target(), _compiler()
     if target.exists():
         return None
@@ -165,12 +165,12 @@ def _begin() -> _Compiling | None:
 
 
 def _of_this_process(compiling: _Compiling | None) -> _Compiling | None:
-    """Returns what this process has begun; a forked child cannot wait for its parent's."""
+    """Returns the compilation if this process began it; a forked child cannot wait for it."""
     return compiling if compiling is not None and compiling.pid == os.getpid() else None
 
 
 def _forget_lock() -> None:
-    """Makes the lock anew in a forked child, in which the thread that has it does not run."""
+    """Creates a new lock in a forked child, where the thread that holds it does not run."""
     global _lock
     _lock = threading.RLock()
 

@@ -21,24 +21,24 @@ from tiermem.optim.rules.scaling import Scaling
 from tiermem.optim.rules.separable import Make, copied, settings_of
 from tiermem.optim.units.unit import StepUnit
 
-_READS = {torch.float32, torch.bfloat16}  # in which the loop reads gradients
+_READS = {torch.float32, torch.bfloat16}  # the loop can read gradients of these dtypes
 _Plain = tuple[int, torch.dtype, torch.dtype]
 
 
 class DeviceBits:
-    """Whether steps of one optimizer on the host have the bits of the device's.
+    """Whether the host's steps of one optimizer give the same bits as the device's.
 
     Attributes:
-        reason: Why the last unit that was asked for has none; empty where it has.
+        reason: Why the last unit that was checked has no such step; empty if it has one.
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], make: Make, device: torch.device) -> None:
-        """Starts with nothing tried.
+        """Starts without results.
 
         Args:
             cls: The optimizer's class.
-            make: Makes the device's plain optimizer.
-            device: Whose bits are meant.
+            make: Creates the device's plain optimizer.
+            device: The device whose bits are compared.
         """
         self._cls = cls
         self._make = make
@@ -49,10 +49,10 @@ class DeviceBits:
         self._plain: dict[int, tuple[list[GradUnit], _Plain | str]] = {}
 
     def for_step(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
-        """Returns what a step of a unit on the host needs, with settings as they are.
+        """Returns what a step of a unit on the host needs, for the present settings.
 
         Args:
-            unit: One of the optimizer's.
+            unit: A unit of the optimizer.
             groups: Settings of the parameter groups.
         """
         found = self._of(unit, groups)
@@ -60,7 +60,7 @@ class DeviceBits:
         return None if isinstance(found, str) else found
 
     def factor(self, change: Change) -> Factor | None:
-        """Returns what a clipping multiplies gradients by; None for any other change."""
+        """Returns the factor by which a clipping multiplies; None for any other change."""
         if self._cls is torch.optim.SGD:
             return None  # it keeps first gradients, NaN's bits too, which a product changes
         if self._seen is None or self._seen[0] is not change:
@@ -71,7 +71,7 @@ class DeviceBits:
     def _of(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | str:
         gradients = unit.grad_units()
         known = self._plain.get(id(unit))
-        if known is None or known[0] != gradients:  # another optimizer may keep them otherwise
+        if known is None or known[0] != gradients:  # another optimizer may keep them differently
             known = self._plain[id(unit)] = gradients, _plainly(unit, gradients)
         plain = known[1]
         if isinstance(plain, str):
@@ -89,7 +89,7 @@ class DeviceBits:
 
 
 def _plainly(unit: StepUnit, held: Sequence[GradUnit]) -> _Plain | str:
-    """Returns group number and dtypes of what is stepped and of weights, or what is odd."""
+    """Returns group number and the dtypes of the stepped tensors and weights, or a problem."""
     numbers = {number for _, number in unit.members}
     if len(numbers) != 1 or len(unit.members) != len(unit.entries):
         return f"{unit.name!r} has parameters of several groups, or one twice"
@@ -112,17 +112,17 @@ def _plainly(unit: StepUnit, held: Sequence[GradUnit]) -> _Plain | str:
 
 
 class ShareTrial(LoopTrial):
-    """Whether a share of the host makes a loop faster.
+    """Finds out whether a share of the host makes a loop faster.
 
-    What limits is often the host's memory, which serves copies and steps, and how much that
-    bears is not known before. Bits are the same both ways, so it is tried in the loop itself.
+    The limit is often the host's memory bandwidth, which copies and steps share, and its capacity
+    is not known before. The bits are the same both ways, so it is tried in the loop itself.
     """
 
     def host_has_share(self, ticket: object) -> bool:
-        """Returns whether the host has its share in a step, and in the forward after it.
+        """Returns whether the host has a share of a step, and of the forward after it.
 
         Args:
-            ticket: Stands for the step; with the same one it counts once.
+            ticket: Identifies the step; the same ticket counts once.
         """
         return self.for_step(ticket)
 
@@ -130,12 +130,12 @@ class ShareTrial(LoopTrial):
 class Movable:
     """Moves units between host and device: the host steps where its bits are the device's.
 
-    That is decided for each step: settings whose bits are proved, gradients that await no change
-    and have no scale, no view of a weight that would have to leave HBM.
+    That is decided for each step: the settings must have proven bits, gradients must not await a
+    change or have a scale, and no weight that would have to leave HBM may have a view.
 
     Attributes:
-        trial: Finds out whether it is faster; None where that is taken for granted.
-        rates: As measured; None before.
+        trial: Finds out whether it is faster; None if that is assumed.
+        rates: The measured rates; None before.
     """
 
     def __init__(self, runtime: ModuleRuntime, make: Make) -> None:
@@ -143,7 +143,7 @@ class Movable:
 
         Args:
             runtime: The modules' runtime.
-            make: Makes the device's plain optimizer.
+            make: Creates the device's plain optimizer.
         """
         self.trial: ShareTrial | None = None
         self._runtime = runtime
@@ -157,7 +157,7 @@ class Movable:
 
         Args:
             units: New ones, some of them the host's.
-            tried: Whether it is tried that this is faster; else it is so.
+            tried: Whether a trial decides that this is faster; otherwise it is assumed.
         """
         if tried and self.trial is None:
             self.trial = ShareTrial(load=lambda: (self._runtime.names.load, self._waits))
@@ -178,13 +178,13 @@ class Movable:
         return list({id(room): room for room in found}.values())
 
     def has(self, unit: StepUnit) -> bool:
-        """Whether a unit is the host's, wherever its last step was made."""
+        """Whether a unit is assigned to the host, wherever its last step was performed."""
         if id(unit) not in self._sides:
             return unit.host is not None  # by the user's choice
         return self._wants_host() and self.has_share
 
     def may_have(self, unit: StepUnit) -> bool:
-        """Whether a unit is the host's, or would be if that had its share."""
+        """Whether a unit is assigned to the host, or would be if the host had its share."""
         return unit.host is not None or (id(unit) in self._sides and self._wants_host())
 
     def expect(self, *, helps: bool, waits: bool) -> None:
@@ -192,7 +192,7 @@ class Movable:
 
         Args:
             helps: Whether it is.
-            waits: Whether steps wait for the next forward, as a rule; that is tried by itself.
+            waits: Whether steps usually wait for the next forward; that is tried separately.
         """
         self._waits = waits
         if self.trial is not None:
@@ -200,27 +200,27 @@ class Movable:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is not being tried just now where units are stepped faster."""
+        """Whether no trial is running on where units are stepped faster."""
         return self.trial is None or self.trial.decided
 
     @property
     def has_share(self) -> bool:
-        """Whether the host has its share by now, where there are copies that it would spare."""
+        """Whether the host has its share now, if there are copies that this would save."""
         return self.trial is None or self.trial.is_on
 
     def _wants_host(self) -> bool:
-        """Whether copies are made that the host's share would spare."""
+        """Whether copies are made that the host's share would save."""
         return not self._runtime.manager.parts.table.all_fit
 
     def place_ahead(self, units: Sequence[StepUnit], groups: Sequence[dict[str, Any]]) -> str:
-        """Moves the units of a block to where their steps can be made before ``step()``.
+        """Moves the units of a block to where their steps can be performed before ``step()``.
 
         Args:
-            units: All that are to be stepped; none of them has deferred work.
+            units: All units to be stepped; none of them has deferred work.
             groups: Settings of the parameter groups.
 
         Returns:
-            ``"host"`` or ``"device"``; nothing where they are left to ``step()``.
+            ``"host"`` or ``"device"``; "" if they are left to ``step()``.
         """
         mine = [self.has(unit) for unit in units]
         if not any(mine):
@@ -245,13 +245,13 @@ class Movable:
         scaling: Scaling | None,
         ticket: object,
     ) -> None:
-        """Moves each unit to the side, host or device, where its step can be made now.
+        """Moves each unit to the side, host or device, where its step can be performed now.
 
         Args:
-            units: What is to be stepped; none of them has deferred work.
+            units: The units to be stepped; none of them has deferred work.
             groups: Settings of the parameter groups.
             scaling: What a GradScaler left to the step.
-            ticket: Stands for the step.
+            ticket: Identifies the step.
         """
         wanted = scaling is None and self._wants_host()
         wanted = wanted and (self.trial is None or self.trial.host_has_share(ticket))
@@ -260,7 +260,7 @@ class Movable:
             if found is None:
                 continue
             host, make = found
-            # first steps are the device's: state comes about in the order of the parameters
+            # the device performs first steps: state is created in the order of the parameters
             may = wanted and (self.trial is None or unit.made is not None)
             able = may and host.is_exact(self._runtime, groups)
             if able and unit.host is None:

@@ -1,12 +1,12 @@
 """Steps of torch's Adam, AdamW and SGD on the host with the bits that CUDA's kernels give.
 
-The plain optimizer is torch's own, with ``fused=True``: its state, its counters and its settings
-are kept by torch. Only the call that computes is replaced, by the loop of
-:mod:`tiermem.optim.host.loop`. That reads gradients and writes work weights in bfloat16 itself, so
-casts take no pass over memory of their own.
+The plain optimizer is torch's own, with ``fused=True``: torch keeps its state, its counters and its
+settings. Only the call that computes is replaced by the loop of :mod:`tiermem.optim.host.loop`. The
+loop reads gradients and writes work weights in bfloat16 itself, so casts need no separate pass over
+memory.
 
-Two kinds of kernels are known: ``fused=True``, and ``foreach``, which is what torch takes on a GPU
-if nothing is said. Which operations they are made of: ADR 45.
+Two kinds of kernels are known: ``fused=True``, and ``foreach``, torch's default on a GPU.
+For their operations see ADR 45.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _f32 = np.float32
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Which operations a step is made of.
+    """The operations of a step.
 
     Attributes:
         cls: The optimizer class.
-        flavour: Of the device's kernels.
-        stepped: Dtype of what is stepped and of its state.
-        weight: Dtype of weights; another one where masters are stepped.
-        flags: What of the settings chooses operations.
+        flavour: Flavour of the device's kernels.
+        stepped: Dtype of the stepped tensors and their state.
+        weight: Dtype of weights; differs if masters are stepped.
+        flags: The settings that select operations.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -77,10 +77,10 @@ def kind_of_step(
 
     Args:
         cls: The optimizer class.
-        settings: Of the parameter group, as the user has them.
-        stepped: Dtype of what is stepped.
+        settings: Settings of the parameter group, as set by the user.
+        stepped: Dtype of the stepped tensors.
         weight: Dtype of the weights.
-        device: Whose kernels are meant.
+        device: The device of the kernels.
     """
     if cls not in CLASSES:
         return f"{cls.__name__} is none of {', '.join(c.__name__ for c in CLASSES)}"
@@ -135,12 +135,12 @@ def _sgd_flags(settings: Mapping[str, Any], flavour: Flavour) -> tuple[Any, ...]
 
 @dataclass(slots=True)
 class Proven:
-    """The facts about a device that host steps of one kind need to have its bits.
+    """The facts about a device that host steps of one kind need to give its bits.
 
     Attributes:
-        flavour: Of the device's kernels.
-        nan16: Bits of what is no number in bfloat16.
-        offsets: For each beta, as float32, which reciprocal the device's powers rest on.
+        flavour: Flavour of the device's kernels.
+        nan16: Bits of NaN in bfloat16.
+        offsets: For each beta, as float32, the reciprocal that the device's powers are based on.
         numbers: What kernels derive from settings and the number of a step; the last few.
     """
 
@@ -152,12 +152,12 @@ class Proven:
 
 @dataclass(slots=True)
 class Beside:
-    """Further tensors for the loop, which torch's call does not name, of one parameter.
+    """Further tensors of one parameter for the loop, which torch's call does not pass.
 
     Attributes:
-        gradient: In its own dtype, where the one in the call is a stand-in.
-        cast: Takes the cast of the result, where there is one.
-        factor: What the gradient is multiplied by as it is read; it stays as it is.
+        gradient: In its own dtype, if the one in the call is a stand-in.
+        cast: Receives the cast of the result, if there is one.
+        factor: The gradient is multiplied by it when read, and not changed.
     """
 
     gradient: torch.Tensor | None = None
@@ -166,7 +166,7 @@ class Beside:
 
 
 class ExactCalls(TorchFunctionMode):
-    """Replaces torch's fused CPU optimizer kernels by the compiled loop, inside ``with``.
+    """Replaces torch's fused CPU optimizer kernels with the compiled loop, inside ``with``.
 
     Attributes:
         written: Addresses of the tensors elsewhere that were written.
@@ -181,10 +181,10 @@ class ExactCalls(TorchFunctionMode):
         """Stores what the loop needs; the mode is entered around the optimizer's ``step()``.
 
         Args:
-            device: What is known of the device.
-            beside: By the address of what is stepped.
-            elsewhere: Where the results go, by the address of what is stepped or of its state;
-                that stays as it is then. None for in place.
+            device: What is known about the device.
+            beside: Further tensors, by the address of the stepped tensor.
+            elsewhere: Addresses for the results, by the address of the stepped tensor or of its
+                state, which are then not changed. None for in place.
         """
         super().__init__()
         self._device = device
@@ -200,7 +200,7 @@ class ExactCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls ``func``; one of those kernels is run by the loop, whole or not at all."""
+        """Calls ``func``; the loop runs these kernels instead, completely or not at all."""
         rows_of = self._calls.get(func)
         if rows_of is None:
             return func(*args, **(kwargs or {}))
@@ -210,14 +210,15 @@ class ExactCalls(TorchFunctionMode):
     def step(
         self, optimizer: torch.optim.Optimizer, run: Callable[[torch.optim.Optimizer], None]
     ) -> None:
-        """Makes a step of an optimizer.
+        """Performs a step of an optimizer.
 
-        That of Adam and AdamW is made without the Python that torch has around its kernel, which
-        takes ten times as long as to begin the loop, from the thread that launches the device's.
+        For Adam and AdamW this bypasses the Python code that torch runs around its kernel, which
+        takes ten times as long as starting the loop, in the thread that launches the device's
+        kernels.
 
         Args:
             optimizer: A plain one with ``fused=True``.
-            run: Makes any other step, inside this mode.
+            run: Performs any other step, inside this mode.
         """
         rows = self._rows_of(optimizer) if type(optimizer) in _ADAMS else None
         if rows is not None:
@@ -227,7 +228,7 @@ class ExactCalls(TorchFunctionMode):
             run(optimizer)
 
     def _rows_of(self, optimizer: torch.optim.Optimizer) -> list[Row] | None:
-        """Begins a step of Adam or AdamW; returns None if it is not known what that does."""
+        """Begins a step of Adam or AdamW; returns None if the class's behaviour is not known."""
         cls = type(optimizer)
         if not is_bare(optimizer) or not all(map(is_torchs, (cls.step, cls._init_group))):  # type: ignore[attr-defined]
             return None
@@ -238,7 +239,7 @@ class ExactCalls(TorchFunctionMode):
             params = [param for param in group["params"] if param.grad is not None]
             states = [optimizer.state.get(param) for param in params]
             if not all(states) or group["differentiable"] or group["capturable"]:
-                return None  # state is made by torch
+                return None  # torch creates the state
             calls.append((params, states, group))
         rows: list[Row] = []
         for params, states, group in calls:
@@ -288,7 +289,7 @@ class ExactCalls(TorchFunctionMode):
     def _numbers(
         self, settings: Mapping[str, Any], step: float, *, decoupled: bool
     ) -> tuple[bool, list[float]]:
-        """Returns what kernels derive from settings, which all units of a step have in common."""
+        """Returns what kernels derive from settings, common to all units of a step."""
         known = self._device.numbers
         key = (step, decoupled, _bits_of(*(settings[name] for name in _ADAM_NUMBERS)))
         found = known.get(key)
@@ -303,7 +304,7 @@ class ExactCalls(TorchFunctionMode):
     def _fused_numbers(
         self, settings: Mapping[str, Any], step: float, *, decoupled: bool
     ) -> tuple[bool, list[float]]:
-        """Returns the numbers that the kernel derives from settings first, all in float32."""
+        """Returns the numbers that the kernel first derives from settings, all in float32."""
         lr, eps, decay = (_f32(settings[name]) for name in ("lr", "eps", "weight_decay"))
         betas = [_f32(settings[name]) for name in ("beta1", "beta2")]
         with np.errstate(all="ignore"):
@@ -362,10 +363,10 @@ class ExactCalls(TorchFunctionMode):
         return row
 
     def _target(self, tensor: torch.Tensor | None) -> int | None:
-        """Returns where the results for a tensor go.
+        """Returns the address for the results of a tensor.
 
         Raises:
-            RuntimeError: If there is no such place (new state); nothing is stepped then.
+            RuntimeError: If there is none (new state); nothing is stepped then.
         """
         address = _address(tensor)
         if address is None or self._elsewhere is None or not tensor.numel():  # type: ignore[union-attr]
@@ -385,10 +386,10 @@ def _refuse_scale(settings: Mapping[str, Any]) -> None:
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
-    """Returns where a tensor begins.
+    """Returns the address of a tensor.
 
     Raises:
-        RuntimeError: If its elements do not lie in their order; nothing is stepped then.
+        RuntimeError: If its elements are not contiguous; nothing is stepped then.
     """
     if tensor is None:
         return None

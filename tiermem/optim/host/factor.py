@@ -1,4 +1,4 @@
-"""The factor of a clipping on its way to the host: the thread that steps there waits for it."""
+"""The factor of a clipping, copied to the host: the thread that steps there waits for it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from tiermem.runtime.base.functorch import outside_inference
 
 
 class Factor:
-    """What gradients are multiplied by; the device may still have to compute it.
+    """A factor for gradients, which the device may still have to compute.
 
-    Its copy to the host is submitted at once: what is submitted later does not delay it, and the
-    thread that submits does not wait.
+    Its copy to the host is submitted immediately, so that later work does not delay it, and the
+    submitting thread does not wait.
 
     Attributes:
-        dtype: Of the factor.
+        dtype: Dtype of the factor.
     """
 
     __slots__ = ("_event", "_here", "dtype")
 
     def __init__(self, by: torch.Tensor) -> None:
-        """Asks for a factor.
+        """Submits the copy of a factor.
 
         Args:
             by: One element, computed in the current stream.
@@ -36,7 +36,7 @@ class Factor:
                 self._event.record(torch.cuda.current_stream(by.device))
 
     def value(self) -> float:
-        """Returns it; waits for the device."""
+        """Returns the factor; waits for the device."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._here)

@@ -1,4 +1,4 @@
-"""torch's fused CPU kernels, where an optimizer class has one and its user chose nothing else."""
+"""torch's fused CPU kernels, if an optimizer class has one and its user set nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tiermem.optim.rules.separable import Make, ready
 
 
 def with_fused(make: Make) -> Make:
-    """Returns a maker of the same optimizer with torch's fused CPU kernel, where there is one.
+    """Returns a maker of the same optimizer with torch's fused CPU kernel, if there is one.
 
-    A user's own choice of ``foreach`` or ``fused`` stands. These kernels take no complex tensors.
+    A user's own setting of ``foreach`` or ``fused`` is kept. These kernels take no complex tensors.
     """
 
     def fused(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -34,8 +34,8 @@ def with_fused(make: Make) -> Make:
         if chosen or "fused" not in settings:
             return make
         run_unseen(ready(fused([{"params": [probe]}])))
-    except Exception as error:  # no such kernel for these settings: the class decides itself
+    except Exception as error:  # no such kernel for these settings: the class chooses
         if OUTSIDE not in error.__dict__:
-            raise  # a signal handler's, at a line of tiermem's
+            raise  # raised by a signal handler in tiermem's code
         return make
     return fused

@@ -1,4 +1,4 @@
-"""One step on the host: what it has borrowed, where its results go, and how far it is."""
+"""One step on the host: what it has borrowed, where its results go, and its progress."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from tiermem.transfer.copy import Event
 
 @dataclass(slots=True, eq=False)
 class StepGradients:
-    """The gradients that one step uses, and what they await.
+    """The gradients of one step, and the changes that they await.
 
     Attributes:
         stored: Entries whose gradients are in the tiers.
         loose: The other gradients, by the id of the parameter.
-        changes: What gradients of each block await. It stays pending, for other steps of gradients
-            of the block.
+        changes: The changes that gradients of each block await. They remain pending for other steps
+            with gradients of the block.
         scaling: What a GradScaler left to the step.
-        factors: What a step with the device's bits multiplies them by as it reads them, if
-            anything: what they await, which is not made to them.
-        made: Copies of the changes, for the step's thread, by the id of the block: they know of
-            which gradients they were made to, in what was read from files in the last try.
+        factors: Factors by which a step with the device's bits multiplies gradients as it reads
+            them:
+            changes that are not made to the gradients themselves.
+        made: Copies of the changes, for the step's thread, by the id of the block: they record
+            which gradients have been changed, in what the last try read from files.
     """
 
     stored: list[Entry]
@@ -45,7 +46,7 @@ class StepGradients:
 
     @property
     def factor(self) -> float:
-        """What a step with the device's bits multiplies them by; waits for the device."""
+        """The factor for gradients in a step with the device's bits; waits for the device."""
         return self.factors[0].value() if self.factors else 1.0
 
     def units(self) -> list[GradUnit]:
@@ -58,7 +59,7 @@ class StepGradients:
 
         Args:
             found: The gradients, by the id of the parameter.
-            files: Ids of the blocks that are in files: each try reads those anew, unchanged.
+            files: Ids of the blocks that are in files: each try reads those again, unchanged.
         """
         for u, changes in self.changes:
             mine = {id(e): found[id(e.param)] for e in self.stored if e.unit is u}
@@ -68,7 +69,7 @@ class StepGradients:
                 change.make(mine)
 
     def show(self, views: dict[int, list[torch.Tensor]], files: Container[int]) -> None:
-        """Shows in the stand-ins the changes that were made in DRAM."""
+        """Updates the stand-ins with the changes that were made in DRAM."""
         for u, _ in self.changes:
             if u.block.id in self.made and u.block.id not in files:
                 for entry in self.stored:
@@ -76,11 +77,11 @@ class StepGradients:
                         refresh(entry.lazy, views[u.block.id][entry.unit_index])
 
     def note_made(self, files: Container[int], written: Container[int]) -> None:
-        """Takes over which gradients have had their changes; what none awaits any more is done.
+        """Records which gradients were changed; a change that no gradient awaits is done.
 
         Args:
             files: Ids of the blocks that are in files.
-            written: Ids of those that went home, with the changes.
+            written: Ids of those that were written home, with the changes.
         """
         for u, changes in self.changes:
             if u.block.id in written or u.block.id not in files:
@@ -91,12 +92,12 @@ class StepGradients:
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """The blocks of one step that are at home in files, on their way to DRAM and back.
+    """The blocks of one step whose homes are in files, while they are in DRAM or in transfer.
 
     Attributes:
-        stage: Brings them.
-        load: They.
-        order: The load, asked for.
+        stage: The staging memory.
+        load: The blocks.
+        order: The order for the load.
     """
 
     stage: HostStage
@@ -104,7 +105,7 @@ class Staged:
     order: Order | None = None
 
     def bring(self, views: dict[int, list[torch.Tensor]]) -> None:
-        """Waits until they are there, and enters their tensors by the ids of the blocks."""
+        """Waits until they have been read, and adds their tensors by the ids of the blocks."""
         if self.order is not None:
             for block_id, cargo in self.stage.bring(self.order).items():
                 views[block_id] = cargo.views
@@ -126,21 +127,21 @@ class Job:
     """One step of one unit on the host.
 
     Attributes:
-        gradients: What it steps by.
-        blocks: What was lent, the weights last.
+        gradients: The gradients of the step.
+        blocks: The lent blocks, the weights last.
         views: Their tensors, by id; those of files once they are staged.
-        events: To be waited for before anything is touched.
+        events: Events to wait for before any memory is accessed.
         follows: Whether the weights may have been written since the last step.
-        proven: What a step with the device's bits needs; None where torch's CPU kernel makes it.
-        staged: The blocks whose home is a file; None where no home is.
+        proven: What a step with the device's bits needs; None if torch's CPU kernel performs it.
+        staged: The blocks whose home is a file; None if there are none.
         written: Ids of the blocks that were changed.
-        renewed: First tensors of the state that the class made anew; views are of the old.
-        computed: Whether the step is made; it may still have to go home.
-        broken: Whether it is to be begun, or begun anew: its failure was reported.
+        renewed: First tensors of the state that the class created anew; views show the old ones.
+        computed: Whether the step has been computed; it may still have to be written home.
+        broken: Whether it has to be begun (again): its failure was reported.
         returned: Whether the blocks were given back.
-        future: Its end in the thread.
-        elsewhere: Where results go, by the id of the block, if what was lent shall stay as it is.
-        spare: Which tensors of the weights it has to bring there, if no step writes them.
+        future: Its future in the thread.
+        elsewhere: Where results go, by the id of the block, if the lent blocks must not change.
+        spare: Which tensors of the weights it has to copy there, if no step writes them.
     """
 
     gradients: StepGradients
@@ -160,7 +161,7 @@ class Job:
     spare: set[int] = field(default_factory=set)
 
     def announce(self) -> None:
-        """Announces the blocks in files: they are read ahead, and stay until used."""
+        """Announces the blocks in files: they are read ahead, and stay until they are used."""
         staged = self.staged
         if staged is None:
             return
@@ -180,29 +181,29 @@ class Job:
         for entry in gradients.stored:
             if entry.unit is not None:
                 found[id(entry.param)] = self.views[entry.unit.block.id][entry.unit_index]
-        if gradients.changes and self.proven is None:  # else the loop knows their factor
+        if gradients.changes and self.proven is None:  # otherwise the loop gets their factor
             gradients.make_changes(found, self.in_files())
         return found
 
     def succeeded(self) -> bool:
-        """Whether it is over, and well."""
+        """Whether it has ended without an error."""
         if self.future is None or not self.future.done() or not self.computed:
             return False
         return self.staged is None or self.staged.stage.at_home(self.staged.load.blocks)
 
     def failed(self) -> bool:
-        """Whether the step was tried and could not be made."""
+        """Whether the step was tried and has failed."""
         if self.future is None or not self.future.done() or self.future.cancelled():
             return False
         return not self.computed and self.future.exception() is not None
 
     def finish(self) -> None:
-        """Waits until its thread has made it, well or not."""
+        """Waits until its thread has performed it, with or without an error."""
         if self.future is not None:
             futures.wait([self.future])
 
     def wait(self) -> None:
-        """Waits until it is over, well or not; its blocks are not used any more."""
+        """Waits until it has ended; its blocks are not used any more."""
         if self.future is not None and not self.future.cancel():
             self.future.exception()
 
@@ -211,7 +212,7 @@ class Job:
         self.broken = self.future is None or self.future.exception() is not None
 
     def targets(self) -> dict[int, int] | None:
-        """Returns the addresses of results by those of what they follow from; None for in place."""
+        """Returns the addresses of results by those of their sources; None for in place."""
         if not self.elsewhere:
             return None
         pairs = [

@@ -1,8 +1,8 @@
 """The compiled loop behind steps on the host that have the device's bits (``exact.c``).
 
-It is compiled with the machine's C compiler (:mod:`tiermem.optim.host.build`). Nothing needs it:
-where it cannot be had, :func:`library` says why, and steps are made elsewhere. The loop has threads
-of its own, and releases the GIL.
+It is compiled with the machine's C compiler (:mod:`tiermem.optim.host.build`). It is optional:
+if it is not available, :func:`library` says why, and steps are performed elsewhere. The loop has
+its own threads, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Row(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """Returns the loop, or why it cannot be had; compiles it if need be, which takes seconds."""
+    """Returns the loop, or why there is none; compiles it if necessary, which takes seconds."""
     try:
         found = ctypes.CDLL(str(built()))
     except (NoLoop, OSError) as error:
@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL | str:
 
 
 class _Teams:
-    """Threads of the loop, by their number; made when first used, in this process."""
+    """Threads of the loop, by their number; created when first used, in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,7 +81,7 @@ class _Teams:
         self._teams = {}
 
     def run(self, rows: ctypes.Array[Row], threads: int) -> None:
-        """Makes steps; the calling thread works too."""
+        """Performs steps; the calling thread works, too."""
         loop = library()
         if isinstance(loop, str):
             raise NoLoop(loop)
@@ -99,27 +99,27 @@ _teams = _Teams()
 
 
 def make_steps(rows: Sequence[Row]) -> None:
-    """Makes the steps of some tensors, with as many threads as torch would use here.
+    """Performs the steps of some tensors, with as many threads as torch would use here.
 
     Args:
-        rows: What is to be done; whatever they point at stays where it is meanwhile. No two
-            have memory in common.
+        rows: The steps; the memory that they refer to must not move meanwhile. No two
+            may have memory in common.
 
     Raises:
-        NoLoop: If the loop cannot be had; nothing is stepped.
+        NoLoop: If the loop is not available; nothing is stepped.
     """
     if rows:
         _teams.run((Row * len(rows))(*rows), torch.get_num_threads())
 
 
 def power(base: float, exponent: float, off: int) -> float:
-    """Returns a power as CUDA's ``powf`` has it.
+    """Returns a power as CUDA's ``powf`` computes it.
 
     Args:
         base: At least 0 and less than 1, a float32.
         exponent: At least 1, a float32.
-        off: By how many units in the last place the device's approximate reciprocal, on which it
-            rests, is off: -1, 0 or 1.
+        off: By how many units in the last place the device's approximate reciprocal, on which the
+            power is based, is off: -1, 0 or 1.
     """
     loop = library()
     if isinstance(loop, str):

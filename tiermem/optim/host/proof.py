@@ -1,9 +1,9 @@
-"""Whether steps on the host have this device's bits: both are tried, on values of all sizes.
+"""Tests whether steps on the host have the device's bits, on values of all sizes.
 
-What kernels are made of was read in some versions of torch for some GPUs. Here it is decided:
-the device makes steps of a class with the user's settings, the host makes the same ones, and where
+The kernels' operations were read in some versions of torch for some GPUs. Here it is tested:
+the device performs steps of a class with the user's settings, the host performs the same, and if
 a single bit differs, nothing of that kind is stepped on the host. It takes some milliseconds, once
-for a kind.
+per kind.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _STEPS = (0, 1, 2, 9, 99, 999, 9999, 123455)
 _SIZES = (16384, 16381)  # whole vectors of the kernels, and not
 _ROUNDS = 3
 _FACTOR = 0.37
-"""What gradients are multiplied by in one more round, as a clipping does."""
+"""Factor for gradients in one more round, as in a clipping."""
 _COUNTS = (*range(1, 193), *(round(200 * 1.15**n) for n in range(64)))
-_FEW = 4  # elements to each of these
+_FEW = 4  # this many elements for each of these
 _MOST_BETAS = 16
-"""Most pairs of betas tried on a device; a schedule that changes them each step is left to the
-device, as trying one waits for it."""
+"""Maximal number of pairs of betas tried on a device; a schedule that changes them in each step
+is left to the device, as each trial waits for it."""
 
 _kinds: dict[tuple[Kind, str], bool | str] = {}
 _nans: dict[str, int] = {}
@@ -40,7 +40,7 @@ _offsets: dict[tuple[str, tuple[float, ...]], dict[float, int] | None] = {}
 
 
 def forget() -> None:
-    """Clears the results, so that every kind is tried anew."""
+    """Clears the results, so that every kind is tried again."""
     _kinds.clear()
     _offsets.clear()
 
@@ -48,13 +48,13 @@ def forget() -> None:
 def prove(
     kind: Kind, settings: Mapping[str, Any], make: Make, device: torch.device
 ) -> Proven | str:
-    """Returns what the host's steps of a kind need, or why they are not the device's.
+    """Returns what the host's steps of a kind need, or why their bits differ from the device's.
 
     Args:
-        kind: What the steps are made of.
-        settings: Of the parameter group.
-        make: Makes the plain optimizer.
-        device: Whose bits are meant.
+        kind: The operations of the steps.
+        settings: Settings of the parameter group.
+        make: Creates the plain optimizer.
+        device: The device.
     """
     loop = library()
     if isinstance(loop, str):
@@ -82,7 +82,7 @@ def _name(device: torch.device) -> str:
 
 
 def _nan16(device: torch.device, name: str) -> int:
-    """Returns the bits that a device gives NaN in bfloat16."""
+    """Returns the bits of a device's NaN in bfloat16."""
     if name not in _nans:
         found = torch.full((1,), float("nan"), dtype=torch.float32, device=device)
         found = found.to(torch.bfloat16)
@@ -97,7 +97,7 @@ def _captures(device: torch.device) -> bool:
 def _try(
     kind: Kind, settings: Mapping[str, Any], make: Make, device: torch.device, proven: Proven
 ) -> bool | str:
-    """Makes steps on both sides; returns what differs, or True."""
+    """Performs steps on both sides; returns what differs, or True."""
     source = torch.Generator().manual_seed(1)
     sizes = [_SIZES[number % 2] for number in range(len(_STEPS))]
     mine = [nn.Parameter(_values(size, kind.stepped, source)) for size in sizes]
@@ -125,7 +125,7 @@ def _try(
                     f"step {step + 1} of {kind.cls.__name__} ({kind.flavour}) on "
                     f"{_name(device)} with torch {torch.__version__} gives other bits: {found}"
                 )
-    except Exception as error:  # whatever a version of torch says to settings of another one
+    except Exception as error:  # whatever a torch version raises for settings of another one
         return f"steps to compare cannot be made: {type(error).__name__}: {error}"
     return True
 
@@ -153,20 +153,20 @@ def step_exactly(
     target: torch.Tensor,
     proven: Proven,
 ) -> None:
-    """Makes a step of one parameter on the host by the loop.
+    """Performs a step of one parameter on the host with the loop.
 
     Args:
         optimizer: Steps it.
-        param: In host memory.
+        param: The parameter, in host memory.
         gradient: Its gradient, in its own dtype.
-        target: Takes the cast of the result, where its dtype is another.
-        proven: What is known of the device.
+        target: Receives the cast of the result, if its dtype differs.
+        proven: What is known about the device.
     """
     _step_here(optimizer, [param], [gradient], [target], proven)
 
 
 def stand_in(param: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient that takes no memory, where the loop is given the real one."""
+    """Returns a gradient that takes no memory, for use when the loop gets the real one."""
     return torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
 
 
@@ -177,7 +177,7 @@ def _give_state(
     theirs: Sequence[nn.Parameter],
     source: torch.Generator,
 ) -> None:
-    """Gives Adam's parameters states after many different numbers of steps."""
+    """Gives Adam's parameters states as after many different numbers of steps."""
     amsgrad, fused = there.param_groups[0]["amsgrad"], there.param_groups[0].get("fused")
     for own, other, step in zip(mine, theirs, _STEPS, strict=True):
         keys = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])]
@@ -198,7 +198,7 @@ def _differing(
     theirs: Sequence[nn.Parameter],
     casts: Sequence[torch.Tensor],
 ) -> str:
-    """Returns how many elements of what differ, or nothing."""
+    """Returns a text with the number of differing elements, or ""."""
     counts: dict[str, int] = {}
     for own, other, cast in zip(mine, theirs, casts, strict=True):
         pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [("weights", own, other)]
@@ -237,10 +237,10 @@ def _values(count: int, dtype: torch.dtype, source: torch.Generator) -> torch.Te
 def _offsets_of(
     betas: tuple[float, ...], device: torch.device, name: str
 ) -> dict[float, int] | None:
-    """Finds the reciprocals on which the device's powers of betas rest.
+    """Finds the reciprocals on which the device's powers of betas are based.
 
     Returns:
-        By beta, as float32; None where no candidate gives the bits of fused Adam's steps.
+        By beta, as float32; None if no candidate gives the bits of fused Adam's steps.
     """
     if (name, betas) not in _offsets:
         if sum(key[0] == name for key in _offsets) >= _MOST_BETAS or _captures(device):
@@ -267,7 +267,7 @@ def _find_offsets(betas: tuple[float, ...], device: torch.device) -> dict[float,
 
 
 def _by_kernel(tensors: Sequence[torch.Tensor], betas: tuple[float, ...]) -> list[torch.Tensor]:
-    """Makes fused Adam's step of many ages by one call."""
+    """Performs fused Adam's step at many step numbers with one call."""
     device = tensors[0].device
     steps = list(torch.tensor(_COUNTS, dtype=torch.float32, device="cpu").to(device).unbind())
     param, grad, first, second = (list(t.split(_FEW)) for t in tensors)

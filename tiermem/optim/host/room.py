@@ -13,25 +13,25 @@ from tiermem.runtime.services.host_staging import HostStage, Load
 
 
 class HostRoom:
-    """Staging for blocks at home in files, and scratch for what may have to be taken back.
+    """Staging for blocks in files, and scratch memory for undoing a step.
 
-    The optimizer whose units use it owns it: a repair frees one that no unit uses.
+    It belongs to the optimizer whose units use it: a repair frees one that no unit uses.
 
     Attributes:
-        stage: Brings what is at home in files; None where nothing is.
-        scratch: Memory for what a step that fails takes back, 1-D uint8; None where none can.
+        stage: The staging of blocks in files; None if there are none.
+        scratch: Memory for undoing a step that fails, 1-D uint8; None if no step can fail half way.
     """
 
     def __init__(self, manager: BlockManager, loads: Sequence[Load], undone: int) -> None:
-        """Reserves it.
+        """Reserves the memory.
 
         Args:
-            manager: Whose blocks are stepped.
-            loads: What each unit has at home in files, in the order of the steps.
-            undone: Most bytes that one step may have to take back.
+            manager: The manager of the blocks.
+            loads: The blocks in files of each unit, in the order of the steps.
+            undone: Maximal bytes that one step may have to undo.
 
         Raises:
-            CapacityError: If the DRAM budget does not hold it; nothing is reserved then.
+            CapacityError: If the DRAM budget has no room for it; nothing is reserved then.
         """
         self._homes = manager.parts.homes
         self._places: list[tuple[Tier, Extent]] = []
@@ -51,12 +51,12 @@ class HostRoom:
             raise
 
     def close(self) -> None:
-        """Frees the DRAM; no step is under way, and none begins in it any more."""
+        """Frees the DRAM; no step is in progress, and none will use it."""
         if self.stage is not None:
             self.stage.close()
         while self._places:
             self._homes.release(*self._places.pop())
 
     def owned(self) -> list[tuple[Tier, Extent]]:
-        """Returns the memory that it has."""
+        """Returns the memory that it occupies."""
         return [*self._places, *(self.stage.owned() if self.stage is not None else ())]

@@ -1,4 +1,4 @@
-"""Which part of an optimizer step the host makes, so that host and device finish together."""
+"""Which part of an optimizer step the host performs, so that both sides end together."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Speeds:
 
 
 def choose_host(elements: Sequence[int], speeds: Speeds) -> list[bool]:
-    """Shares pieces of work out between host and device.
+    """Divides pieces of work between host and device.
 
-    Each piece in turn goes to the side that would have it done sooner. Both sides then work
-    along the order of use, and the later one ends at most one piece after the earlier.
+    Each piece in turn is assigned to the side that would finish it sooner. Both sides then work
+    in the order of use, and the later one ends at most one piece after the earlier.
 
     Args:
         elements: Sizes of the pieces, in the order in which they are needed.
-        speeds: Of the two sides.
+        speeds: Speeds of the two sides.
 
     Returns:
         For each piece whether the host has it.
@@ -57,11 +57,11 @@ def choose_host(elements: Sequence[int], speeds: Speeds) -> list[bool]:
 
 
 def choose_share(elements: Sequence[int], share: float) -> list[bool]:
-    """Gives the host a share of the elements, in pieces that lie evenly over the order of use.
+    """Assigns the host a share of the elements, in pieces spread evenly over the order of use.
 
     Args:
         elements: Sizes of the pieces, in the order in which they are needed.
-        share: Of the elements, 0 to 1; met to within half of the largest piece.
+        share: Share of the elements, 0 to 1; reached within half of the largest piece.
 
     Returns:
         For each piece whether the host has it.
@@ -88,18 +88,18 @@ def measure(
     """Measures both sides on a tensor of a million elements; takes some ten milliseconds.
 
     Args:
-        host: Makes the host's optimizer.
-        make: Makes the device's.
-        device: Where that steps.
+        host: Creates the host's optimizer.
+        make: Creates the device's.
+        device: The device of the latter.
         weight: Dtype of weights and gradients.
-        stepped: Dtype of what is stepped.
-        kept: Bytes of state and masters per element, which go up and come down.
+        stepped: Dtype of the stepped tensors.
+        kept: Bytes of state and masters per element, which are copied both ways.
         proven: What host steps with the device's bits need; None for torch's CPU kernels.
     """
     on_host = _seconds(host, torch.device("cpu"), weight, stepped, proven)
     on_device = _seconds(make, device, weight, stepped)
     if device.type == "cuda":
-        # up and down go on at once, beside the compute: the slowest of the three counts
+        # copies in both directions and compute overlap: the slowest of the three counts
         on_device = max(on_device, _copy_seconds(device, _ELEMENTS * (kept + weight.itemsize)))
     return Speeds(on_host / _ELEMENTS, on_device / _ELEMENTS)
 
@@ -111,7 +111,7 @@ def _seconds(
     stepped: torch.dtype,
     proven: Proven | None = None,
 ) -> float:
-    """Returns the shortest time of a step with the casts that belong to it."""
+    """Returns the shortest time of a step with its casts."""
     param = nn.Parameter(torch.zeros(_ELEMENTS, dtype=stepped, device=device))
     gradient = torch.zeros(_ELEMENTS, dtype=weight, device=device)
     target = torch.empty_like(gradient)

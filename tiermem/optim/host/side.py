@@ -1,14 +1,15 @@
 """Steps on the host: torch's own CPU optimizers over the homes in DRAM and staged files.
 
-Gradient, state and masters stay where they are at home, or come from their files into staging in
-DRAM and go back, and only the new weights go up, when they are next used. A unit's step runs in a
-thread of its own, inside torch's kernels and so without the GIL; an access to one of its blocks
-waits for it first. It happens whole or not at all; one that failed is made again when asked for.
+Gradient, state and masters stay in their DRAM homes, or are read from files into staging in
+DRAM and written back; only the new weights are copied to HBM, when they are next used. A unit's
+step runs in another thread, inside torch's kernels and so without the GIL; an access to one of its
+blocks waits for it first. It is performed completely or not at all; a failed one is repeated on
+request.
 
-Where that is proved (:mod:`tiermem.optim.host.proof`), the arithmetic is the device's, bit for bit.
-Else it is torch's on the CPU, which rounds differently from the same class on a device (the order
-of operations); it is the same then, bit for bit, as the class stepped on the CPU with the same
-settings.
+If that is proven (:mod:`tiermem.optim.host.proof`), the arithmetic is the device's, bit for bit.
+Otherwise it is torch's on the CPU, which rounds differently from the same class on a device (the
+order of operations); then it is the same, bit for bit, as the class stepped on the CPU with the
+same settings.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def rooms_of(units: Sequence[StepUnit]) -> list[HostRoom]:
 
 
 def side_of(unit: StepUnit) -> HostSide | None:
-    """Returns the :class:`HostSide` of a unit; None where the device steps it."""
+    """Returns the :class:`HostSide` of a unit; None if the device steps it."""
     found = unit.host
     return found if isinstance(found, HostSide) else None
 
@@ -62,11 +63,11 @@ class Bits(Protocol):
     """Decides which steps on the host have the device's bits."""
 
     def for_step(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> Proven | None:
-        """Returns what such a step of a unit needs, with settings as they are."""
+        """Returns what such a step of a unit needs, for the present settings."""
         ...
 
     def factor(self, change: Change) -> Factor | None:
-        """Returns what a change multiplies gradients by; None where it does anything else."""
+        """Returns the factor by which a change multiplies; None if it does anything else."""
         ...
 
 
@@ -75,13 +76,13 @@ class HostSide:
 
     Attributes:
         unit: The unit.
-        room: What the steps of its optimizer have in DRAM; no step is under way when it changes.
-        only_exact: Whether it makes no step that has not the device's bits.
-        update: Makes the steps, in the thread.
+        room: The DRAM of its optimizer's steps; no step is in progress when it changes.
+        only_exact: Whether it only performs steps that have the device's bits.
+        update: Performs the steps, in the thread.
     """
 
     def __init__(self, unit: StepUnit, bits: Bits) -> None:
-        """Gives a unit, whose blocks are all at home below HBM, what its optimizer works on.
+        """Creates the host's parameters for a unit, all of whose blocks have homes below HBM.
 
         Args:
             unit: The unit.
@@ -95,17 +96,17 @@ class HostSide:
 
     @property
     def stage(self) -> HostStage | None:
-        """Brings what is at home in files; None where nothing is."""
+        """The staging of blocks in files; None if there are none."""
         return None if self.room is None else self.room.stage
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns the host's parameter for a model's, and any that is not of the unit as it is."""
+        """Returns the host's parameter for a model's; one that is not in the unit is returned."""
         return self.update.owns.get(id(param), param)
 
     # -- begun under the manager's lock ----------------------------------
 
     def prepare(self, runtime: ModuleRuntime) -> None:
-        """Prepares a step, or raises where there cannot be one.
+        """Prepares a step.
 
         Raises:
             StepError: If there are aliases of the weights in HBM, which have to leave it.
@@ -119,7 +120,7 @@ class HostSide:
         for u in unit.grad_units():
             of_file = runtime.manager.parts.table[u.block.id].home is Tier.NVME
             if u.pending and of_file and any(is_viewed(e.lazy) for e in u.entries):
-                runtime.grads.open(u)  # its change is to be seen
+                runtime.grads.open(u)  # its change must be applied
                 runtime.manager.release(u.block)
         taken = self.taken(runtime)
         if taken:
@@ -134,16 +135,16 @@ class HostSide:
         for entry in self.unit.entries:
             if entry.materialized:
                 return entry.name
-        if self.unit.group is not None:  # weights looked at since the last pass: none is saved now
+        if self.unit.group is not None:  # accessed since the last pass: none is saved now
             runtime.away.end_between(self.unit.group)
         return runtime.manager.host_loans.can_lend(self._blocks())
 
     def is_exact(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a step can be made here now with the same bits as on the device.
+        """Whether a step can be performed here now with the same bits as on the device.
 
-        That is one whose bits are proved, of gradients that are in the tiers and await no change
-        but one factor (the host would round that otherwise), while no weight that would have to
-        leave HBM has a view.
+        That requires a step whose bits are proven, with gradients that are in the tiers and await
+        no change except one factor (the host would round that differently), while no weight that
+        would have to leave HBM has a view.
 
         Args:
             runtime: The modules' runtime.
@@ -163,10 +164,10 @@ class HostSide:
             return not self.taken(runtime)
 
     def _factors(self, units: Sequence[GradUnit]) -> tuple[Factor, ...] | None:
-        """Returns the factor that all gradients await, if any; None where they await more.
+        """Returns the factor that all gradients await, if any; None if they await more.
 
-        The device rounds each of two products, and torch casts a factor of another dtype than the
-        gradients' in more than one way. What is proved are gradients in the weights' dtype.
+        The device rounds each of two products, and torch casts a factor with another dtype than the
+        gradients' in more than one way. Only gradients in the weights' dtype are proven.
         """
         found = {self._factors_of(u) for u in units}
         return None if len(found) > 1 else (found or {()}).pop()
@@ -174,7 +175,7 @@ class HostSide:
     def _factors_of(self, unit: GradUnit) -> tuple[Factor, ...] | None:
         there = [entry for entry in unit.entries if entry.has_grad]
         dtypes = {unit.block.tensors[entry.unit_index].dtype for entry in there}
-        dtypes |= {entry.param.dtype for entry in there}  # products of no others are proved
+        dtypes |= {entry.param.dtype for entry in there}  # products of other dtypes are not proven
         alone = len(unit.pending) == 1
         found: list[Factor] = []
         for pending in unit.pending:
@@ -183,14 +184,14 @@ class HostSide:
                 return None
             fits = dtypes == {factor.dtype} and pending.is_due_to(there)
             if not (alone and fits) and factor.value() == 1:
-                continue  # asked only where that matters: it waits for the device
+                continue  # checked only where it matters, as it waits for the device
             if not fits or found:
                 return None
             found.append(factor)
         return tuple(found)
 
     def _all_or_none(self) -> bool:
-        """Whether parameters that are stepped all have state, or none has.
+        """Whether either all stepped parameters have state, or none has.
 
         torch's fused SGD has no rule for a mixture; such a step is left to the device.
         """
@@ -200,10 +201,11 @@ class HostSide:
         return all(have) or not any(have)
 
     def may_be_ahead(self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether a step can be made here now, and be taken back, with the device's bits.
+        """Whether a step can be performed here now with the device's bits, and be undone.
 
-        It reads homes and writes to second places of the blocks. So all it writes has to be known
-        before: state that is there already, and one call of the loop without hooks around it.
+        It reads homes and writes to second places of the blocks. So everything it writes has to be
+        known
+        before: existing state, and one call of the loop without hooks around it.
 
         Args:
             runtime: The modules' runtime.
@@ -217,14 +219,14 @@ class HostSide:
             return False
         blocks, deferred = self._blocks(), runtime.manager.parts.deferred
         if any(table[b.id].home is not Tier.DRAM or b.id in deferred for b in blocks):
-            return False  # deferred work there is another optimizer's
+            return False  # deferred work there belongs to another optimizer
         if unit.masters is not None and unit.foreign.look():
             unit.foreign.forget()  # masters follow weights that were written: step() does that
             return False
         return self.is_exact(runtime, groups)
 
     def _has_state(self) -> bool:
-        """Whether all state that a step writes is in its places."""
+        """Whether all state that a step writes is in its homes."""
         stepped = {id(entry.param) for entry in self.unit.entries if entry.has_grad}
         for kept, place in self.unit.plain.stored_state():
             if place.shell is not None:
@@ -235,7 +237,7 @@ class HostSide:
         return True
 
     def in_files(self, runtime: ModuleRuntime) -> list[Block]:
-        """Returns the blocks of a step that are at home in files."""
+        """Returns the blocks of a step whose homes are in files."""
         if self.stage is None:
             return []
         table = runtime.manager.parts.table
@@ -247,7 +249,7 @@ class HostSide:
         return all(record.in_hbm in (Residency.ABSENT, Residency.VALID) for record in records)
 
     def settle(self, runtime: ModuleRuntime) -> None:
-        """Waits until files have what :meth:`prepare` found in HBM alone.
+        """Waits until files have what :meth:`prepare` found only in HBM.
 
         Raises:
             StorageError: If one cannot be written; nothing is stepped.
@@ -255,7 +257,7 @@ class HostSide:
         runtime.manager.host_loans.settle(self._blocks())
 
     def _blocks(self) -> list[Block]:
-        """Returns what a step works on, the weights last."""
+        """Returns the blocks of a step, the weights last."""
         unit = self.unit
         weights = [unit.group.block] if unit.group is not None else []
         return [u.block for u in self._held()] + unit.kept_blocks() + weights
@@ -270,11 +272,10 @@ class HostSide:
         scaling: Scaling | None,
         register: Callable[[Job], None],
     ) -> Job:
-        """Takes the blocks for a step that :meth:`prepare` allows; :meth:`take_up` ends it.
+        """Borrows the blocks for a step that :meth:`prepare` allows; :meth:`take_up` ends it.
 
-        From now on the step is deferred work of these blocks: ``register`` enters it, and
-        :meth:`begin` need not have been called. Or it is one that is made ahead, which
-        :meth:`take_back` may end as well.
+        From now on the step is deferred work of these blocks: ``register`` enters it, even if
+        :meth:`begin` was not called. Or it is a step ahead, which :meth:`take_back` may also end.
         """
         unit, manager = self.unit, runtime.manager
         unit.plain.optimizer_for(groups)
@@ -308,7 +309,7 @@ class HostSide:
             register(job)
             return job
         except BaseException:
-            if job is not None:  # Ctrl-C: it is deferred, and is begun when its blocks are needed
+            if job is not None:  # Ctrl-C: it is deferred, and begun when its blocks are needed
                 register(job)
             else:
                 unit.foreign.forget()
@@ -319,11 +320,11 @@ class HostSide:
     def begin(self, runtime: ModuleRuntime, job: Job, pool: ThreadPoolExecutor) -> None:
         """Submits a step to the thread."""
         job.announce()
-        job.broken = False  # first: else Ctrl-C in between would have it begun twice
+        job.broken = False  # first: otherwise a Ctrl-C in between could begin it twice
         optimizer = self.unit.plain.optimizer_for(None)
         try:
             job.future = pool.submit(self.update.run, runtime.manager, optimizer, job, self.room)
-        except BaseException:  # Ctrl-C: the thread may have it, and nobody its future
+        except BaseException:  # Ctrl-C: the thread may have it, but its future is lost
             pool.submit(int).result()
             raise
 
@@ -333,9 +334,9 @@ class HostSide:
         """Waits for a step and takes its blocks back; begins it again if its failure was reported.
 
         Raises:
-            StepError: If it failed; its blocks are as they were, and cannot be used before
-                another try has gone well.
-            StorageError: The same, where the disk was the reason.
+            StepError: If it failed; its blocks are unchanged, and cannot be used before
+                another try has succeeded.
+            StorageError: The same, if the disk was the reason.
         """
         if job.future is None or (job.broken and not job.computed):
             self.begin(runtime, job, pool)
@@ -347,11 +348,11 @@ class HostSide:
         self._return(runtime, job, written=True)
 
     def _await(self, runtime: ModuleRuntime, job: Job) -> None:
-        """Waits for a step, and for what it has in staging to be settled there.
+        """Waits for a step, and until its staged blocks are settled.
 
         Raises:
             StepError: If it failed.
-            StorageError: The same, where the disk was the reason.
+            StorageError: The same, if the disk was the reason.
         """
         host_loans, future = runtime.manager.host_loans, job.future
         if future is None:
@@ -361,11 +362,11 @@ class HostSide:
             if failure is not None and not job.computed:
                 raise failure
             if job.staged is not None and job.staged.order is not None:
-                job.staged.write_home(job.written)  # the thread may not have come to that
+                job.staged.write_home(job.written)  # the thread may not have reached that
                 last = [b for b in job.staged.load.shared if host_loans.borrowers(b) == 1]
                 job.staged.stage.settle([*job.staged.load.own, *last])
         except BaseException as error:
-            job.broken = future.done()  # else it was the wait that was cut short
+            job.broken = future.done()  # otherwise the wait was interrupted
             if not isinstance(error, Exception) or isinstance(error, TierError):
                 raise
             raise StepError(
@@ -374,7 +375,7 @@ class HostSide:
             ) from error
 
     def _show(self, runtime: ModuleRuntime, job: Job, state: State) -> None:
-        """Shows the state that a step has made in the tiered optimizer's."""
+        """Makes the state that a step has created visible in the tiered optimizer's."""
         unit = self.unit
         optimizer = unit.plain.optimizer_for(None)
         block = unit.block
@@ -394,21 +395,21 @@ class HostSide:
         unit.plain.publish(state)
 
     def give_up(self, runtime: ModuleRuntime, job: Job) -> None:
-        """Takes the blocks of a failed step back, as they were before it; it is not tried again."""
+        """Takes the blocks of a failed step back, unchanged; it is not tried again."""
         if job.staged is not None:
             job.staged.give_up()
         job.gradients.note_made(job.in_files(), ())
-        job.bring_the_rest(())  # where it was confirmed by step(), and failed
+        job.bring_the_rest(())  # if step() had confirmed it, and it failed
         self.unit.foreign.forget()
         self._return(runtime, job, written=False)
 
     def turn(self, runtime: ModuleRuntime, job: Job, spare: Iterable[int]) -> None:
-        """Directs a step's writes to the homes that its blocks have by now, not to what was lent.
+        """Makes a step write to the present homes of its blocks, not to the lent ones.
 
         Args:
             runtime: The modules' runtime.
-            job: The step; it is not begun.
-            spare: Tensors of the weights that it brings there beside those of its own.
+            job: The step; it has not begun.
+            spare: Tensors of the weights that it copies there beside those of its own.
         """
         loans = runtime.manager.host_loans
         blocks = [*self.unit.kept_blocks(), job.blocks[-1]]
@@ -416,9 +417,9 @@ class HostSide:
         job.elsewhere = {block.id: loans.views(block) for block in blocks}
 
     def take_back(self, runtime: ModuleRuntime, job: Job) -> None:
-        """Cancels a step that was made ahead, or waits for it, and gives the blocks back.
+        """Cancels a step ahead, or waits for it, and gives the blocks back.
 
-        What was lent is as it was; the caller makes that the homes again.
+        The lent bytes are unchanged; the caller makes them the homes again.
         """
         job.wait()
         self._give_back(runtime, job, written=False)
@@ -431,7 +432,7 @@ class HostSide:
                 runtime.grads.clear(entry)
 
     def _give_back(self, runtime: ModuleRuntime, job: Job, *, written: bool) -> None:
-        """Gives blocks back, each once, also where Ctrl-C comes in between."""
+        """Gives blocks back, each once, even if a Ctrl-C occurs in between."""
         if not job.returned:
             host_loans = runtime.manager.host_loans
             lent = {block.id: host_loans.borrowers(block) for block in job.blocks}

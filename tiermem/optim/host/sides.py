@@ -32,7 +32,7 @@ from tiermem.runtime.services.host_staging import Load
 from tiermem.transfer.streams import CudaCopyEngine
 
 _LEAST = 1 << 26
-"""Elements below which nothing is asked of the host unasked: to measure it takes a second."""
+"""Minimal number of elements for using the host by default: measuring takes a second."""
 _LEAST_SHARE = 0.1
 _NO_SHARE = "the device steps all of it as fast"
 
@@ -51,25 +51,25 @@ def choose_sides(
 ) -> tuple[bool, Speeds | None]:
     """Assigns the host the units it can step: whole blocks of weights, at home below HBM.
 
-    What is at home in files passes through staging in DRAM, which is reserved here.
+    Blocks in files pass through staging in DRAM, which is reserved here.
 
     Args:
         runtime: The modules' runtime.
-        units: In the order of the modules.
-        make: Makes a plain optimizer.
-        stepped: Dtype of what is stepped.
+        units: The units in the order of the modules.
+        make: Creates a plain optimizer.
+        stepped: Dtype of the stepped tensors.
         settings: The parameter groups, by number.
         bits: Decides which steps on the host have the device's bits.
-        share: Whether the device has a part of it, so that both finish together; or which share
-            of the elements the host has.
-        in_backward: Whether steps are made inside backward, the last block's first.
-        earlier: Units of the same optimizer that the host has already; none is under way.
+        share: Whether the device has a part of them, so that both end together; or the host's share
+            of the elements.
+        in_backward: Whether steps are performed inside backward, the last block's first.
+        earlier: Units of the same optimizer that the host has already; none is in progress.
 
     Returns:
-        Whether the host has anything to do, and the speeds, where they were measured.
+        Whether the host has any units, and the speeds, if they were measured.
 
     Raises:
-        CapacityError: If the DRAM budget does not hold the staging; nothing is changed.
+        CapacityError: If the DRAM budget has no room for the staging; nothing is changed.
     """
     sharers = _by_block(units, partial(can_be_on_host, runtime))
     if not sharers:
@@ -110,21 +110,21 @@ def choose_exact_sides(
     keeps: bool = False,
     earlier: Sequence[StepUnit] = (),
 ) -> tuple[str, Rates | None]:
-    """Assigns the host a share of the units at home in DRAM, where it has the device's bits.
+    """Assigns the host a share of the units with homes in DRAM, if it has the device's bits.
 
     Args:
         runtime: The modules' runtime.
-        units: In the order of the modules.
-        make: Makes a plain optimizer.
-        stepped: Dtype of what is stepped.
+        units: The units in the order of the modules.
+        make: Creates a plain optimizer.
+        stepped: Dtype of the stepped tensors.
         settings: The parameter groups, by number.
         bits: Decides which steps on the host have the device's bits.
-        in_backward: Whether steps are made inside backward.
+        in_backward: Whether steps are performed inside backward.
         keeps: Whether gradients are kept, as these steps may be dropped.
-        earlier: Units of the same optimizer that the host has already; none is under way.
+        earlier: Units of the same optimizer that the host has already; none is in progress.
 
     Returns:
-        Why the host has nothing to do, empty where it has, and the speeds, if measured.
+        Why the host has no units, empty if it has some, and the speeds, if measured.
     """
     table = runtime.manager.parts.table
     low = [
@@ -142,10 +142,10 @@ def choose_exact_sides(
     proven = bits.for_step(able[0][0], settings)
     on_host = with_fused(make)
     traffic, weight = _traffic_of(able, stepped, proven)
-    if keeps:  # then they go home on either side
+    if keeps:  # then both sides write them home
         gradient = traffic.passing - weight.itemsize
         traffic = Traffic(traffic.device + gradient, traffic.passing, traffic.host)
-    if not in_backward:  # gradients are there by then
+    if not in_backward:  # gradients are home by then
         traffic = Traffic(traffic.device, weight.itemsize, traffic.host)
     sizes = _sizes(able)
     with as_team():
@@ -162,7 +162,7 @@ def choose_exact_sides(
 
 
 def prepare_share(runtime: ModuleRuntime) -> None:
-    """Begins to compile the host's loop, if an optimizer over what is wrapped would have it."""
+    """Begins to compile the host's loop, if an optimizer of the wrapped model would use it."""
     table = runtime.manager.parts.table
     trained = [(g, e.param) for g in runtime.groups for e in g.entries if e.param.requires_grad]
     low = sum(p.numel() for group, p in trained if table[group.block.id].home is Tier.DRAM)
@@ -171,7 +171,7 @@ def prepare_share(runtime: ModuleRuntime) -> None:
 
 
 def _all_fit(runtime: ModuleRuntime, params: Iterable[torch.Tensor]) -> bool:
-    """Whether HBM has room for all blocks, and for what training adds to these parameters."""
+    """Whether HBM has room for all blocks, and for what training adds for these parameters."""
     table = runtime.manager.parts.table
     added = sum(param.numel() * (TRAINED - param.element_size()) for param in params)
     return table.nbytes + added <= table.hbm.capacity
@@ -256,7 +256,7 @@ def _have_host_step(
 ) -> None:
     """Reserves what the host needs for these units, and assigns them to it.
 
-    All units of an optimizer have one staging: they may have weights in common.
+    All units of an optimizer share one staging: they may have weights in common.
     """
     manager = runtime.manager
     new, units = units, [*earlier, *units]
@@ -281,10 +281,10 @@ def _have_host_step(
 def _with_advice(
     error: CapacityError, manager: BlockManager, units: Sequence[StepUnit], undone: int
 ) -> CapacityError:
-    """Returns the error with a DRAM budget that does.
+    """Returns the error with a DRAM budget that is enough.
 
-    A larger one takes homes in first that are in files now (``"auto"``), of weights and gradients;
-    then room for a step is held while the optimizer's are placed, but none for what it may undo.
+    A larger one first takes homes that are now in files (``"auto"``), of weights and gradients;
+    then room for a step is reserved while the optimizer's homes are placed, but none for undoing.
     """
     homes, policy = manager.parts.homes, manager.parts.settings.policy
     weights = Role.PARAM, Role.BUFFER, Role.QUANT
@@ -325,7 +325,7 @@ def _bytes_to_keep(
         ]
         if cannot_fail_midway(make(tiny)):
             return 0
-    except Exception:  # a class that wants other parameters: nothing is known of it
+    except Exception:  # a class that needs other parameters: nothing is known
         pass
     kept = [b.nbytes for b in unit.kept_blocks() if b.id not in in_files]
     if unit.handed.spoils:

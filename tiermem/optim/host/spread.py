@@ -1,4 +1,4 @@
-"""Which blocks the host steps while backward goes on: host, link and memory all stay busy."""
+"""Which blocks the host steps during backward, so that host, link and memory all stay busy."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from tiermem.optim.rules.separable import Make, ready
 from tiermem.storage.arena import HostArena
 
 _CHUNK = 32 << 20
-_CHUNKS = 4  # of host memory each way, more than caches hold
+_CHUNKS = 4  # copies of host memory each way, more than caches hold
 _COPIES = 96
 _ROUNDS = 3
 _PIECES = 4
 _LATE = 1.1
-"""Factor by which a step may exceed its measured time before it is waited for."""
+"""A step may take its measured time times this factor before it is waited for."""
 _BUSY = 1.15
-"""Factor of a step's time while a model is trained, over that beside copies alone: 1.11 to 1.2
+"""A step's time while a model is trained, relative to that beside copies only: 1.11 to 1.2
 on H100's hosts, with 8 threads on 16 cores (1.3 with 12)."""
 _FORWARD = 0.25
-"""Of backward's time for a block: the time of forward, with recomputation."""
+"""Time of forward relative to backward for a block, with recomputation."""
 _SLACK = 0.15
-"""Of backward: how long before its next use a block shall be stepped. Gradients come down behind
-what was written before, and kernels are submitted ahead: a forward that waits for the host begins
+"""Fraction of backward by which a block shall be stepped before its next use. Gradients are copied
+after earlier writes, and kernels are submitted ahead: a forward that waits for the host begins
 with no kernels to run."""
 _LITTLE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of an element in one backward and its step.
+    """Bytes per element in one backward and its step.
 
     Attributes:
-        device: Over the link, both ways together, where the device steps it: weights for
+        device: Over the link, both directions, if the device steps it: weights for
             recomputation, state and masters up; weights, state and masters down.
-        passing: The same where the host steps it: weights up, gradients down.
-        host: What the host's step reads and writes of its memory.
+        passing: The same if the host steps it: weights up, gradients down.
+        host: Host memory read and written by the host's step.
     """
 
     device: int
@@ -61,10 +61,10 @@ class Rates(Speeds):
     """Seconds per element of everything that steps inside backward may have to wait for.
 
     Attributes:
-        passing: Of the link, for an element that the host steps.
-        memory_device: Of the host's memory, for one that the device steps.
-        memory_host: Of the host's memory, for one that the host steps.
-        both_ways: Bytes per second of copies up and down, while both go on; None if not measured.
+        passing: Time of the link, for an element that the host steps.
+        memory_device: Time of the host's memory, for one that the device steps.
+        memory_host: Time of the host's memory, for one that the host steps.
+        both_ways: Bytes per second of simultaneous copies up and down; None if not measured.
     """
 
     passing: float = 0.0
@@ -73,7 +73,7 @@ class Rates(Speeds):
     both_ways: tuple[float, float] | None = None
 
     def seconds(self, share: float) -> float:
-        """Returns the longest of all, per element, if the host has that share."""
+        """Returns the longest of these times, per element, if the host has that share."""
         rest = 1 - share
         return max(
             share * self.host,
@@ -84,7 +84,7 @@ class Rates(Speeds):
     def best_share(self) -> float:
         """Returns the least share of the host with which steps take the least time.
 
-        All three times are linear in the share, so the longest is least at an end, or where two
+        All three times are linear in the share, so their maximum is least at an end, or where two
         of them are equal.
         """
         lines = (
@@ -102,21 +102,21 @@ class Rates(Speeds):
 
 
 def spread(elements: Sequence[int], rates: Rates) -> list[bool]:
-    """Shares blocks out between host and device for steps inside backward.
+    """Divides blocks between host and device for steps inside backward.
 
-    The host's are spread evenly over backward, so that neither side is ever without work, except
-    over its end: what the host, which takes one after another, would not have finished when the
-    next forward comes to it is stepped on the device. That forward begins with just these blocks.
+    The host's are spread evenly over backward, so that neither side is ever idle, except
+    for its end: blocks that the host, which steps one after another, would not finish before the
+    next forward uses them are stepped on the device. That forward begins with just these blocks.
 
     Args:
-        elements: Sizes of the blocks, in the order in which backward comes to them.
-        rates: Of the link, the host and its memory.
+        elements: Sizes of the blocks, in the order in which backward uses them.
+        rates: Rates of the link, the host and its memory.
 
     Returns:
         For each block whether the host has it.
     """
     share = rates.best_share()
-    # what is next to nothing is not worth a place in the host's queue
+    # tiny blocks are not worth a place in the host's queue
     little = max(elements, default=0) // _LITTLE
     pace = rates.seconds(share)  # of backward, per element, if nothing else is slower
     total = sum(elements) * pace
@@ -157,26 +157,26 @@ def measure_both(
     streams: Sequence[torch.cuda.Stream] = (),
     proven: Proven | None = None,
 ) -> Rates:
-    """Measures host steps and copies both ways, each alone and both at once.
+    """Measures host steps and copies both ways, separately and at the same time.
 
-    The host's memory serves both. From its traffic while both go on, what it can do is known, and
-    how fast steps are then: that is how they will be made. On a GPU this takes about a second,
-    256 MiB of page-locked and 1 GiB of other memory, for that time.
+    The host's memory serves both. From its traffic while both run, its bandwidth is known, and
+    the speed of steps under these conditions, which are those of training. On a GPU this takes
+    about a second, and 256 MiB of page-locked and 1 GiB of other memory during that time.
 
     Args:
-        host: Makes the host's optimizer.
-        make: Makes the device's.
-        device: Where that steps.
+        host: Creates the host's optimizer.
+        make: Creates the device's.
+        device: The device of the latter.
         weight: Dtype of weights and gradients.
-        stepped: Dtype of what is stepped.
-        traffic: Bytes of an element.
-        streams: Two of a GPU, for the copies; nothing else is submitted to them meanwhile.
+        stepped: Dtype of the stepped tensors.
+        traffic: Bytes per element.
+        streams: Two streams of a GPU, for the copies; nothing else is submitted to them meanwhile.
         proven: What host steps with the device's bits need; None for torch's CPU kernels.
     """
     cuda = device.type == "cuda"
     count = 1 << (24 if cuda else 18)
     few = count >> 2 if cuda else count
-    # one after another, beyond the caches where it counts: some hold a whole piece with its state
+    # one after another, beyond the caches where it matters: some hold a whole piece with its state
     pieces = _PIECES if cuda else 1
     own = _Work(host, torch.device("cpu"), weight, stepped, count, pieces, proven)
     alone = min(_timed(own.step, None) for _ in range(_PIECES)) / count
@@ -216,7 +216,7 @@ def measure_both(
 
 
 class _Work:
-    """Steps of tensors in turn, with the casts that belong to them."""
+    """Steps of tensors in turn, with their casts."""
 
     def __init__(
         self,
@@ -236,10 +236,10 @@ class _Work:
         ]
         self._pieces = deque((param, ready(make([{"params": [param]}]))) for param in params)
         for _ in params:
-            self.step()  # its state is made
+            self.step()  # this creates its state
 
     def step(self) -> None:
-        """Makes one."""
+        """Performs one step."""
         param, optimizer = self._pieces[0]
         self._pieces.rotate()
         with torch.no_grad():
@@ -278,7 +278,7 @@ class _BothWays:
         self._stamps: list[list[torch.cuda.Event]] = []
 
     def __call__(self, copies: int) -> int:
-        """Submits so many copies each way; returns their bytes, both ways together."""
+        """Submits a number of copies each way; returns their bytes, both ways together."""
         self._stamps = [[self._stamp(stream)] for stream in self.streams]
         for number in range(copies):
             with torch.cuda.stream(self.streams[0]):
@@ -290,9 +290,9 @@ class _BothWays:
         return 2 * copies * _CHUNK
 
     def rates(self) -> tuple[float, float]:
-        """Returns the bytes per second up and down of the last copies, which are over.
+        """Returns the bytes per second up and down of the last copies, which have ended.
 
-        Those of the time until one way is through: the other is faster by itself.
+        Measured until one direction has ended: after that the other one is faster.
         """
         ends = [[began.elapsed_time(end) / 1e3 for end in ends] for began, *ends in self._stamps]
         both = min(max(own) for own in ends)

@@ -1,4 +1,4 @@
-"""The steps of one optimizer that are under way on the host."""
+"""The steps of one optimizer that are in progress on the host."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Explain = Callable[[BaseException, Sequence[str]], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAhead:
-    """A step under way on the host that was not asked for yet.
+    """A step in progress on the host that was not requested yet.
 
     Attributes:
-        steps: Takes it up, once it is confirmed.
-        host: Makes it.
-        job: It.
-        ticket: Of the ``step()`` that confirms it.
+        steps: Handles it once it is confirmed.
+        host: Performs it.
+        job: The step.
+        ticket: The ticket of the ``step()`` that confirms it.
     """
 
     steps: HostSteps
@@ -41,20 +41,20 @@ class StepAhead:
     ticket: object
 
     def failed(self) -> bool:
-        """Whether it is known that it could not be made."""
+        """Whether it is known to have failed."""
         return self.job.failed()
 
     def confirm(self) -> None:
-        """Makes it a step that was asked for, once: its end is deferred work of its blocks."""
+        """Makes it a requested step, once: its end is deferred work of its blocks."""
         self.steps.take_over(self)
 
     def take_back(self) -> None:
-        """Ends it, made or not, and gives its blocks back; it may be called again."""
+        """Ends it, performed or not, and gives its blocks back; it may be called again."""
         self.host.take_back(self.steps.runtime, self.job)
 
 
 class HostSteps:
-    """Begins steps on the host, registers their ends as deferred work, and takes them up.
+    """Begins steps on the host, registers their ends as deferred work, and completes them.
 
     Attributes:
         runtime: The modules' runtime.
@@ -68,13 +68,13 @@ class HostSteps:
         state: State,
         explain: Explain,
     ) -> None:
-        """Works in a thread of its own.
+        """Creates a thread for the steps.
 
         Args:
             runtime: The modules' runtime.
-            number: Of the optimizer.
-            owed: Ids of the units whose step is deferred; kept up to date.
-            state: The tiered optimizer's, to be kept up to date.
+            number: Number of the optimizer.
+            owed: Ids of the units whose step is deferred; updated here.
+            state: The tiered optimizer's state; updated here.
             explain: Adds to an error how far a step got.
         """
         self.runtime = runtime
@@ -93,17 +93,17 @@ class HostSteps:
         scaling: Scaling | None,
         ticket: object,
     ) -> None:
-        """Begins the step of every unit that is the host's.
+        """Begins the step of every unit that is assigned to the host.
 
         Args:
-            units: Some of them the host's.
+            units: Units, some of them the host's.
             groups: Settings of the parameter groups, which are not written from now on.
             scaling: What a GradScaler left to the step, or None.
-            ticket: Stands for the step that was asked for.
+            ticket: Identifies the requested step.
 
         Raises:
-            StepError: If one cannot be stepped there now; none is begun then.
-            StorageError: If what is in HBM alone cannot be written; none is begun then.
+            StepError: If one cannot be stepped there now; then none is begun.
+            StorageError: If a block that is only in HBM cannot be written; then none is begun.
         """
         hosts = [host for host in map(side_of, units) if host is not None]
         if scaling is not None:
@@ -117,7 +117,7 @@ class HostSteps:
                     host.unit.counted.ahead(host.unit, ticket)
                     register = partial(self._register, host, ticket)
                     job = host.submit(self.runtime, groups, scaling, register)
-                    # the next one is known first: weights that both step go home once
+                    # the next one is known first: weights that both step are written home once
                     job.announce()
                     before, waiting = waiting, (host, job)
                     if before is not None:
@@ -130,12 +130,12 @@ class HostSteps:
                     self._manager.parts.deferred.pay(host.unit.blocks()[-1].id)
 
     def settle_others(self, units: Sequence[StepUnit]) -> None:
-        """Makes the steps of other optimizers that come before those of the host's units.
+        """Performs the steps of other optimizers that come before those of the host's units.
 
-        Each optimizer has a thread of its own, so two of them would step a parameter together.
+        Each optimizer has its own thread, so otherwise two could step a parameter at the same time.
 
         Args:
-            units: The host's; what their gradients await is known from then on.
+            units: The host's; after this the changes that their gradients await are known.
         """
         deferred = self._manager.parts.deferred
         with self._manager.lock, unrecorded():
@@ -145,11 +145,11 @@ class HostSteps:
                     deferred.pay_before_loan(block.id, writes)
 
     def _prepare(self, hosts: Sequence[HostSide]) -> None:
-        """Checks that units can be stepped on the host, and settles what is to be written first.
+        """Checks that units can be stepped on the host, and settles what has to be written first.
 
         Raises:
             StepError: If one cannot be stepped there now.
-            StorageError: If what is in HBM alone cannot be written.
+            StorageError: If a block that is only in HBM cannot be written.
         """
         for host in hosts:  # weights in files may be in the staging of another optimizer
             for block in host.in_files(self.runtime):
@@ -172,13 +172,14 @@ class HostSteps:
         note: Callable[[StepAhead], None],
         turn: Callable[[Sequence[Block]], None],
     ) -> None:
-        """Begins the steps of all units of a block before they are asked for.
+        """Begins the steps of all units of a block before they are requested.
 
         Args:
-            units: For which :meth:`HostSide.may_be_ahead` is true; the manager's lock is held.
+            units: Units for which :meth:`HostSide.may_be_ahead` is true; the manager's lock is
+                held.
             groups: Settings of the parameter groups, which are not written from now on.
-            ticket: Of the ``step()`` that confirms them.
-            note: Given each of them as soon as its blocks are lent, so that they are given back;
+            ticket: The ticket of the ``step()`` that confirms them.
+            note: Called with each step as soon as its blocks are lent, so that they are given back;
                 perhaps twice.
             turn: Gives lent blocks the homes that the steps write.
         """
@@ -203,7 +204,7 @@ class HostSteps:
         note(StepAhead(self, host, job, ticket))
 
     def take_over(self, step: StepAhead) -> None:
-        """Registers the end of a step that was begun ahead, and is asked for now."""
+        """Registers the end of a step that was begun ahead and is requested now."""
         known = self._jobs.get(id(step.host.unit))
         if not step.job.returned and (known is None or known[1] is not step.job):
             self._register(step.host, step.ticket, step.job)
@@ -218,10 +219,10 @@ class HostSteps:
         writes = frozenset([*host.unit.ids(), *brought])
         debt = Deferred(host.unit.name, blocks, work, job, writes)
         self._manager.parts.deferred.add(debt)
-        self._jobs[id(host.unit)] = (host.unit, job)  # last: by that it is known to be registered
+        self._jobs[id(host.unit)] = (host.unit, job)  # last: it marks the job as registered
 
     def abandon(self) -> None:
-        """Gives up steps that failed; the others are waited for and taken up."""
+        """Gives up steps that failed; the others are waited for and completed."""
         for unit, job in list(self._jobs.values()):
             job.wait()
             host = side_of(unit)
@@ -237,12 +238,12 @@ class HostSteps:
                 self._jobs.pop(id(unit), None)
 
     def close(self) -> None:
-        """Ends the thread; no step is under way."""
+        """Ends the thread; no step is in progress."""
         self._pool.shutdown()
         self._manager.closers.remove(self._pool.shutdown)
 
     def can_begin(self, unit: StepUnit, groups: Sequence[dict[str, Any]]) -> bool:
-        """Whether the step of a unit can be begun now, without a wait for a disk.
+        """Whether the step of a unit can be begun now, without waiting for a disk.
 
         Args:
             unit: The unit.
@@ -254,11 +255,11 @@ class HostSteps:
         return not host.only_exact or host.is_exact(self.runtime, groups)
 
     def is_begun(self, unit: StepUnit) -> bool:
-        """Whether a step of a unit was begun and is still to be taken up."""
+        """Whether a step of a unit was begun and is still to be completed."""
         return id(unit) in self._jobs
 
     def retry(self) -> None:
-        """Begins failed steps anew; an access to their blocks waits for that."""
+        """Begins failed steps again; an access to their blocks waits for that."""
         with self._manager.lock:
             for unit, job in self._jobs.values():
                 host = side_of(unit)
@@ -268,7 +269,7 @@ class HostSteps:
     def _take_up(self, host: HostSide, job: Job, ticket: object) -> None:
         self._manager.gate.guard()
         if self._jobs.get(id(host.unit), (None, None))[1] is not job:
-            return  # it is taken up already
+            return  # it is completed already
         try:
             with outside_inference(), torch.no_grad():
                 host.take_up(self.runtime, job, self._state, self._pool)

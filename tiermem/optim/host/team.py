@@ -1,4 +1,4 @@
-"""How many threads a step on the host is spread over."""
+"""The number of threads of a step on the host."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 
 from tiermem.errors import CapacityError
 
-_SPARE = 2  # of so many cores one is left to others
+_SPARE = 2  # one of this many cores is left to others
 
 
 def team_size(threads: int) -> int:
     """Returns how many threads a step takes, of those that torch would use.
 
     The others are for the threads that launch kernels and copies meanwhile: cores of a virtual
-    machine are often halves of one, and beside copies memory limits a step sooner than they do
+    machine are often hyperthreads, and during copies memory limits a step sooner than they do
     (ADR 13 has the figures).
 
     Args:
-        threads: What ``torch.get_num_threads()`` says.
+        threads: The result of ``torch.get_num_threads()``.
     """
     return max(1, threads - threads // _SPARE)
 
 
 @contextmanager
 def as_team() -> Iterator[None]:
-    """Sets the calling thread's kernel threads to those of a host step, inside ``with``."""
+    """Sets the kernel threads of the calling thread to those of a host step, inside ``with``."""
     before = torch.get_num_threads()
     torch.set_num_threads(team_size(before))
     try:
@@ -38,13 +38,13 @@ def as_team() -> Iterator[None]:
 
 
 def team(name: str) -> ThreadPoolExecutor:
-    """Returns a thread whose kernels are spread over a step's threads.
+    """Returns an executor of one thread whose kernels use a step's number of threads.
 
     Args:
-        name: The thread's.
+        name: Name of the thread.
 
     Raises:
-        CapacityError: If the system starts no thread.
+        CapacityError: If the system cannot start a thread.
     """
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(1, name)
@@ -56,10 +56,10 @@ def team(name: str) -> ThreadPoolExecutor:
             "processes (ulimit -u) or of address space (ulimit -v), or use where='device'"
         ) from error
     begun.result()
-    torch.set_num_threads(before)  # threads begun later have the last that was set anywhere
+    torch.set_num_threads(before)  # threads started later use the number that was last set anywhere
     return pool
 
 
 def _set_own(threads: int) -> None:
-    torch.get_num_threads()  # what a thread is the first to ask for takes the common number
+    torch.get_num_threads()  # the first such call in a thread takes the common number
     torch.set_num_threads(threads)

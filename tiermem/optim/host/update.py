@@ -1,4 +1,4 @@
-"""What a step on the host does in its thread: the optimizer's call, over tensors in DRAM."""
+"""What a step on the host does in its thread: the optimizer's call on tensors in DRAM."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tiermem.runtime.manager import BlockManager
 
 
 class HostUpdate:
-    """Makes the steps of one unit where its tensors are lent, in DRAM.
+    """Performs the steps of one unit on its lent tensors, in DRAM.
 
     Attributes:
         owns: The host's parameters by the ids of the model's; they have bytes during a step.
     """
 
     def __init__(self, unit: StepUnit) -> None:
-        """Makes the parameters that a unit's plain optimizer works on."""
+        """Creates the parameters that a unit's plain optimizer works on."""
         self._unit = unit
         self.owns: dict[int, nn.Parameter] = {}
         self._away: dict[int, torch.Tensor] = {}
@@ -51,15 +51,15 @@ class HostUpdate:
         job: Job,
         room: HostRoom | None,
     ) -> None:
-        """Makes a step whole, or leaves everything as it was; its thread runs this.
+        """Performs a step completely, or leaves everything unchanged; its thread runs this.
 
         Args:
-            manager: Of the blocks.
+            manager: The manager of the blocks.
             optimizer: The plain one, over :attr:`owns`.
             job: The step.
-            room: Has what is kept to undo it.
+            room: Has the memory for undoing it.
         """
-        if job.computed:  # submitted twice, as Ctrl-C came just after the first time
+        if job.computed:  # submitted twice: a Ctrl-C came just after the first time
             return
         if manager.parts.device.type == "cuda":
             torch.cuda.set_device(manager.parts.device)  # for the events
@@ -90,7 +90,7 @@ class HostUpdate:
         manager.parts.timeline.add("optimizer", self._unit.name, began, time.perf_counter_ns())
 
     def update(self, optimizer: torch.optim.Optimizer, job: Job, undo: Undo) -> set[int]:
-        """Steps what is at hand; returns the ids of the blocks that were changed."""
+        """Steps the lent tensors; returns the ids of the blocks that were changed."""
         unit = self._unit
         gradients = job.settled_gradients()
         weights = self._open(job)
@@ -135,10 +135,10 @@ class HostUpdate:
         found: Sequence[torch.Tensor | None],
         weights: dict[int, torch.Tensor],
     ) -> dict[int, Beside]:
-        """Hands gradients to the optimizer, or to the loop, which reads them as they are.
+        """Gives gradients to the optimizer, or to the loop, which reads them as they are.
 
         Returns:
-            What the loop is given beside, by the address of what is stepped.
+            Further tensors for the loop, by the address of the stepped tensor.
         """
         beside: dict[int, Beside] = {}
         if job.proven is None:
@@ -153,14 +153,14 @@ class HostUpdate:
         return beside
 
     def _stand_in(self, own: nn.Parameter) -> torch.Tensor:
-        """Returns what stands for a gradient that the loop is given beside; nobody writes it."""
+        """Returns a stand-in for a gradient that the loop gets directly; nobody writes it."""
         found = self._stand_ins.get(id(own))
         if found is None:
             found = self._stand_ins[id(own)] = stand_in(own)
         return found
 
     def _keep_for_undo(self, job: Job, undo: Undo, seen: Sequence[GradUnit]) -> None:
-        """Copies what is about to be changed; what the files have is not needed here."""
+        """Copies what is about to be changed; a copy of what files have is not needed."""
         unit, masters = self._unit, self._unit.masters
         files = job.in_files()
         for block in unit.kept_blocks():
@@ -169,7 +169,7 @@ class HostUpdate:
         alone = [e for e in unit.entries if masters is None or not unit.has_master(e.param)]
         undo.keep([job.views[e.group.block.id][e.index] for e in alone])
         for u in seen if unit.handed.spoils else ():
-            if u.block.id not in files:  # others of the block may be another optimizer's just now
+            if u.block.id not in files:  # another optimizer may be using others of the block
                 mine = [entry for entry in unit.entries if entry.unit is u]
                 undo.keep([job.views[u.block.id][entry.unit_index] for entry in mine])
         for loose in masters.loose() if masters is not None else ():
@@ -195,7 +195,7 @@ class HostUpdate:
         return weights
 
     def _attach(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
-        """Points the state at its home, where there is state already."""
+        """Points the state at its home, if there is state already."""
         block = self._unit.block
         if block is None:
             return
@@ -207,7 +207,7 @@ class HostUpdate:
     def _go_there(
         self, optimizer: torch.optim.Optimizer, job: Job, written: Container[int]
     ) -> None:
-        """Completes the results that are elsewhere, and takes them for the unit's from now on."""
+        """Completes the results that are elsewhere, and makes them the unit's from now on."""
         job.bring_the_rest(written)
         block = self._unit.block
         for place in self._unit.plain.places if block is not None else ():
@@ -217,7 +217,7 @@ class HostUpdate:
         job.views.update(job.elsewhere)  # at once: what fails before is made again from the old
 
     def _keep(self, optimizer: torch.optim.Optimizer, job: Job) -> None:
-        """Writes state that is new to its home."""
+        """Writes new state to its home."""
         block = self._unit.block
         if block is None:
             return

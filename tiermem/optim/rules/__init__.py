@@ -1,4 +1,4 @@
-"""How optimizer classes are called, tried and split by parameter; knows no tier.
+"""How optimizer classes are called, tried and split by parameter; independent of the tiers.
 
-Decides what a class needs, from a trial on small tensors; touches no block.
+Decides what a class needs, from a trial on small tensors; does not use blocks.
 """

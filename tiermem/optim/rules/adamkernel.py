@@ -1,9 +1,9 @@
-"""A kernel for steps of Adam and AdamW that makes the operations of torch's ``foreach`` at once.
+"""A kernel for steps of Adam and AdamW that does the operations of torch's ``foreach`` in one pass.
 
-``foreach``, which is what torch takes on a GPU if nothing is said, has a kernel for each operation,
-and its result goes to memory and back: some fourteen passes over weights, gradients and moments.
+``foreach``, torch's default on a GPU, has one kernel per operation,
+and each result goes to memory and back: some fourteen passes over weights, gradients and moments.
 Here each element is read and written once. The operations and their order are those that
-``exact.c`` makes on the host (ADR 45): each result is rounded as ``foreach`` stores it.
+``exact.c`` uses on the host (ADR 45): each result is rounded as ``foreach`` stores it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tiermem.transfer.nvrtc import Launch, Module, check, compiled
 
 _ROWS = 64
 _CHUNK = 8192
-"""Elements of a block of threads."""
+"""Elements per block of threads."""
 _DECAY, _DECOUPLED, _MAXIMIZE = 1, 2, 4
-_OPTIONS = ("--fmad=false",)  # what is fused is written as such
+_OPTIONS = ("--fmad=false",)  # fused operations are written as such
 
 _SOURCE = r"""
 struct Row { unsigned long long param, grad, first, second; long long count; long long block; };
@@ -135,7 +135,7 @@ _NAMES = {torch.bfloat16: b"tiermem_adam16", torch.float32: b"tiermem_adam32"}
 
 
 class Numbers(NamedTuple):
-    """What a step is made with.
+    """The numbers of a step.
 
     Attributes:
         values: ``beta1``, ``beta2``, the step size (negative), the root of the second bias
@@ -152,7 +152,7 @@ class Numbers(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What is stepped: of each parameter four tensors, contiguous and of as many elements.
+    """The stepped tensors: four per parameter, contiguous and with the same number of elements.
 
     Attributes:
         params: The parameters.
@@ -175,7 +175,7 @@ class AdamKernel:
 
         Raises:
             OSError: If there is no compiler or driver.
-            RuntimeError: If one of them refuses.
+            RuntimeError: If one of them fails.
         """
         self._driver = ctypes.CDLL("libcuda.so.1")
         image = compiled(_SOURCE, *torch.cuda.get_device_capability(device), *_OPTIONS)
@@ -187,12 +187,12 @@ class AdamKernel:
         """Submits the steps of some parameters to the current stream.
 
         Args:
-            dtype: Of all tensors: float32 or bfloat16.
-            numbers: What they are made with.
+            dtype: Dtype of all tensors: float32 or bfloat16.
+            numbers: The numbers of the step.
             rows: The tensors.
 
         Raises:
-            RuntimeError: If the driver refuses.
+            RuntimeError: If the driver fails.
         """
         flags = numbers.decay * _DECAY | numbers.decoupled * _DECOUPLED
         flags |= numbers.maximize * _MAXIMIZE
@@ -206,7 +206,7 @@ class AdamKernel:
                 continue
             columns = [*(column[start : start + _ROWS] for column in addresses), some, [0, *ends]]
             values = chain.from_iterable(zip(*columns, strict=False))
-            # of its own for each launch: several threads may step
+            # a separate one per launch: several threads may step
             launch = Launch(self._driver, self._handles[dtype], _NBYTES)
             layout = _layout(len(some))
             layout.pack_into(launch.arguments, 0, *numbers.values, flags, len(some), 0, 0, *values)
@@ -215,15 +215,15 @@ class AdamKernel:
 
 @cache
 def _layout(rows: int) -> struct.Struct:
-    """Returns the layout of a step of so many rows."""
+    """Returns the layout of a step with this many rows."""
     return struct.Struct("=8f4i" + rows * "QQQQqq")
 
 
 @cache
 def kernel_for(device: torch.device) -> AdamKernel | None:
-    """Returns the kernel for a CUDA device; None where it cannot be had."""
+    """Returns the kernel for a CUDA device; None if it is not available."""
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).synchronize()  # there is a context from here on
+        torch.cuda.current_stream(device).synchronize()  # this ensures that there is a context
         try:
             return AdamKernel(device)
         except (OSError, AttributeError, RuntimeError):

@@ -1,7 +1,7 @@
 """Steps of plain Adam and AdamW optimizers by one kernel, with the bits of torch's ``foreach``.
 
-Whether it has them is not taken for granted: each kind of step is tried beside torch's own, on
-values of all sizes, before it is used. What is tried also says how often torch counts a write of
+It is not assumed to have them: before use, each kind of step is compared with torch's own, on
+values of all sizes. The trial also shows how often torch counts a write of
 each tensor.
 """
 
@@ -33,13 +33,13 @@ from tiermem.runtime.base.functorch import outside_inference
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 _LEAST = 1 << 20
-"""Elements from which on a step is worth a kernel: to compile and try it takes half a second."""
+"""Minimal number of elements for using the kernel: compiling and trying takes half a second."""
 _DTYPES = (torch.float32, torch.bfloat16)
 _PLAIN = {torch.Tensor, nn.Parameter}
 _NUMBERS = ("lr", "eps", "weight_decay")
 _OFF = ("amsgrad", "capturable", "differentiable")
 _TRIED = (0, 1, 9, 99, 999, 123455)
-"""Steps made before those that are tried."""
+"""Numbers of steps that precede those that are tried."""
 _SIZES = (16384, 16381, 8192 * 3 + 5)
 _ROUNDS = 3
 
@@ -52,16 +52,16 @@ _f32 = np.float32
 
 
 class _Kind(NamedTuple):
-    """Which operations a step is made of, on which device; what is tried once for all of them.
+    """The operations of a step, on a device; tried once for all steps of the kind.
 
     Attributes:
         cls: The class of the optimizer.
-        dtype: Of parameters, gradients and moments.
+        dtype: Dtype of parameters, gradients and moments.
         decay: Whether there is a weight decay.
-        decays: Whether the number that weights are decayed with is not 0 as float32.
+        decays: Whether the factor of the decay of weights is not 0 as float32.
         decoupled: Whether the decay is decoupled from the gradients.
         maximize: Whether gradients are negated.
-        near: Which of its two formulas ``lerp`` takes: that for weights below one half.
+        near: Which of its two formulas ``lerp`` uses: that for weights below one half.
         device: Where the tensors are.
     """
 
@@ -79,8 +79,8 @@ class _Ready(NamedTuple):
     """The step of one parameter group.
 
     Attributes:
-        kind: What it is made of.
-        numbers: What it is made with.
+        kind: Its operations.
+        numbers: Its numbers.
         group: The settings.
         rows: The tensors.
         steps: The counters.
@@ -100,21 +100,21 @@ _tried: dict[_Kind, Writes | None] = {}
 
 
 def forget() -> None:
-    """Forgets what was tried, so that every kind is tried anew."""
+    """Forgets what was tried, so that every kind is tried again."""
     _tried.clear()
 
 
 def step_at_once(
     optimizer: torch.optim.Optimizer, own: Callable[[torch.optim.Optimizer], Any]
 ) -> bool:
-    """Makes the step of a plain optimizer by one kernel, where that is known to be the same.
+    """Performs the step of a plain optimizer with one kernel, if that is known to be the same.
 
     Args:
-        optimizer: A plain one, whose ``step`` nobody sees.
-        own: Its class's ``step``.
+        optimizer: A plain one, whose ``step`` is not observed.
+        own: The ``step`` of its class.
 
     Returns:
-        Whether the step is made; else nothing is done.
+        Whether the step was performed; otherwise nothing is done.
     """
     if not _is_torchs_own(optimizer, own):
         return False
@@ -132,7 +132,7 @@ def step_at_once(
         return False
     device = ready[0].kind.device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # torch has something to say to that
+        return False  # torch raises or warns about that
     kernel = kernel_for(device)
     if kernel is None or any(one.kind.device != device for one in ready):
         return False
@@ -146,16 +146,16 @@ def step_at_once(
 
 
 class Recipe:
-    """How the kernel makes a step of a parameter group, over tensors that are known to suit it."""
+    """How the kernel performs a step of a parameter group, on tensors known to be suitable."""
 
     __slots__ = ("_counts", "_kernel", "_kind", "_numbers")
 
     def __init__(self, kernel: AdamKernel, kind: _Kind, numbers: Numbers, counts: Writes) -> None:
-        """Notes what the step is made of and with, and how often torch counts its writes."""
+        """Stores operations and numbers of the step, and how often torch counts its writes."""
         self._kernel, self._kind, self._numbers, self._counts = kernel, kind, numbers, counts
 
     def step(self, rows: Rows, steps: Sequence[torch.Tensor]) -> None:
-        """Makes it, and counts it as torch does.
+        """Performs it, and counts writes as torch does.
 
         Args:
             rows: Ordinary tensors of one dtype and device; see :func:`are_alike`.
@@ -171,13 +171,13 @@ class Recipe:
 def recipe_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], first: torch.Tensor, made: float
 ) -> Recipe | None:
-    """Returns how the kernel makes a step of a group; None where torch has to make it.
+    """Returns how the kernel performs a step of a group; None if torch has to perform it.
 
     Args:
-        optimizer: A plain one, whose ``step`` nobody sees.
+        optimizer: A plain one, whose ``step`` is not observed.
         group: The settings.
-        first: Of the dtype and on the device of all tensors.
-        made: How many steps were made before.
+        first: A tensor with the dtype and the device of all tensors.
+        made: The number of earlier steps.
     """
     if not _is_torchs_own(optimizer, type(optimizer).step.__wrapped__):  # type: ignore[attr-defined]
         return None
@@ -193,13 +193,13 @@ def recipe_of(
 
 
 def are_ordinary(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether nothing intercepts operations on tensors, as where several threads use a weight."""
+    """Whether no class or mode intercepts operations on the tensors."""
     return set(map(type, tensors)) <= _PLAIN
 
 
 @cache
 def _one() -> torch.Tensor:
-    """Returns 1 as a tensor, as torch does: of a number it would make one for each counter."""
+    """Returns 1 as a tensor, as torch does: a number would be converted for each counter."""
     with outside_inference():
         return torch.tensor(1.0, dtype=torch.float32, device="cpu")
 
@@ -208,18 +208,18 @@ def _one() -> torch.Tensor:
 
 
 def _is_torchs_own(optimizer: torch.optim.Optimizer, own: Callable[..., Any]) -> bool:
-    """Whether an optimizer is of a class of the kernel's, with torch's own methods.
+    """Whether an optimizer is of a class that the kernel supports, with torch's own methods.
 
     Args:
         optimizer: A plain one.
-        own: Its class's ``step``.
+        own: The ``step`` of its class.
     """
     cls: Any = type(optimizer)
     return cls in _CLASSES and is_torchs(own) and is_torchs(cls._init_group)
 
 
 def _is_plain_time(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nobody is to see torch's operations, and gradients have no scale."""
+    """Whether nobody observes torch's operations, and gradients have no scale."""
     return (
         not has_modes()
         and not torch._C._len_torch_dispatch_stack()
@@ -235,7 +235,7 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | None:
-    """Returns the step of a group; None where it cannot be made by the kernel."""
+    """Returns the step of a group; None if the kernel cannot perform it."""
     if not _has_plain_settings(group):
         return None
     params = [param for param in group["params"] if param.grad is not None]
@@ -248,7 +248,7 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
     if not all(states):
         if not any(states):
             _try_early(optimizer, group, first)
-        return None  # torch makes it
+        return None  # torch creates it
     grads: list[Any] = [param.grad for param in params]
     firsts, seconds = [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]
     rows, steps = Rows(params, grads, firsts, seconds), [state["step"] for state in states]
@@ -262,7 +262,7 @@ def _ready(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> _Ready | 
 
 
 def _has_plain_settings(group: dict[str, Any]) -> bool:
-    """Whether all that a step is made with is numbers, as the kernel takes them."""
+    """Whether all settings of a step are numbers, as the kernel requires."""
     betas = group["betas"]
     if any(group.get(name) for name in _OFF):
         return False
@@ -272,7 +272,7 @@ def _has_plain_settings(group: dict[str, Any]) -> bool:
 
 
 def _is_by_foreach(group: dict[str, Any], first: torch.Tensor) -> bool:
-    """Whether torch would step a group by ``foreach``, of a device and dtype of the kernel's."""
+    """Whether torch would step a group by ``foreach``, with a device and dtype of the kernel's."""
     known = first.device.type == _DEVICE and first.dtype in _DTYPES
     return known and flavour_of(group, first.device) == "foreach"
 
@@ -280,7 +280,7 @@ def _is_by_foreach(group: dict[str, Any], first: torch.Tensor) -> bool:
 def _kind_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], first: torch.Tensor, step: float
 ) -> tuple[_Kind, Numbers] | None:
-    """Returns what a step of a group is made of and with; None where torch has to make it.
+    """Returns operations and numbers of a group's step; None if torch has to perform it.
 
     Args:
         optimizer: The plain one.
@@ -309,7 +309,7 @@ def _kind_of(
 def _try_early(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], first: torch.Tensor
 ) -> None:
-    """Tries what later steps are made of in the first one, which takes long anyway."""
+    """Tries the operations of later steps in the first one, which takes long anyway."""
     found = _kind_of(optimizer, group, first, 1.0)
     if found is None or found[0] in _tried or not _is_plain_time(optimizer):
         return
@@ -324,12 +324,12 @@ def _try_early(
 def are_alike(rows: Rows) -> bool:
     """Whether all tensors are ordinary ones of one dtype and device, each with all its elements.
 
-    Nor may a gradient be what is written (``p.grad = p.data``), or that be written twice:
-    ``foreach`` reads it again in between. By calls of C alone: there are four for each parameter,
-    in every step.
+    Also, a gradient must not be a written tensor (``p.grad = p.data``), and no tensor may be
+    written twice, as ``foreach`` reads them again in between. Uses C functions only: there are four
+    calls per parameter, in every step.
     """
     every = [*rows.params, *rows.grads, *rows.firsts, *rows.seconds]
-    if not are_ordinary(every):  # first: others may answer the rest themselves
+    if not are_ordinary(every):  # first: subclasses may answer the other questions themselves
         return False
     written = [*map(_data_ptr, chain(rows.params, rows.firsts, rows.seconds))]
     counts = [*map(_numel, rows.params)]
@@ -380,7 +380,7 @@ def _count(rows: Rows, counts: Writes) -> None:
 
 
 def _writes_of(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | None:
-    """Returns how torch counts the writes of such a step; None where the bits are others."""
+    """Returns how torch counts the writes of such a step; None if the bits differ."""
     if kind not in _tried:
         with outside_inference(), torch.no_grad():
             try:
@@ -393,7 +393,7 @@ def _writes_of(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes
 
 
 def _try(kernel: AdamKernel, kind: _Kind, group: dict[str, Any]) -> Writes | None:
-    """Makes steps both ways; returns how torch counts them, None where a bit differs."""
+    """Performs steps both ways; returns how torch counts them, None if a bit differs."""
     cls: Any = kind.cls
     settings = {name: group[name] for name in (*_NUMBERS, "betas", "maximize")}
     if cls is torch.optim.Adam and kind.decoupled:
@@ -437,7 +437,7 @@ def _step_mine(
     optimizer: torch.optim.Optimizer,
     params: Sequence[nn.Parameter],
 ) -> None:
-    """Makes a step by the kernel, of whatever size."""
+    """Performs a step with the kernel, of any size."""
     group, states = optimizer.param_groups[0], [optimizer.state[param] for param in params]
     torch._foreach_add_([state["step"] for state in states], 1)
     settings = *map(group.__getitem__, _NUMBERS), *group["betas"]

@@ -1,4 +1,4 @@
-"""Gradients in another dtype, in memory that is used again."""
+"""Gradients in another dtype, in memory that is reused."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ _ALIGNMENT = 64
 
 
 class Casts(threading.local):
-    """Memory for casts on the host, one for each thread, as large as its largest use.
+    """Memory for casts on the host, one per thread, as large as its largest use.
 
     Fresh memory for every cast is mapped and cleared by the kernel page by page: for 16 Mi
     elements that took 40 ms here, the cast itself 2 and AdamW's fused step 8.
     """
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts without memory."""
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def __call__(
         self, tensors: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype]
     ) -> list[torch.Tensor | None]:
-        """Casts tensors of host memory; the results hold until this thread's next call.
+        """Casts tensors in host memory; the results are valid until this thread's next call.
 
         Args:
             tensors: Any shapes; None stays None.
-            dtypes: Of the results.
+            dtypes: Dtypes of the results.
 
         Returns:
-            The tensors themselves where they have the dtype already, else casts with their
-            values; one that is not contiguous gets memory of its own.
+            The tensors themselves if they have the dtype already, otherwise casts with their
+            values; one that is not contiguous gets separate memory.
         """
         places = []
         nbytes = 0
@@ -57,4 +57,4 @@ class Casts(threading.local):
 
 
 cast = Casts()
-"""The one of all steps on the host."""
+"""The instance for all steps on the host."""

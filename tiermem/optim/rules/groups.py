@@ -20,12 +20,12 @@ Params = nn.Module | Iterable[Any]
 def with_defaults(
     make: Make, groups: list[dict[str, Any]], stepped_dtype: Callable[[torch.Tensor], torch.dtype]
 ) -> tuple[list[dict[str, Any]], torch.optim.Optimizer]:
-    """Returns groups with every default filled in, as the class itself does it.
+    """Returns groups with every default filled in, as the class itself does.
 
     Args:
         make: Makes an optimizer of the class.
         groups: The groups.
-        stepped_dtype: Of what is stepped for a parameter.
+        stepped_dtype: Returns the dtype of the stepped tensor of a parameter.
 
     Returns:
         The groups, and the optimizer over stand-ins that completed them.
@@ -40,8 +40,8 @@ def with_defaults(
         try:
             optimizer = make(shadow)
         except (TypeError, ValueError):
-            raise  # bad settings: torch's own message says it best
-        except Exception:  # a class that looks at the device of its parameters
+            raise  # bad settings: torch's own message is best
+        except Exception:  # a class that checks the device of its parameters
             optimizer = make([dict(group) for group in groups])
     filled = []
     for group, original in zip(optimizer.param_groups, groups, strict=True):
@@ -50,17 +50,17 @@ def with_defaults(
 
 
 def groups_of(params: Params) -> list[dict[str, Any]]:
-    """Returns parameter groups as torch's own optimizers make them, without any settings added.
+    """Returns parameter groups as torch's own optimizers create them, without added settings.
 
-    torch itself reads what it is given (lists, generators, single tensors, pairs of name and
-    parameter, groups of these), so all of that means here what it means there.
+    torch itself parses the argument (lists, generators, single tensors, pairs of name and
+    parameter, groups of these), so it has the same meaning as in torch.
 
     Args:
-        params: A module, parameters, or groups. Groups become these very dictionaries, as in
+        params: A module, parameters, or groups. Groups become the same dictionaries, as in
             torch; their ``"params"`` become lists.
 
     Raises:
-        TypeError: Where torch raises it, in its words.
+        TypeError: If torch raises it, with its message.
         ValueError: Likewise.
     """
     given: Any = params.parameters() if isinstance(params, nn.Module) else params
@@ -70,17 +70,17 @@ def groups_of(params: Params) -> list[dict[str, Any]]:
 
 @contextmanager
 def told_of_duplicates() -> Iterator[None]:
-    """Suppresses torch's warning of duplicates, which :func:`groups_of` has caused already."""
+    """Suppresses torch's warning about duplicates, which :func:`groups_of` has already issued."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="optimizer contains a parameter group with dup")
         yield
 
 
 def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    """Returns a dtype that was given as a setting.
+    """Returns a dtype given as a setting.
 
     Raises:
-        ConfigError: If it is none, or not of floating numbers.
+        ConfigError: If it is not a dtype, or not a floating-point one.
     """
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
@@ -88,8 +88,8 @@ def floating(name: str, dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def frozen_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the settings of groups as they are now; a scheduler may write the groups.
+    """Returns a copy of the groups' present settings; a scheduler may write the groups.
 
-    A tensor learning rate is written in place.
+    A tensor learning rate may be written in place.
     """
     return [copied(settings_of(group)) for group in groups]

@@ -14,18 +14,19 @@ from tiermem.optim.rules.scaling import Scaling
 _AUTOGRAD: Any = torch.autograd
 _BASE: Any = torch.optim.Optimizer
 _WRAPPER = _BASE.profile_hook_step(lambda self: None).__code__
-"""What torch puts around the ``step`` of every class: it names it to the profiler, and calls hooks.
+"""What torch puts around each class's ``step``: it reports it to the profiler, and calls hooks.
 
-It costs as much as the step itself where that has few tensors.
+If there are few tensors, it costs as much as the step itself.
 """
 
 
 def run(optimizer: torch.optim.Optimizer) -> None:
-    """Does what ``optimizer.step()`` does, without what would have no effect.
+    """Does what ``optimizer.step()`` does, without parts that have no effect.
 
-    The class's own ``step`` is called without torch's wrapper where no hook is registered, the
+    The class's own ``step`` is called without torch's wrapper if no hook is registered, the
     profiler is off, and ``step`` has not been replaced. Hooks for all optimizers are
-    called around the step of the tiered one, as around any; once more for each unit is too often.
+    called around the step of the tiered one, as around any; calling them again for each unit would
+    be too often.
     """
     if not is_bare(optimizer):
         optimizer.step()
@@ -36,7 +37,7 @@ def run(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_bare(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nobody sees the call of ``optimizer.step()``, which is its class's own."""
+    """Whether nothing observes ``optimizer.step()``, and it is its class's own."""
     return (
         getattr(type(optimizer).step, "__code__", None) is _WRAPPER
         and "step" not in optimizer.__dict__
@@ -48,7 +49,7 @@ def is_bare(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def run_unseen(optimizer: torch.optim.Optimizer) -> None:
-    """Does what ``optimizer.step()`` does; hooks for the steps of all optimizers see nothing.
+    """Does what ``optimizer.step()`` does; hooks for the steps of all optimizers are not called.
 
     Args:
         optimizer: One that is only tried: its step is not part of the user's program.
@@ -66,7 +67,7 @@ def run_unseen(optimizer: torch.optim.Optimizer) -> None:
 
 
 def undoes_scale(optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> bool:
-    """Whether the class undoes a scale itself, in the gradients that it is given."""
+    """Whether the class itself undoes a scale of the gradients that it gets."""
     if scaling is None or (scaling.grad_scale is None and scaling.found_inf is None):
         return False
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -78,16 +79,16 @@ def run_scaled(
     owns: Sequence[torch.Tensor],
     fresh: Collection[torch.Tensor] = (),
 ) -> bool:
-    """Makes a step over gradients that have a scale.
+    """Performs a step with gradients that have a scale.
 
     Args:
         optimizer: The plain one.
         scaling: The scale, and whether a gradient is not finite.
-        owns: What the optimizer steps.
-        fresh: Those of them whose gradients are not shared: they are written in place.
+        owns: The tensors that the optimizer steps.
+        fresh: Those whose gradients are not shared: these are written in place.
 
     Returns:
-        Whether it was left to the optimizer, which undoes the scale in the gradients themselves.
+        Whether it was left to the optimizer, which undoes the scale in the gradients itself.
     """
     if not undoes_scale(optimizer, scaling):
         given = [own.grad for own in owns]

@@ -1,4 +1,4 @@
-"""Learns, by trying a class on stand-ins of the real shapes, what it keeps for a parameter."""
+"""Finds out, by trying a class on stand-ins of the real shapes, what it keeps per parameter."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class StateTensor:
     """One tensor of a parameter's state.
 
     Attributes:
-        shape: As it shows itself.
-        tensors: The plain tensors in it by their path, on the meta device; one, by ``""``, where
-            it is plain itself.
+        shape: The shape that it shows.
+        tensors: The plain tensors in it by their path, on the meta device; one, with path ``""``,
+            if it is plain itself.
     """
 
     shape: tuple[int, ...]
@@ -54,13 +54,13 @@ class StateTensor:
 
 
 def zeros_of(settings: dict[str, Any]) -> tuple[tuple[str, bool], ...]:
-    """Returns which settings are zero: classes keep other state and write other tensors then."""
+    """Returns which settings are zero: then classes keep other state and write other tensors."""
     numbers = (int, float)
     return tuple((key, not value) for key, value in settings.items() if type(value) in numbers)
 
 
 def way_of(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Returns what decides the way of a class: which settings are zero, switches and names."""
+    """Returns the settings that select a class's behaviour: zeros, switches and names."""
     named = [(key, value) for key, value in settings.items() if type(value) in _NAMED]
     return (*zeros_of(settings), *named)
 
@@ -69,7 +69,7 @@ class StateProbe:
     """Learns the state that a class keeps for a parameter of a given shape.
 
     Attributes:
-        sparse: Whether gradients have to be sparse.
+        sparse: Whether the class requires sparse gradients.
     """
 
     def __init__(self, make: Make, device: torch.device, *, sparse: bool) -> None:
@@ -88,13 +88,13 @@ class StateProbe:
         """Returns, by key, the tensors that the state has.
 
         Args:
-            param: Its shape and dtype count, not its values.
-            stride: The strides it has in HBM.
+            param: Its shape and dtype matter, not its values.
+            stride: Its strides in HBM.
             group: Number of its parameter group.
-            settings: Of that group.
+            settings: Settings of that group.
 
         Raises:
-            StepError: If a tensor of it is of a class that cannot be unwrapped, or it cannot be
+            StepError: If it has a tensor of a class that cannot be unwrapped, or it cannot be
                 tried at all.
         """
         key = (tuple(param.shape), stride, param.dtype, group, zeros_of(settings))
@@ -103,14 +103,14 @@ class StateProbe:
         return self._known[key]
 
     def spoils(self, param: torch.Tensor, group: int, settings: dict[str, Any]) -> bool:
-        """Returns whether a step writes gradients; where it cannot be tried it is taken to.
+        """Returns whether a step writes gradients; if it cannot be tried, this is assumed.
 
-        What it does not write need not be written back.
+        If it does not write them, they need not be written back.
 
         Args:
-            param: Its dtype and number of dimensions count.
+            param: Its dtype and number of dimensions matter.
             group: Number of its parameter group.
-            settings: Of that group.
+            settings: Settings of that group.
         """
         key = (param.dim(), param.dtype, group, zeros_of(settings))
         if key not in self._spoils:
@@ -125,9 +125,9 @@ class StateProbe:
         """Returns the keys of state tensors whose shape changes from step to step, as a history's.
 
         Args:
-            param: Its dtype and number of dimensions count.
+            param: Its dtype and number of dimensions matter.
             group: Number of its parameter group.
-            settings: Of that group.
+            settings: Settings of that group.
         """
         key = (param.dim(), param.dtype, group, zeros_of(settings))
         if key not in self._varying:
@@ -137,12 +137,12 @@ class StateProbe:
         return self._varying[key]
 
     def ignores_weights(self, param: torch.Tensor, group: int, settings: dict[str, Any]) -> bool:
-        """Returns whether weights have no part in what steps make of the state.
+        """Returns whether the new state of a step is independent of the weights.
 
         Args:
-            param: Its dtype and number of dimensions count.
+            param: Its dtype and number of dimensions matter.
             group: Number of its parameter group.
-            settings: Of that group.
+            settings: Settings of that group.
         """
         key = (param.dim(), param.dtype, group, way_of(settings))
         if key not in self._ignoring:
@@ -157,13 +157,13 @@ class StateProbe:
         *,
         or_else: Found,
     ) -> Found:
-        """Returns what a look at an optimizer of one tiny parameter finds.
+        """Returns the result of a check of an optimizer with one tiny parameter.
 
         Args:
-            param: Of this dtype and number of dimensions.
-            settings: Of its group.
-            look: Given the tiny parameter and its optimizer, steps it.
-            or_else: What is returned where none can be stepped.
+            param: Its dtype and number of dimensions are used.
+            settings: Settings of its group.
+            look: Called with the tiny parameter and its optimizer; steps it.
+            or_else: The result if no such optimizer can be stepped.
         """
         for device in self._devices[1:]:
             try:
@@ -186,7 +186,7 @@ class StateProbe:
         return frozenset(name for name, found in shapes.items() if len(found) > 1)
 
     def _ignores(self, one: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a few steps make the same of the state with any weights, no numbers even."""
+        """Whether a few steps give the same state with any weights, even NaN."""
         others = (float("nan"), float("inf"), -3.0, 0.0)
         for step in range(_STEPS):
             give_gradients([one], step, sparse=self.sparse)
@@ -226,7 +226,7 @@ class StateProbe:
             try:
                 with trial():
                     state = self._step(param, stride, settings, device)
-            except Exception as error:  # a class may not run on meta; the next device will do
+            except Exception as error:  # a class may not run on meta; the next device is tried
                 problem = error
                 continue
             return _kept(state)

@@ -1,4 +1,4 @@
-"""What a step applies to gradients first: a GradScaler's scale, a factor."""
+"""Changes that a step first applies to gradients: a GradScaler's scale, a factor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Scaling:
     """A scale that gradients still have, and whether one of them is not finite.
 
     Attributes:
-        grad_scale: What they were multiplied by, 0-d; None where that is undone already.
-        found_inf: 1.0 if a gradient has an infinity or a NaN, 0-d; None where that is unknown.
-        factor: What gradients are to be multiplied by, 0-d, or None.
+        grad_scale: Their factor, 0-d; None if it has already been undone.
+        found_inf: 1.0 if a gradient has an infinity or a NaN, 0-d; None if that is unknown.
+        factor: A factor still to be applied to gradients, 0-d, or None.
     """
 
     grad_scale: torch.Tensor | None
@@ -36,41 +36,41 @@ class Scaling:
             raise StepError(f"optimizer.grad_factor={given!r}: it must be None or a 0-d tensor")
         names = ("grad_scale", "found_inf", "grad_factor")
         put = [getattr(optimizer, name, None) for name in names]
-        # a scaler that has looked at no gradient puts the sum of nothing, which is no tensor
+        # a scaler that has seen no gradient sets an empty sum, which is not a tensor
         put = [value if isinstance(value, torch.Tensor) else None for value in put]
         return None if all(value is None for value in put) else cls(*put)
 
     def frozen(self) -> Scaling:
-        """Returns the same with tensors of its own; the scaler writes its scale in place."""
+        """Returns a copy with its own tensors; the scaler writes its scale in place."""
         put = (self.grad_scale, self.found_inf, self.factor)
         return Scaling(*(None if t is None else t.clone() for t in put))
 
     def on_host(self) -> Scaling:
-        """Returns a copy in host memory, as the host's steps need it."""
+        """Returns a copy in host memory, for the host's steps."""
         scale, factor = (None if t is None else t.cpu() for t in (self.grad_scale, self.factor))
         return Scaling(scale, None, factor)
 
     @property
     def is_factor(self) -> bool:
-        """Whether a factor is all there is, of which a GradScaler knows nothing."""
+        """Whether there is only a factor, which does not come from a GradScaler."""
         return self.grad_scale is None and self.found_inf is None
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether it is a factor of one; waits for the device."""
+        """Whether it is only a factor of one; waits for the device."""
         return self.is_factor and self.factor is not None and bool(self.factor == 1)
 
     @property
     def skips(self) -> bool:
-        """Whether the step is left out; waits for the device."""
+        """Whether the step is skipped; waits for the device."""
         return self.found_inf is not None and bool(self.found_inf.item())
 
     def unscale(self, params: Sequence[torch.Tensor], fresh: Collection[torch.Tensor] = ()) -> None:
         """Divides gradients by the scale, as ``GradScaler.unscale_`` does; then the factor.
 
         Args:
-            params: Whose.
-            fresh: Those of them whose gradients are not shared: they are written in place.
+            params: The parameters with these gradients.
+            fresh: Those whose gradients are not shared: these are written in place.
         """
         if self.grad_scale is not None:
             _multiply(params, self.grad_scale.double().reciprocal().float(), fresh)
@@ -79,7 +79,7 @@ class Scaling:
     def apply_factor(
         self, params: Sequence[torch.Tensor], fresh: Collection[torch.Tensor] = ()
     ) -> None:
-        """Multiplies gradients by the factor; arguments as above."""
+        """Multiplies gradients by the factor; arguments as for :meth:`unscale`."""
         if self.factor is not None:
             _multiply(params, self.factor, fresh)
 

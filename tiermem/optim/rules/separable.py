@@ -1,9 +1,9 @@
 """Finds out, by trying an optimizer class, whether it can be stepped block by block.
 
-No list of known classes: the class is run on tiny parameters, all at once and one by one, with
-gradients that are missing at times, and must give the same bits. One by one is how blocks are
-stepped: settings are those of the group as a step begins, and what the class counts there goes
-on as for a single parameter.
+There is no list of known classes: the class is run on tiny parameters, all at once and one by one,
+with gradients that are missing at times, and must give the same bits. One by one is how blocks are
+stepped: settings are those of the group when a step begins, and counters of the class there
+continue as for a single parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tiermem.optim.rules.plainstep import run_unseen
 from tiermem.optim.rules.trial import Draws, ExchangeError, trial, undispatched
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Makes an optimizer of the class and settings in question from parameter groups."""
+"""Creates an optimizer of the class and settings in question from parameter groups."""
 
 _STEPS = 8
 _REMEDY = (
@@ -35,7 +35,7 @@ _WHOLE = (
     "and exchange gradients before: DistributedDataParallel(tier.wrap(model)), or "
     "dist.all_reduce(param.grad)"
 )
-_SMALL = (1.0, 2.0**-24, 2.0**-12)  # below the epsilons of dtypes: of float32, and of short ones
+_SMALL = (1.0, 2.0**-24, 2.0**-12)  # below the epsilons of float32 and of short dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,17 @@ class Nature:
     """The properties of an optimizer class, as found by trying it.
 
     Attributes:
-        sparse: Whether it takes sparse gradients only.
+        sparse: Whether it requires sparse gradients.
         draws: Whether it draws random numbers as it steps.
         counts: Whether a step changes settings of its parameter groups, alike for all parameters.
         counted: Whether torch counts its writes of the weights.
-        private: Whether settings have to be copied for each step of a block, as they are written.
+        private: Whether settings have to be copied for each step of a block, as the class writes
+            them.
         whole: Whether it can be stepped block by block only if every parameter has a gradient:
-            there are classes that update those without one, too (as if it were zero).
-        device: Where it was tried.
+            some classes also update parameters without one (as if it were zero).
+        device: The device where it was tried.
         dims: Number of dimensions of a parameter of the group.
-        dtype: Of one, as it is stepped.
+        dtype: Dtype of a stepped parameter.
     """
 
     sparse: bool
@@ -72,7 +73,7 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Returns a setting that can be written without a change of the user's."""
+    """Returns a copy of a setting; writing it does not change the user's."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:
@@ -83,7 +84,7 @@ def copied(value: Any) -> Any:
 
 
 def ready(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns an optimizer in the mode for training, where it has modes."""
+    """Returns an optimizer in training mode, if it has modes."""
     if callable(getattr(type(optimizer), "train", None)):
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer
@@ -102,10 +103,11 @@ def give_gradients(
     """Sets gradients with values between 0.5 and 1.5.
 
     Args:
-        params: Whose.
-        seed: Of their values.
+        params: The parameters.
+        seed: Seed of the values.
         sparse: Whether they are sparse.
-        but: Every other parameter has none, from this one on; None for all have one.
+        but: Index of the first parameter without a gradient, as every other one after it; None if
+            all have one.
     """
     shapes = [tuple(param.shape) for param in params]
     values = _values(shapes, torch.float32, torch.device("cpu"), seed)
@@ -126,19 +128,19 @@ def _values(
 
 
 class Counter:
-    """Advances the settings of a parameter group as a class does that counts steps there."""
+    """Advances the settings of a parameter group like a class that counts steps there."""
 
     def __init__(
         self, make: Make, dims: int, dtype: torch.dtype, device: torch.device, *, sparse: bool
     ) -> None:
-        """Counts by steps of a tiny parameter.
+        """Counts with steps of a tiny parameter.
 
         Args:
-            make: Makes an optimizer of the class.
+            make: Creates an optimizer of the class.
             dims: Number of dimensions of a parameter of the group.
-            dtype: Of one, as it is stepped.
+            dtype: Dtype of a stepped parameter.
             device: Where the class runs.
-            sparse: Whether it takes sparse gradients only.
+            sparse: Whether it requires sparse gradients.
         """
         self._make, self._sparse = make, sparse
         self._shape, self._dtype, self._device = (4,) * dims, dtype, device
@@ -149,9 +151,9 @@ class Counter:
         """Returns those of a group's settings that a step changes.
 
         Args:
-            settings: As they are before it; not written.
+            settings: The settings before it; not written.
             has_gradients: Whether any parameter of the group has a gradient.
-            method: Does something else than a step to an optimizer.
+            method: Does something other than a step with an optimizer.
         """
         params = tiny([self._shape], self._dtype, self._device)
         if has_gradients:
@@ -178,19 +180,19 @@ def check_separable(
     """Checks that stepping parameters one by one gives the same bits as all at once.
 
     Args:
-        name: Of the class, for messages.
-        make: Makes an instance.
-        settings: Of the parameter group.
+        name: Name of the class, for messages.
+        make: Creates an instance.
+        settings: Settings of the parameter group.
         dims: Numbers of dimensions that the real parameters have.
         dtypes: Dtypes of the real parameters, in their order.
-        device: Where to try if it does not run on the CPU.
-        method: Does something more to an optimizer between two steps, which is tried as well.
+        device: The device to try if it does not run on the CPU.
+        method: Does something else with an optimizer between two steps, which is tried as well.
 
     Returns:
-        What the class was found to be.
+        The properties of the class.
 
     Raises:
-        StepError: Saying why it cannot be streamed, and what to do.
+        StepError: If it cannot be streamed, with the reason and advice.
     """
     shapes = [shape for d in dims for shape in ((4,) * d, (4,) * d, _large(d))] or [(4, 4)] * 2
     nature = _tried(name, make, settings, shapes, dtypes[0], device, method)
@@ -215,7 +217,7 @@ def _mixed(
 ) -> str:
     """Returns why parameters of several dtypes cannot be stepped one by one, or "".
 
-    There are classes that take a default from the dtype of the first one (torch's Adafactor).
+    Some classes take a default from the dtype of the first one (torch's Adafactor).
     """
     try:
         with trial() as draws:
@@ -224,7 +226,7 @@ def _mixed(
                 make, settings, shapes, dtypes, nature.device, nature.sparse, draws, method
             )
             return found.run(private=nature.private, late=False)
-    except Exception:  # it does not run on them: nor will it in the tiers
+    except Exception:  # it does not run on them, so it will not in the tiers either
         return ""
 
 
@@ -237,7 +239,7 @@ def _tried(
     device: torch.device,
     method: Any,
 ) -> Nature:
-    """Returns what a class is for parameters of one dtype; see :func:`check_separable`."""
+    """Returns the properties of a class for parameters of one dtype."""
     problem: Exception | None = None
     for where in dict.fromkeys((torch.device("cpu"), device)):
         for sparse, late in ((False, True), (True, True), (False, False)):
@@ -259,7 +261,7 @@ def _tried(
                     odd = reason
                     if private and not found.updates_all:
                         break
-                    whole = whole or private  # what is left is to try with all gradients
+                    whole = whole or private  # it remains to try with all gradients
             except StepError:
                 raise
             except ExchangeError as error:
@@ -272,7 +274,7 @@ def _tried(
             if odd:
                 raise StepError(f"{name} cannot be streamed block by block: {odd}. {_REMEDY}")
     why = f"a trial step without a closure failed with {type(problem).__name__}: {problem}"
-    if "closure" in str(problem):  # as LBFGS, which looks for a step's length by the loss
+    if "closure" in str(problem):  # like LBFGS, which searches the length of a step by the loss
         why = f"its step() computes the loss of the whole model again, by a closure ({problem})"
     raise StepError(f"{name} cannot be streamed through the tiers: {why}. {_REMEDY}") from problem
 
@@ -292,21 +294,21 @@ def _is_counted(
             give_gradients(params, 1, sparse=False)
             run_unseen(optimizer)
             return param._version > 0
-    except Exception:  # what it cannot do there shows in its first step
+    except Exception:  # errors there are raised in its first step
         return False
 
 
 def _large(dims: int) -> tuple[int, ...]:
-    """Returns a shape of 4,096 elements, from which on some classes keep another state."""
+    """Returns a shape of 4,096 elements, from which on some classes keep different state."""
     return {0: (), 1: (64,), 2: (64, 64), 3: (16, 16, 16)}.get(dims, (8,) * dims)
 
 
 class _Trial:
-    """One run of a class over tiny parameters, together and apart.
+    """One run of a class on tiny parameters, together and separately.
 
     Attributes:
         counts: Whether steps changed settings of the group.
-        updates_all: Whether steps changed parameters that had no gradient, gave them one, or may
+        updates_all: Whether steps changed parameters that had no gradient, created one, or may
             have changed their state.
     """
 
@@ -334,9 +336,9 @@ class _Trial:
         """Returns why the class cannot be stepped one by one, or "".
 
         Args:
-            private: Whether each parameter is given copies of the settings.
-            late: Whether first gradients come late, and some are missing. There are classes that
-                fail then, in plain torch as well (SGD, fused and with momentum).
+            private: Whether each parameter gets copies of the settings.
+            late: Whether first gradients come late, and some are missing. Some classes fail
+                then, in plain torch as well (SGD, fused and with momentum).
         """
         self._private = private
         whole = self._made(self._together)
@@ -374,9 +376,9 @@ class _Trial:
     def _step_parts(
         self, parts: Sequence[torch.optim.Optimizer], shown: dict[str, Any], step: int
     ) -> None:
-        """Steps the parameters that have gradients each by itself, as the tiers do."""
+        """Steps each parameter that has a gradient separately, as the tiers do."""
         self._draws.seed(step)
-        # an order of our own, unless numbers are drawn, which come in the order of parameters
+        # in reverse order, unless numbers are drawn, which follow the order of parameters
         for optimizer in parts if self._draws.seen else reversed(parts):
             if optimizer.param_groups[0]["params"][0].grad is not None:
                 optimizer.param_groups[0].update(copied(shown) if self._private else shown)
@@ -389,7 +391,7 @@ class _Trial:
         parts: Sequence[torch.optim.Optimizer],
         shown: dict[str, Any],
     ) -> str:
-        """Tries the method, and then makes ready to go on."""
+        """Tries the method, and then prepares to continue."""
         for method in (self._method, ready):
             method(whole)
             for optimizer in reversed(parts):
@@ -425,7 +427,7 @@ class _Trial:
                     "what it keeps in an attribute of its own (self.state[param] is the place)"
                 )
             if not _same(dict(whole.state.get(first, {})), dict(optimizer.state.get(second, {}))):
-                self.updates_all = True  # it may count steps that it does not make
+                self.updates_all = True  # it may count steps that it does not perform
                 return "its state of one parameter depends on the others"
         return ""
 
@@ -453,8 +455,8 @@ def _odd_state(optimizer: torch.optim.Optimizer) -> str:
 def _shared(param: torch.Tensor, state: dict[Any, Any]) -> str:
     """Returns what a parameter's state shares memory with, or "".
 
-    In the tiers each tensor of it has a place of its own, so a write to one would not show in the
-    other. Numbers stay as they are.
+    In the tiers each tensor of it has separate memory, so a write to one would not be seen in the
+    other. Python numbers are not affected.
     """
     seen: list[tuple[str, torch.Tensor]] = [("the parameter", param)]
     for key, value in state.items():
@@ -468,7 +470,7 @@ def _shared(param: torch.Tensor, state: dict[Any, Any]) -> str:
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors have a byte in common; sparse ones are taken to have none."""
+    """Whether two tensors have a byte in common; sparse ones are assumed to have none."""
     if first.layout is not torch.strided or second.layout is not torch.strided:
         return False
     address = first.untyped_storage().data_ptr()
@@ -495,7 +497,7 @@ def opaque(key: str, value: torch.Tensor) -> str:
 
 
 def _same(first: Any, second: Any) -> bool:
-    """Whether two values are the same, tensors to the bit."""
+    """Whether two values are the same, tensors bit for bit."""
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):

@@ -19,11 +19,11 @@ _f32 = np.float32
 def flavour_of(settings: Mapping[str, Any], device: torch.device) -> Flavour | None:
     """Returns which kernels torch chooses for a parameter group; None for single operations.
 
-    By default it chooses only where neither ``foreach`` nor ``fused`` is said.
+    It chooses by default only if neither ``foreach`` nor ``fused`` is set.
 
     Args:
-        settings: Of the group.
-        device: Of its parameters.
+        settings: Settings of the group.
+        device: Device of its parameters.
     """
     if settings.get("fused"):
         return "fused"
@@ -57,19 +57,19 @@ def foreach_numbers(
 
 
 def is_decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """Whether decay leaves the gradients alone; before torch 2.7 the class alone says so."""
+    """Whether decay leaves the gradients alone; before torch 2.7 only the class determines it."""
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
 
 
 def is_own_class(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class and its ``step`` are of ``torch.optim``, as far as their modules say."""
+    """Whether a class and its ``step`` are from ``torch.optim``, according to their modules."""
     modules = cls.__module__, getattr(cls.step, "__module__", None) or ""
     return all(name.startswith("torch.optim.") for name in modules)
 
 
 @cache
 def is_torchs(method: Any) -> bool:
-    """Whether all of a method is torch's own: users give classes other ones, or wrap them."""
+    """Whether all of a method is torch's own: users replace methods of classes, or wrap them."""
     while method is not None:
         code = getattr(method, "__code__", None)
         if code is None or not code.co_filename.startswith(_TORCH):
@@ -79,9 +79,9 @@ def is_torchs(method: Any) -> bool:
 
 
 def states_of(state: dict[Any, Any], keys: Sequence[Any]) -> list[Any]:
-    """Returns what an optimizer's state has for parameters, None where it has nothing.
+    """Returns an optimizer's state for each parameter, None if it has none.
 
-    To look a tensor up runs Python's code in torch; mostly all are there, in the same order.
+    Looking a tensor up runs Python code of torch; usually all are there, in the same order.
     """
     if len(state) == len(keys) and all(map(is_, state, keys)):
         return list(state.values())

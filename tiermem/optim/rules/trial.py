@@ -1,9 +1,9 @@
-"""A context in which an optimizer class is tried without a change of the process's state.
+"""A context in which an optimizer class is tried without changing the process's state.
 
-Random numbers come from generators of the trial's own, other threads' numbers stay theirs. What
-the class has had compiled runs as it is written: a step on tiny tensors is not worth minutes of
-compiling. Exchanges in which processes have different parts are refused: each would find something
-else, and wait for the others. All of it holds for the calling thread alone.
+Random numbers come from generators of the trial, so other threads' numbers are not affected. Code
+that the class has compiled runs uncompiled: a step on tiny tensors is not worth minutes of
+compiling. Collectives in which processes have different roles are refused: each process would find
+something else, and wait for the others. All of this affects the calling thread only.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tiermem.runtime.base.functorch import outside_inference
 _PLAIN = (torch.Tensor, nn.Parameter)
 _AS_DEFAULTS = torch.Tag.nondeterministic_seeded
 _EXCHANGES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of operations between processes."""
+"""Namespaces of collectives."""
 
 _ALIKE = ("allreduce", "all_reduce", "barrier", "monitored_barrier", "wait", "_wrap")
-"""Those in which each process gives and gets the same as any other."""
+"""Collectives in which each process has the same role."""
 
 
 class ExchangeError(Exception):
-    """What is tried is shared out among processes."""
+    """What is tried is distributed among processes."""
 
 
 class Draws(TorchDispatchMode):
-    """Gives operations that draw random numbers generators of its own, inside ``with``.
+    """Gives operations that draw random numbers separate generators, inside ``with``.
 
     Attributes:
-        seen: Whether anything drew any.
+        seen: Whether any numbers were drawn.
     """
 
     def __init__(self) -> None:
@@ -48,17 +48,17 @@ class Draws(TorchDispatchMode):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def seed(self, seed: int) -> None:
-        """Seeds all generators of the trial anew."""
+        """Seeds all generators of the trial again."""
         self._seed = seed
         self._generators.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operation; one that draws from torch's generators draws from its own.
+        """Runs an operation; one that draws from torch's generators uses those of the trial.
 
         Raises:
-            ExchangeError: If it is one between processes that have different parts in it.
+            ExchangeError: If it is a collective in which processes have different roles.
         """
         if func.namespace in _EXCHANGES and not func.overloadpacket.__name__.startswith(_ALIKE):
             raise ExchangeError(func.name())
@@ -70,7 +70,7 @@ class Draws(TorchDispatchMode):
         device = _device_of(args, kwargs)
         given = next((a for a in args if isinstance(a, torch.Generator)), kwargs.get("generator"))
         if given is not None and given is not _default_generator(device):
-            return func(*args, **kwargs)  # of the class's own
+            return func(*args, **kwargs)  # a generator of the class's own
         self.seen = True
         if device.type == "meta":
             return func(*args, **kwargs)  # draws nothing
@@ -123,7 +123,7 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Genera
 
 @contextmanager
 def trial() -> Iterator[Draws]:
-    """Returns a context for trying a class; gradients are recorded there as by default."""
+    """Returns a context for trying a class; autograd is enabled in it, as by default."""
     draws = Draws()
     with ExitStack() as stack:
         stack.enter_context(outside_inference())
@@ -144,11 +144,10 @@ def undispatched() -> Iterator[None]:
 
 
 def _uncompiled() -> TracingContext:
-    """Returns a context of torch's compiler in which compiled functions run as they are written.
+    """Returns a context of torch's compiler in which compiled functions run uncompiled.
 
-    The compiler never compiles inside of what it runs as a kernel itself. Where a version of torch
-    does not look for that, it finds the dispatch mode of :class:`Draws`, and compiles nothing
-    either.
+    The compiler never compiles inside code that it runs as a kernel itself. If a version of torch
+    does not check that, it finds the dispatch mode of :class:`Draws`, and does not compile either.
     """
     context = TracingContext(None)
     context.fake_mode = SimpleNamespace(in_kernel_invocation=True, shape_env=None)  # type: ignore[assignment]

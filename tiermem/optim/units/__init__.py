@@ -1,4 +1,4 @@
 """Units: parameters of one block that are stepped together, with gradients, masters and state.
 
-A unit's blocks are leased for its step, which is made whole or taken back.
+A unit's blocks are leased for its step, which is completed or undone.
 """

@@ -12,9 +12,9 @@ from tiermem.optim.units.parted import PartedUnit
 from tiermem.optim.units.unit import StepUnit
 
 _HELD_BACK, _BESIDE_MORE = 0.3, 0.5
-"""Of HBM, or beside what stays in it: what steps wrote last and goes home in the next forward. Else
-copies down would still be under way when that begins, and a model that reads a value back as it
-begins waits for them all."""
+"""Limits for what steps write last and the next forward writes home, as parts of HBM, or of the HBM
+beside what stays. Otherwise the copies would still run when forward begins, and a model that first
+reads a value back would wait for all of them."""
 
 
 class Arrivals:
@@ -23,7 +23,7 @@ class Arrivals:
     Attributes:
         entries: Its managed parameters, by the id of the parameter.
         known: The same.
-        units: Its units, by the id of the group of weights that they are from.
+        units: Its units, by the id of the group of their weights.
     """
 
     def __init__(self) -> None:
@@ -31,9 +31,9 @@ class Arrivals:
         self.entries: dict[int, Entry] = {}
         self.known: set[Entry] = set()
         self.units: dict[int, list[StepUnit]] = {}
-        self._there: dict[int, set[Entry]] = {}  # what has arrived, by block
+        self._there: dict[int, set[Entry]] = {}  # arrived gradients, by block
         self._awaited: dict[int, Entry] = {}  # one that is still to come
-        self._last: dict[int, Entry] = {}  # the last one in the backward before
+        self._last: dict[int, Entry] = {}  # the last one in the previous backward
 
     def add(self, units: Iterable[StepUnit]) -> None:
         """Follows the gradients of units from now on, if they are managed."""
@@ -41,21 +41,21 @@ class Arrivals:
             if unit.group is not None:
                 mine = self.units.setdefault(id(unit.group), [])
                 mine.append(unit)
-                # while parts pass through HBM, gradients of other units would leave it
+                # while parts are streamed through HBM, gradients of other units would be evicted
                 mine.sort(key=lambda unit: isinstance(unit, PartedUnit))
                 self.entries.update((id(entry.param), entry) for entry in unit.entries)
                 self.known.update(unit.entries)
 
     def forget(self) -> None:
-        """Clears what has arrived, as a backward begins or ends."""
+        """Forgets arrived gradients, when a backward begins or ends."""
         self._there.clear()
         self._awaited.clear()
 
     def awaits(self, group: Group, arrived: Sequence[Entry]) -> bool:
         """Whether gradients of a block are still to come after these.
 
-        To ask the engine for each of them costs more than to know one of them: that is the last
-        of the backward before, mostly.
+        Asking the engine about each of them costs more than knowing one of them: usually that is
+        the last of the previous backward.
         """
         key = id(group)
         there = self._there.setdefault(key, set())
@@ -75,7 +75,7 @@ class Arrivals:
         return False
 
     def held_back(self, runtime: ModuleRuntime) -> set[int]:
-        """Returns the ids of the groups that backward steps last, and forward begins with."""
+        """Returns the ids of the groups that backward steps last, and forward uses first."""
         evictor = runtime.manager.parts.evictor
         room = int(evictor.regions.border * (_BESIDE_MORE if evictor.residents else _HELD_BACK))
         found: set[int] = set()

@@ -1,9 +1,9 @@
-"""One try at the step of a unit on the device: it is made whole, or taken back whole.
+"""One try at the step of a unit on the device: it is completed, or undone completely.
 
-It may be cut short by anything: an error of the optimizer's class or of a hook, a disk, no memory,
+Anything may interrupt it: an error of the optimizer's class or of a hook, a disk, lack of memory,
 Ctrl-C before any line. So no line relies on a later one being reached: the state of the unit is
 noted before it is changed, one assignment marks the step as made, and :meth:`Attempt.end` does the
-rest, and does it again where it was itself cut short.
+rest, and can be repeated if it was itself interrupted.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _has_grad = attrgetter("has_grad")
 
 
 class Waiting:
-    """A step neither made nor taken back: an access to its blocks takes it back first."""
+    """A step neither completed nor undone: an access to its blocks undoes it first."""
 
     def __init__(self, runtime: ModuleRuntime, unit: StepUnit) -> None:
-        """Starts with no step waiting.
+        """Starts without a step.
 
         Args:
             runtime: The modules' runtime.
-            unit: Whose step it is.
+            unit: The unit of the step.
         """
         self._manager = runtime.manager
         self._unit = unit
         self._debt: Deferred | None = None
 
     def begin(self, take_back: Callable[[], None]) -> None:
-        """Registers a step that could not be taken back; the unit's blocks stay leased.
+        """Registers a step that could not be undone; the unit's blocks stay leased.
 
         Args:
-            take_back: Tries it again; raises where it cannot be.
+            take_back: Tries again to undo it; raises if it cannot.
         """
         with self._manager.lock:
             if self._debt is None:
@@ -66,37 +66,37 @@ class Waiting:
                 self._unit.group.pointing.hide()
 
     def pause(self) -> None:
-        """Permits access to the unit's own tensors while taking back is tried again."""
+        """Permits access to the unit's own tensors while undoing is tried again."""
         if self._debt is not None and self._unit.group is not None:
             self._unit.group.pointing.show()
 
     def end(self) -> None:
-        """Ends the wait: the step is taken back."""
+        """Ends the wait: the step is undone."""
         if self._debt is not None:
             self._manager.parts.deferred.cancel(self._debt)
             self._debt = None
 
 
 class Attempt:
-    """Keeps the state of a unit before its step, until that is made or taken back.
+    """Keeps the state of a unit before its step, until that is completed or undone.
 
     Attributes:
-        holding: What the step works on.
-        made: Whether the step is made; from then on nothing is taken back.
-        one_call: Sees whether everything is written, where that is done by one call of torch's.
-        shown: What stands for tensors that were written, and their values, once it is made.
+        holding: The blocks of the step.
+        made: Whether the step is complete; from then on nothing is undone.
+        one_call: Detects whether everything is written, if one torch call does that.
+        shown: Stand-ins of tensors that were written, and their values, once it is complete.
     """
 
     def __init__(
         self, unit: StepUnit, runtime: ModuleRuntime, holding: Held, *, owed: bool = False
     ) -> None:
-        """Notes what can be noted before the unit's blocks are there.
+        """Notes what can be noted before the unit's blocks are in HBM.
 
         Args:
-            unit: Whose step it is.
+            unit: The unit of the step.
             runtime: The modules' runtime.
-            holding: What is to be held for it.
-            owed: Whether the step was deferred: no gradient of now is its own.
+            holding: The blocks to be held for it.
+            owed: Whether the step was deferred: then no present gradient belongs to it.
         """
         self._unit = unit
         self._owed = owed
@@ -130,10 +130,10 @@ class Attempt:
 
         Args:
             optimizer: The plain one of the unit.
-            slots: Of the blocks, by the id of the block.
+            slots: Slots of the blocks, by block id.
             state: The tiered optimizer's.
             spoils: Whether the step may write gradients.
-            complete: For a step that writes all bytes by one call of torch's: makes the rest
+            complete: For a step that writes all bytes by one torch call: does the rest
                 after that call, sets ``made``, and may be called again. No bytes are kept then.
         """
         if complete is not None:
@@ -142,24 +142,24 @@ class Attempt:
         params = [param for param, _ in unit.members]
         undo.keep_optimizer(optimizer, unit.plain.owns(), state, params)
         try:
-            # while a graph is captured nothing is written, only recorded
+            # while a graph is captured, nothing is written
             if not self._manager.parts.copy.capturing():
                 if complete is None:
                     self._keep_bytes(undo, slots, spoils=spoils)
                 undo.steps.append(partial(self._repoint, slots))
         except (torch.OutOfMemoryError, MemoryError) as error:
-            # better a step that cannot be taken back than none where there was room for one
+            # better a step that cannot be undone than none if there was room for one
             self._cannot = f"{type(error).__name__} when its bytes were to be kept"
         self._undo = undo
 
     def end(self) -> None:
-        """Takes the step back unless it is made, and releases everything.
+        """Undoes the step unless it is complete, and releases everything.
 
         Raises:
-            StorageError: If it is to be taken back, and the disk that has its bytes fails. It can
+            StorageError: If it is to be undone, and the disk with its bytes fails. It can
                 be called again; until then everything stays leased, and an access to the blocks
                 calls it again.
-            StepError: If there was no memory to keep what it was. Likewise.
+            StepError: If there was no memory to keep the former bytes. Likewise.
         """
         if self._over:
             return
@@ -191,10 +191,10 @@ class Attempt:
             if isinstance(stand_in, LazyTensor) and stand_in._kept is not None:
                 refresh(stand_in, value)
         self.shown = ()
-        self._undo = None  # it holds views of the slots
+        self._undo = None  # it has views of the slots
         with torch._C.DisableTorchFunctionSubclass():
             alone = len(unit.entries) == len(self._gradients) and all(map(_has_grad, unit.entries))
-            kept = self._owed or alone  # those that were there before the step
+            kept = self._owed or alone  # those that existed before the step
             if kept:
                 set_each(map(_first, self._gradients), "grad", map(_second, self._gradients))
             rest = () if kept else zip(self._gradients, unit.entry_of, strict=False)
@@ -206,12 +206,12 @@ class Attempt:
         self._waiting.end()
         unit.attempt = None
         self._over = True
-        # these are circles of references: they would keep stand-ins and the state alive, whose
-        # references are counted to see whether a program has kept them
+        # these are reference cycles: they would keep stand-ins and the state alive, whose
+        # references are counted to find out whether a program has kept them
         self._gradients, self._complete, self.one_call = [], None, None
 
     def leave_as_is(self) -> None:
-        """Leaves everything as the failure has left it; the caller takes it back."""
+        """Leaves everything as after the failure; the caller undoes it."""
         self._undo, self._cannot = None, ""
         self.made = True
         self.end()
@@ -232,10 +232,10 @@ class Attempt:
 
     def _keep_bytes(self, undo: Undo, slots: dict[int, Slot], *, spoils: bool) -> None:
         unit = self._unit
-        fresh = not self._masters_made  # there is nothing that weights could be cast from
+        fresh = not self._masters_made  # no weights could be cast from them
         is_cast = (lambda _: False) if fresh else unit.has_master
         for block in self.holding.kept:
-            # masters that have just followed their weights are not as they are at home
+            # masters that have just followed their weights differ from their home
             self._keep_block(undo, block, slots[id(block)].views, clean=not self.holding.follows)
         pointed: list[Entry] = []
         for entry in unit.entries:
@@ -270,7 +270,7 @@ class Attempt:
             undo.keep(tensors)
             return
         transfers = self._manager.parts.transfers
-        transfers.copy.use(transfers.home_ready.get(block.id))  # else it takes what is written next
+        transfers.copy.use(transfers.home_ready.get(block.id))  # else it copies later bytes
         restore = partial(self._manager.restore, block)
         if len(tensors) == len(block.tensors):
             undo.steps.append(partial(restore, 0, block.nbytes))

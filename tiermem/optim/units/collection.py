@@ -16,10 +16,10 @@ class Units(Sequence[StepUnit]):
 
     Attributes:
         state: The tiered optimizer's, by parameter.
-        order: In which order it shows them.
+        order: The order in which it shows them.
         members: Which parameters have a unit.
-        owed: Ids of the units whose step was asked for and is deferred.
-        looked_into: Whether users were given the state, and may have edited it.
+        owed: Ids of the units whose step was requested and is deferred.
+        looked_into: Whether users got the state, and may have edited it.
     """
 
     def __init__(self, groups: list[dict[str, Any]], state: State) -> None:
@@ -27,7 +27,7 @@ class Units(Sequence[StepUnit]):
 
         Args:
             groups: The optimizer's list of parameter groups, which may grow.
-            state: The tiered optimizer's, kept up to date by steps.
+            state: The tiered optimizer's, updated by steps.
         """
         self.state = state
         self.order = StateOrder(state, groups)
@@ -52,7 +52,7 @@ class Units(Sequence[StepUnit]):
         return self._list[index]
 
     def replace(self, units: Sequence[StepUnit]) -> None:
-        """Sets which units there are, in this order."""
+        """Sets the units, in this order."""
         self._list[:] = units
 
     def settled(self) -> list[StepUnit]:
@@ -68,11 +68,11 @@ class Units(Sequence[StepUnit]):
         """Adds to an error of the disk, or of the host, how far the step got.
 
         Args:
-            error: Its message grows.
+            error: The error; its message is extended.
             left: Names of the units that are not stepped.
         """
         again = "optimizer.step() goes on there"
-        if self.owed:  # step() would make another one, with gradients that are still there
+        if self.owed:  # step() would perform another one, with the present gradients
             again = "the next use of them makes it, or optimizer.finish()"
         names = ", ".join(repr(name) for name in left[:8]) + (", ..." if len(left) > 8 else "")
         text = (

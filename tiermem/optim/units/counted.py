@@ -1,10 +1,10 @@
-"""A step counts as a write of the weights when it is asked for, wherever and whenever it is made.
+"""A step counts as a write of the weights when it is requested, wherever it is performed.
 
-torch refuses to go back through a graph that holds a tensor which was written since: it compares a
-counter of each tensor. A step that waits for the next forward, or that the host makes at home, or
-that passes through parts, writes nothing through the parameters when it is asked for, and a graph
-from before it would find the new weights, or the old ones. So it is counted then, and what is
-written later is not counted again: a graph that is made in between has the weights after the step.
+torch refuses backward through a graph that has saved a tensor which was written since: it compares
+the version counter of each tensor. A step that waits for the next forward, or is performed on the
+host, or in parts, writes nothing through the parameters when it is requested, and a graph from
+before would use the new weights, or the old ones. So it is counted at the request, and the later
+write is not counted again: a graph that is recorded in between has the weights after the step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class CountedSteps:
     """Counts the steps of one unit as writes of its weights.
 
     Attributes:
-        ticket: Stands for the step that was counted, or left uncounted, before it is made.
+        ticket: Identifies the step that was counted, or left uncounted, before it is performed.
         uncounted: Numbers of parameter groups whose class writes in a way that torch does not
-            count (``param.data``): there a resident graph is not refused either.
+            count (``param.data``): there a graph of a resident model is not refused either.
     """
 
     __slots__ = ("_due", "ticket", "uncounted")
@@ -40,13 +40,13 @@ class CountedSteps:
         self._due: object = None
 
     def ahead(self, unit: StepUnit, ticket: object) -> None:
-        """Counts a step that is about to be made elsewhere, or later; once for each ticket.
+        """Counts a step that will be performed elsewhere, or later; once for each ticket.
 
-        :class:`ForeignWrites` does not take it for another writer's.
+        :class:`ForeignWrites` does not attribute it to another writer.
 
         Args:
-            unit: Whose step it is; its gradients are there.
-            ticket: Stands for the step that was asked for.
+            unit: The unit of the step; its gradients exist.
+            ticket: Identifies the requested step.
         """
         if self.ticket is ticket:
             return
@@ -64,23 +64,23 @@ class CountedSteps:
             unit.group.writes.add(params)
 
     def later(self, ticket: object) -> None:
-        """Leaves a step uncounted that is about to be made, until :meth:`confirm`."""
+        """Leaves a step uncounted that will be performed, until :meth:`confirm`."""
         self.ticket = self._due = ticket
 
     def not_made(self, ticket: object) -> None:
-        """Forgets a step that was left uncounted and could not be made: the next try counts."""
+        """Forgets a step that was left uncounted and failed: the next try counts."""
         if self._due is ticket:
             self._due = self.ticket = None
 
     def confirm(self, unit: StepUnit, ticket: object) -> None:
-        """Counts a step that was left uncounted; its gradients are there."""
+        """Counts a step that was left uncounted; its gradients exist."""
         if self._due is ticket:
             self._due = self.ticket = None
             self.ahead(unit, ticket)
 
     @contextmanager
     def unchanged(self, unit: StepUnit) -> Iterator[None]:
-        """Leaves the counters as they are, for the step of :attr:`ticket` that is being made."""
+        """Leaves the counters as they are, while the step of :attr:`ticket` is performed."""
         kept = keep_versions([*map(_first, unit.members)])
         try:
             yield

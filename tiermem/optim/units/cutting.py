@@ -1,4 +1,4 @@
-"""Which units are stepped in parts, and whether their gradients are one block or as many runs."""
+"""Which units are stepped in parts, and whether their gradients are one block or runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def in_parts(
     probe: StateProbe,
     held: int,
 ) -> StepUnit:
-    """Returns a unit that steps a large parameter in parts, or the same where it is not large.
+    """Returns a unit that steps a large parameter in parts, or the same unit if it is not large.
 
     Args:
         runtime: The modules' runtime.
         unit: The unit, without homes for what it keeps.
         groups: All parameter groups, by number.
-        probe: Knows the state.
-        held: Bytes of blocks that may be held beside it, its own weights among them.
+        probe: Finds out the state.
+        held: Bytes of blocks that may be held at the same time, its own weights among them.
 
     Raises:
         CapacityError: If there is no home for its gradient in runs.
@@ -60,7 +60,7 @@ def in_parts(
 
 
 def lay_out_gradients(runtime: ModuleRuntime, units: Sequence[StepUnit]) -> None:
-    """Keeps gradients in one block that are stepped as a whole.
+    """Keeps gradients of whole steps in one block each.
 
     Raises:
         CapacityError: If a backward could not run then.
@@ -74,7 +74,7 @@ def lay_out_gradients(runtime: ModuleRuntime, units: Sequence[StepUnit]) -> None
 
 
 def loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:
-    """Returns the bytes of those of some blocks that come and go."""
+    """Returns the bytes of those blocks that are not permanently in HBM."""
     table = runtime.manager.parts.table
     return sum(block.nbytes for block in blocks if not table[block.id].fixed)
 
@@ -82,7 +82,7 @@ def loose_nbytes(runtime: ModuleRuntime, blocks: Sequence[Block]) -> int:
 def _kept(
     runtime: ModuleRuntime, unit: StepUnit, groups: Sequence[dict[str, Any]], probe: StateProbe
 ) -> list[list[TensorShape]] | None:
-    """Returns the tensors of state and of master that come and go; None where it cannot be cut."""
+    """Returns the streamed tensors of state and of master; None if it cannot be cut."""
     (entry,), ((param, number),) = unit.entries, unit.members
     weight, own = entry.group.block.tensors[entry.index], unit.own(param)
     rows = contiguous_stride(weight.shape)
@@ -102,7 +102,7 @@ def _kept(
 
 
 def _beside(runtime: ModuleRuntime, entry: Entry, held: int) -> int:
-    """Returns the bytes that are in HBM beside state and master while a parameter is stepped."""
+    """Returns the bytes in HBM beside state and master while a parameter is stepped."""
     weights = loose_nbytes(runtime, [entry.group.block])
     gradients = [] if entry.unit is None else entry.unit.blocks
     found = weights + loose_nbytes(runtime, gradients) + max(0, held - weights)
@@ -110,7 +110,7 @@ def _beside(runtime: ModuleRuntime, entry: Entry, held: int) -> int:
 
 
 def _room(runtime: ModuleRuntime, beside: int, wanted: int) -> int:
-    """Returns the bytes of HBM beside some others; it may grow for what is wanted."""
+    """Returns the bytes of HBM beside others; its limit may be raised for what is wanted."""
     runtime.manager.can_hold(beside + wanted)
     return max(0, runtime.manager.parts.table.hbm.capacity - beside)
 

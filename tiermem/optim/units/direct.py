@@ -1,9 +1,9 @@
-"""Steps of a unit by the kernel of Adam, where its tensors lie.
+"""Steps of a unit by the kernel of Adam, directly on the tensors of the blocks.
 
-The kernel needs addresses and a few numbers. To point the plain optimizer's gradients and state at
-what is held, have it collect them, and point it elsewhere again takes the host three times as long
-as the rest of such a step. So where a step before has left everything as the kernel takes it, and
-nobody could tell, the kernel is given the tensors of the blocks themselves.
+The kernel needs addresses and a few numbers. Pointing the plain optimizer's gradients and state at
+the held blocks, letting it collect them, and pointing it elsewhere again takes the host three times
+as long as the rest of such a step. So if an earlier step has left everything suitable for the
+kernel, and nothing could observe a difference, the kernel gets the tensors of the blocks directly.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _is_contiguous, _item = torch.Tensor.is_contiguous, torch.Tensor.item
 
 
 def rooms_for(counts: Sequence[int]) -> list[int]:
-    """Returns so many elements each, rounded up: kernels are quick with whole vectors."""
+    """Rounds each number of elements up: kernels are fast with whole vectors."""
     return [align_up(count, _ALIGNED) for count in counts]
 
 
 class _Lay(NamedTuple):
-    """Where the blocks of a unit have what the kernel takes; found to suit it.
+    """The places of the kernel's tensors in a unit's blocks; checked to be suitable.
 
     Attributes:
-        settled: The places of the state that this is of.
-        gradients: The block of gradients that this is of.
-        grads: The number of its gradient in their block.
-        firsts: That of its first moment in the block of state.
-        seconds: That of its second moment.
-        counts: Its elements.
+        settled: The places of the state from which this follows.
+        gradients: The block of gradients from which this follows.
+        grads: The numbers of the gradients in their block.
+        firsts: Those of the first moments in the block of state.
+        seconds: Those of the second moments.
+        counts: Their elements.
     """
 
     settled: Settled
@@ -75,13 +75,13 @@ class _Lay(NamedTuple):
 
 
 class DirectSteps:
-    """Makes steps of one unit directly, where that leaves all that its plain optimizer would."""
+    """Performs steps of one unit directly, if all effects are those of its plain optimizer."""
 
     def __init__(self, unit: StepUnit) -> None:
-        """Knows nothing of its tensors yet."""
+        """Starts without knowledge of its tensors."""
         self._unit = unit
         self._lay: _Lay | None = None
-        self._unfit: tuple[object, object] | None = None  # what was found not to suit the kernel
+        self._unfit: tuple[object, object] | None = None  # what was found to be unsuitable
 
     def make(
         self,
@@ -89,15 +89,15 @@ class DirectSteps:
         stored: Sequence[Stored],
         slots: dict[int, Slot],
     ) -> bool:
-        """Makes the step, over what is held.
+        """Performs the step on the held blocks.
 
         Args:
             optimizer: The plain one, with the settings of this step.
             stored: The members whose gradients are in the tiers.
-            slots: Of the blocks, by the id of the block.
+            slots: Slots of the blocks, by block id.
 
         Returns:
-            Whether it is made; else nothing is done.
+            Whether it was performed; otherwise nothing is done.
         """
         unit = self._unit
         plain, settled, members = unit.plain, unit.plain.settled, unit.members
@@ -148,16 +148,16 @@ class DirectSteps:
         grads: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
     ) -> bool:
-        """Updates the state alone, as a step would have whose state weights have no part in.
+        """Updates only the state, like a step of a class whose state does not depend on weights.
 
         Args:
-            gradients: Whose they are.
-            settings: Of the step, by parameter group.
-            grads: Views of the block that has the gradients.
+            gradients: The unit of the gradients.
+            settings: Settings of the step, by parameter group.
+            grads: Views of the block of gradients.
             kept: Views of the block of state.
 
         Returns:
-            Whether it is made; else nothing is done.
+            Whether it was performed; otherwise nothing is done.
         """
         unit, lay = self._unit, self._lay
         if lay is None or lay.gradients is not gradients:
@@ -168,11 +168,11 @@ class DirectSteps:
         first = grads[lay.grads[0]]
         if not is_bare(optimizer):
             return False
-        # the number of the step has a part in the weights alone
+        # only the weights depend on the number of the step
         recipe = recipe_of(optimizer, settings[unit.plain.numbers[0]], first, 0.0)
         if recipe is None:
             return False
-        # what is written in the place of weights is of no use to anybody
+        # what is written in place of weights is not used
         ends = [*accumulate(rooms_for(lay.counts), initial=0)]
         room = torch.empty(ends[-1], dtype=first.dtype, device=first.device)
         found = lay.rows((), grads, kept)
@@ -192,13 +192,13 @@ class DirectSteps:
         grads: Sequence[torch.Tensor],
         kept: Sequence[torch.Tensor],
     ) -> _Lay | None:
-        """Returns where the tensors lie, and remembers it; None where the kernel cannot take them.
+        """Returns the places of the tensors, and stores them; None if unfit for the kernel.
 
         Args:
             settled: The places of the state.
-            gradients: In one block.
+            gradients: The gradients, in one block.
             stored: All members.
-            params: Them.
+            params: The parameters.
             grads: Views of the block of gradients.
             kept: Views of the block of state.
         """

@@ -1,4 +1,4 @@
-"""Whether gradients are final in the backward under way, and unchanged since."""
+"""Whether gradients are final in the current backward, and unchanged since."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENGINE = graph._engine_run_backward.__code__
 
 
 def grad_of(entry: Entry) -> torch.Tensor | None:
-    """Returns ``param.grad`` as it is, without a look at what it stands for."""
+    """Returns ``param.grad`` itself, without accessing what it stands for."""
     with torch._C.DisableTorchFunctionSubclass():
         return entry.param.grad
 
@@ -32,9 +32,9 @@ def is_own(entry: Entry) -> bool:
 
 
 def is_nested() -> bool:
-    """Whether the backward under way was begun inside another, as reentrant checkpoints do.
+    """Whether the current backward was begun inside another, as reentrant checkpoints do.
 
-    The innermost is then only a part of a backward. The thread that asked for the outermost has
+    The innermost is then only a part of a backward. The thread that started the outermost has
     one call of the engine on its stack, threads of the engine itself have none.
     """
     calls = 0
@@ -49,7 +49,7 @@ def is_nested() -> bool:
 def marks_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns values that differ once settings are changed, at any depth.
 
-    Without a wait for the device.
+    Does not wait for the device.
     """
     return [{key: _mark_of(value) for key, value in settings_of(g).items()} for g in groups]
 

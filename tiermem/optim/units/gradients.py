@@ -42,20 +42,20 @@ class UnitGradients:
         return [entry for entry in self.entries if entry.unit is unit]
 
     def has_own_gradients(self) -> bool:
-        """Whether the managed gradients are those that are in the tiers, and nothing views them."""
+        """Whether the managed gradients are those in the tiers, without views of them."""
         with torch._C.DisableTorchFunctionSubclass():
             if is_stored_alone(self.entries):
                 return True
             for entry in self.entries:
                 stand_in: Any = entry.lazy if entry.has_grad else None
-                if stand_in is not None and stand_in._kept is not None:  # is_viewed, in line
+                if stand_in is not None and stand_in._kept is not None:  # is_viewed in line
                     return False
                 if entry.param.grad is not stand_in:
                     return False
         return True
 
     def sync(self, runtime: ModuleRuntime) -> None:
-        """Follows users' changes of the gradients."""
+        """Updates the tiers after users' changes of the gradients."""
         runtime.grads.sync_all(self.entries)
 
     def clear_forgotten(self, runtime: ModuleRuntime) -> None:
@@ -71,11 +71,11 @@ class UnitGradients:
         if not set_to_none:
             self.change(runtime, _zero)
             return
-        with torch._C.DisableTorchFunctionSubclass():  # once, not at every parameter
+        with torch._C.DisableTorchFunctionSubclass():  # once, not for every parameter
             set_all(map(_first, self.members), "grad", None)
         grads, there = runtime.grads, [*compress(self.entries, map(_has_grad, self.entries))]
         owed = {unit for unit in self.grad_units() if grads.owed(unit)} if there else ()
-        if owed:  # those are cleared once they have been used
+        if owed:  # these are cleared once they have been used
             there = [entry for entry in there if entry.unit not in owed]
         grads.clear(*there)
 
@@ -89,8 +89,8 @@ class UnitGradients:
 
         Args:
             runtime: The modules' runtime.
-            use: What to call; it writes nothing.
-            but: Ids of entries to pass over.
+            use: The function; it writes nothing.
+            but: Ids of entries to skip.
         """
         self.sync(runtime)
         for unit in self.grad_units():
@@ -112,10 +112,10 @@ class UnitGradients:
                 use(param, param.grad)
 
     def change(self, runtime: ModuleRuntime, change: Change) -> None:
-        """Applies a change to every gradient: stored ones when next in HBM, all others now.
+        """Applies a change to every gradient: stored ones when they are next in HBM, others now.
 
-        One that has a view is changed now as well: the view shows it, and what it shows is what
-        counts when it is next looked at.
+        One that has a view is changed now as well: the view must show the change, and its
+        contents are used when the gradient is next accessed.
         """
         self.change_stored(runtime, change)
         loose = self.loose()
@@ -123,7 +123,7 @@ class UnitGradients:
             change(loose)
 
     def change_stored(self, runtime: ModuleRuntime, change: Change) -> None:
-        """Does what :meth:`change` does, but for ordinary gradients."""
+        """Does what :meth:`change` does, except for ordinary gradients."""
         self.sync(runtime)
         for unit in self.grad_units():
             entries = self.entries_in(unit)
@@ -142,7 +142,7 @@ class UnitGradients:
         return [g for g in found if g is not None and not isinstance(g, LazyTensor)]
 
     def unchange(self, change: Change) -> None:
-        """Takes a change back that stored gradients still await."""
+        """Undoes a change that stored gradients still await."""
         for unit in self.grad_units():
             unit.forget_change(change)
 
@@ -151,7 +151,7 @@ def wanted(units: Sequence[Unit], runtime: ModuleRuntime) -> list[Unit]:
     """Returns the units of which any parameter has a gradient.
 
     Args:
-        units: Some of an optimizer's.
+        units: Units of an optimizer.
         runtime: The modules' runtime.
 
     Raises:

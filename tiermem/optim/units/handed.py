@@ -1,4 +1,4 @@
-"""Which gradients the plain optimizer of a unit is handed, and whether it writes them."""
+"""Which gradients the plain optimizer of a unit gets, and whether it writes them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _first, _dtype = itemgetter(0), attrgetter("dtype")
 
 
 class HandedGradients:
-    """What is handed over in a step, and what becomes of it there.
+    """The gradients that are handed over in a step, and whether it changes them.
 
     Attributes:
         given: Gradients that are neither in the tiers nor ``param.grad``, by the parameter's id.
-        spoils: Whether a step of the class may write the gradients that it is given.
-        scaled: Whether the step under way undoes a scale in them.
+        spoils: Whether a step of the class may write the gradients that it gets.
+        scaled: Whether the current step undoes a scale in them.
     """
 
     __slots__ = ("given", "scaled", "spoils")
 
     def __init__(self) -> None:
-        """Takes a step for one that writes gradients, until the class has been tried."""
+        """Assumes that steps write gradients, until the class has been tried."""
         self.given: dict[int, torch.Tensor] = {}
         self.spoils = True
         self.scaled = False
 
     @property
     def written(self) -> bool:
-        """Whether the step under way may have written them."""
+        """Whether the current step may have written them."""
         return self.spoils or self.scaled
 
     def hand_over(
@@ -45,10 +45,10 @@ class HandedGradients:
         Args:
             members: Parameters of the unit and the number of their group.
             owns: What the optimizer steps for each.
-            gradients: One for each, or None; given ones go before them.
+            gradients: One for each, or None; those in ``given`` take precedence.
 
         Returns:
-            What is stepped by a gradient that was cast: that gradient is not shared.
+            The stepped tensors whose gradient was cast: that gradient is not shared.
         """
         if self.given:
             found = zip(members, gradients, strict=True)

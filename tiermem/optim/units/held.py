@@ -1,4 +1,4 @@
-"""Leases all blocks that a step of one unit works on, for the time of the step."""
+"""Leases all blocks of a unit's step during the step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class Held:
     """Leases weights, gradients, state and masters of a unit.
 
-    It gives the slots by the id of their block; the changes that gradients await are made, and the
-    masters point at their bytes. As a context, it takes all of that for written at the end.
+    It returns the slots by block id; pending changes of gradients are made, and the
+    masters point at their bytes. Used as a context, it marks everything as written at the end.
 
     Attributes:
         gradients: The blocks of gradients that are held.
-        kept: The blocks of state and masters that are.
-        follows: Whether masters took over weights that other code may have written.
+        kept: The blocks of state and masters that are held.
+        follows: Whether masters were updated from weights that other code may have written.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Held:
         """Starts without leases.
 
         Args:
-            unit: Whose step it is.
+            unit: The unit of the step.
             runtime: The modules' runtime.
             kept: Whether state and masters are held as well.
-            ahead: Of a step that can be taken back: which gradients are held as well, and whether
-                what is written of the state is given up.
-            late: An update that the state has missed, if that is all: its gradients and the state
-                are held, and nothing else.
+            ahead: For a step that can be undone: which gradients are held as well, and whether
+                the state that it writes is dropped.
+            late: An update that the state has missed, if only that is performed: its gradients and
+                the state are held, and nothing else.
         """
         self._alone = late is not None
         self._late = late if ahead is None else ahead.late
@@ -69,7 +69,7 @@ class Held:
         self._group_left: int | None = None
 
     def __enter__(self) -> dict[int, Slot]:
-        """Brings up everything, or nothing; see :meth:`open`."""
+        """Fetches everything, or nothing; see :meth:`open`."""
         try:
             return self.open()
         except BaseException:
@@ -79,12 +79,12 @@ class Held:
     def __exit__(self, *failure: Any) -> None:
         try:
             self.close(written=self._opened)
-        except BaseException:  # Ctrl-C in the middle of it
+        except BaseException:  # Ctrl-C in between
             self.close(written=self._opened)
             raise
 
     def open(self) -> dict[int, Slot]:
-        """Brings up everything; :meth:`close` has to follow, whatever is raised.
+        """Fetches everything; :meth:`close` has to follow, whatever is raised.
 
         Raises:
             CapacityError: If HBM cannot hold it.
@@ -96,7 +96,7 @@ class Held:
             self.gradients = [u for u in here if any(e.has_grad for e in u.entries)]
         found = [u.block for u in self.gradients]
         if self._late is not None and self._late.block not in found:
-            found.append(self._late.block)  # else they are still there, and were not added to
+            found.append(self._late.block)  # otherwise they are still there, and were not added to
         self._lease([*found, *self.kept])
         for u, slot in zip(self.gradients, self._slots, strict=False):
             if u.pending:
@@ -113,14 +113,14 @@ class Held:
         return slots
 
     def close(self, *, written: bool) -> None:
-        """Releases all of it; does nothing a second time, and goes on where it was cut short.
+        """Releases everything; a second call does nothing, or continues an interrupted one.
 
         Args:
             written: Whether weights, state and masters were written.
         """
         if self._masters is not None:
             self._masters.close()
-        with self._runtime.manager.lock:  # so that no other thread leases any of it meanwhile
+        with self._runtime.manager.lock:  # so that no other thread leases a block meanwhile
             try:
                 self._release(written)
             except BaseException:
@@ -128,11 +128,11 @@ class Held:
                 raise
 
     def leased(self) -> tuple[Group | None, list[Block]]:
-        """Returns the group of weights that is held, and the blocks that are leased beside it."""
+        """Returns the group of weights that is held, and the other leased blocks."""
         return self._unit.group if self._group_held else None, [s.block for s in self._slots]
 
     def _lease(self, blocks: list[Any]) -> None:
-        """Leases all, or nothing, also where Ctrl-C comes in between."""
+        """Leases all, or nothing, even if a Ctrl-C occurs in between."""
         manager = self._runtime.manager
         with manager.lock:
             if not self._alone:
@@ -162,7 +162,7 @@ class Held:
             raise
 
     def _release(self, written: bool) -> None:
-        """Gives back each lease that it still has."""
+        """Returns each lease that it still has."""
         table, unit, group = self._runtime.manager.parts.table, self._unit, self._unit.group
         if self._left is None:
             self._left = [record.leases - 1 for record in self._records[: len(self._slots)]]
@@ -186,7 +186,7 @@ class Held:
     def _is_dirty(self, index: int, slot: Slot, *, written: bool) -> bool:
         """Whether a block was written; writes through ``param.data`` are not counted by torch."""
         if self._late is not None and slot.block is self._late.block:
-            return False  # the gradients of an update that is made with it
+            return False  # gradients of a late update that is performed with it
         if self._leaves and slot.block is self._unit.block:
             return False
         if not written or index >= len(self.gradients):

@@ -1,13 +1,13 @@
-"""State that a step made ahead leaves as it was, to be brought up to date with the next one.
+"""State that a step ahead leaves unchanged, to be updated with the next step.
 
 The next forward needs the weights of a step, but nothing needs its state before the unit's next
-step, which brings that up again anyway. So of two steps of a unit one writes its weights alone:
-its gradient is kept instead, and with it the state is updated again, from where it was left, as
-the next step begins. That gives the same bits, as the class computes its state from the state
-before and the gradient (a try shows that weights do not come in), and over the link down pass the
-gradient and the weights, not the state.
+step, which fetches the state anyway. So of two steps of a unit one writes only its weights:
+its gradient is kept instead, and the missed update of the state is performed with it when
+the next step begins. That gives the same bits, as the class computes its state from the former
+state and the gradient (a trial shows that it does not depend on weights), and the gradient and the
+weights are copied home, not the state.
 
-Until then the state is *late*: whoever looks at it brings it up to date first.
+Until then the state is *late*: an access to it performs the update first.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ if TYPE_CHECKING:
 
 
 class SpareGradients:
-    """Blocks of DRAM that take gradients over which are cleared before they are used again.
+    """Blocks of DRAM to which gradients are moved that are cleared before they are used again.
 
-    There is one for each block of gradients, out of DRAM that no home needs.
+    There is one for each block of gradients, in DRAM that no home needs.
     """
 
     def __init__(self, runtime: ModuleRuntime) -> None:
-        """Starts with none.
+        """Starts without blocks.
 
         Args:
             runtime: The modules' runtime.
         """
         self._manager, self._shape = runtime.manager, runtime.grads.homes.shape
         self._blocks: dict[int, Block] = {}  # by the id of the block of gradients
-        self._began: dict[int, Extent | None] = {}  # where each was at first
+        self._began: dict[int, Extent | None] = {}  # the extent of each at first
 
     def of(self, gradients: GradUnit, *, new: bool) -> Block | None:
-        """Returns the block for some gradients; None where DRAM has no room to spare for it.
+        """Returns the block for some gradients; None if DRAM has no room to spare for it.
 
         Args:
-            gradients: In one block.
-            new: Whether it may be made.
+            gradients: The gradients, in one block.
+            new: Whether it may be created.
         """
         block = self._blocks.get(gradients.block.id)
         if block is not None or gradients.runs or not new:
@@ -89,7 +89,7 @@ class SpareGradients:
         return list(self._blocks.values())
 
     def close(self) -> bool:
-        """Frees all of them; returns whether there were any. None holds anything of use."""
+        """Frees all of them; returns whether there were any. None is needed any more."""
         if not self._blocks:
             return False
         self._take_home()
@@ -99,7 +99,7 @@ class SpareGradients:
         return True
 
     def _take_home(self) -> None:
-        """Has each lie where it was at first, so that the room that they leave is in one piece."""
+        """Moves each to its first extent, so that the free room is contiguous."""
         table, evictor = self._manager.parts.table, self._manager.parts.evictor
         self._manager.parts.copy.synchronize()
         for number, block in self._blocks.items():
@@ -107,7 +107,7 @@ class SpareGradients:
             if gradients is None or spare is None or gradients.defined or spare.defined:
                 continue
             if gradients.home_extent == self._began.get(block.id):
-                for record in (gradients, spare):  # which may have places ahead of their use
+                for record in (gradients, spare):  # these may have places ahead of their use
                     evictor.forget(record, gone=False)
                 table.exchange_empty(number, block.id)
 
@@ -117,7 +117,7 @@ class LateState:
 
     Attributes:
         runtime: The modules' runtime.
-        settings: Of the step, by parameter group.
+        settings: Settings of the step, by parameter group.
     """
 
     def __init__(
@@ -128,18 +128,18 @@ class LateState:
         numbers: Undo,
         spare: Block,
     ) -> None:
-        """Notes what the update needs; the gradients are still there.
+        """Notes what the update needs; the gradients still exist.
 
         Args:
             unit: Its weights are stepped, its state is not.
             runtime: The modules' runtime.
-            settings: As the step used them.
-            numbers: What the state had outside the tiers before the step.
-            spare: Takes the gradients over.
+            settings: The settings that the step used.
+            numbers: The values of the state outside the tiers before the step.
+            spare: The blocks to which the gradients can be moved.
         """
         (self._gradients,) = unit.grad_units()
         self.runtime, self.settings = runtime, settings
-        self._taken: dict[int, None] = {}  # has the spare block once the gradients lie there
+        self._taken: dict[int, None] = {}  # contains the spare block once the gradients are there
         self._unit = unit
         self._numbers = numbers
         self._spare = spare
@@ -152,7 +152,7 @@ class LateState:
         return self._spare if self._taken else self._gradients.block
 
     def stand(self) -> None:
-        """Has whoever looks at the state, or changes the gradients, bring the state up to date."""
+        """Makes an access to the state, or a change of the gradients, update the state first."""
         self.strike()
         unit, found = self._unit, [self.block]
         if unit.block is not None:
@@ -163,7 +163,7 @@ class LateState:
             self.runtime.grads.kept_for[self._gradients.block.id] = self._take_over
 
     def strike(self) -> None:
-        """Lets the blocks be used as they are; it may be called again."""
+        """Permits use of the blocks as they are; it may be called again."""
         debt = self._debt
         if debt is not None:
             self.runtime.manager.parts.deferred.cancel(debt)
@@ -179,12 +179,12 @@ class LateState:
             self.runtime.manager.discard(self._spare)
 
     def make(self, slots: dict[int, Slot]) -> None:
-        """Updates the state over what is held, and nothing else.
+        """Updates the state in the held blocks, and nothing else.
 
-        An optimizer of its own steps stand-ins for the weights, which have no part in the state.
+        A separate optimizer steps stand-ins for the weights, which do not affect the state.
 
         Args:
-            slots: Of the blocks, by the id of the block.
+            slots: Slots of the blocks, by block id.
         """
         unit, plain = self._unit, self._unit.plain
         if unit.block is None:
@@ -221,7 +221,7 @@ class LateState:
                 kept[place.first].copy_(value)
 
     def forget_copy(self) -> None:
-        """Gives up the copy of the state in HBM, part of which may be updated."""
+        """Drops the copy of the state in HBM, which may be partly updated."""
         parts, block = self.runtime.manager.parts, self._unit.block
         record = None if block is None else parts.table.get(block.id)
         if record is not None and record.in_hbm is _AT_HOME and not record.leases:
@@ -230,14 +230,14 @@ class LateState:
     # -- inside ----------------------------------------------------------
 
     def _pay(self) -> None:
-        """Brings the state up to date."""
+        """Updates the state."""
         if self._unit.late is self:
             self._unit.catch_up()
         else:
             self.strike()
 
     def _take_over(self) -> None:
-        """Moves the gradients, which are about to be cleared, to the spare block."""
+        """Moves the gradients, which will be cleared, to the spare block."""
         manager = self.runtime.manager
         with manager.lock:
             if self._taken or self._debt is None:
@@ -260,7 +260,7 @@ class LateState:
 
 
 def _stand_ins(gradients: Sequence[torch.Tensor]) -> list[nn.Parameter]:
-    """Returns a parameter for each gradient, of zeros; those of one kind are made at once."""
+    """Returns a zero parameter for each gradient; those of one kind are created at once."""
     kinds = {(gradient.dtype, gradient.device) for gradient in gradients}
     if len(kinds) != 1 or not all(gradient.is_contiguous() for gradient in gradients):
         return [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
@@ -276,14 +276,14 @@ def _stand_ins(gradients: Sequence[torch.Tensor]) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """How a step is made that the caller can take back, and what it does with the state.
+    """How a step is performed that the caller can undo, and what it does with the state.
 
     Attributes:
-        keep: Called once blocks of state and masters are at hand, and the weights, before any of
-            these is written: keeps the bytes that they have.
-        late: The update that it has missed, to be made first in the same try; the caller has taken
-            it from the unit, and can put it back.
-        leaves: Whether it stays as it is at home; the caller gives up the copy in HBM.
+        keep: Called once blocks of state and masters, and the weights, are in HBM, before any of
+            these is written: keeps their bytes.
+        late: The update that the state has missed, to be performed first in the same try; the
+            caller has taken it from the unit, and can put it back.
+        leaves: Whether the state is left unchanged at home; the caller drops the copy in HBM.
     """
 
     keep: Callable[[Sequence[Block]], None]
@@ -292,17 +292,17 @@ class Ahead:
 
 
 class LateUpdate:
-    """The update that the state of a unit has missed, under way: made whole, or not at all.
+    """Performs the missed update of a unit's state, completely or not at all.
 
     Attributes:
-        made: Whether it is made.
+        made: Whether it has been performed.
     """
 
     def __init__(self, unit: StepUnit, late: LateState) -> None:
-        """Holds nothing yet.
+        """Starts without leases.
 
         Args:
-            unit: Whose state it is.
+            unit: The unit of the state.
             late: The update.
         """
         self.made = False
@@ -313,12 +313,12 @@ class LateUpdate:
         late.runtime.keepers.attempts.append(self)
 
     def make(self) -> None:
-        """Makes it."""
+        """Performs it."""
         self._late.make(self._holding.open())
         self.made = True
 
     def end(self) -> None:
-        """Ends it, made or not, and releases everything; it may be called again."""
+        """Ends it, performed or not, and releases everything; it may be called again."""
         if self._over:
             return
         if self.made:
@@ -337,10 +337,10 @@ class LateUpdate:
 
 
 def update_now(unit: StepUnit) -> None:
-    """Makes the update that the state of a unit has missed, if any.
+    """Performs the update that the state of a unit has missed, if any.
 
     Raises:
-        CapacityError: If HBM cannot hold what that takes: the state and the gradients.
+        CapacityError: If HBM cannot hold the state and the gradients.
         StorageError: If its bytes cannot be read.
     """
     late = unit.late

@@ -1,9 +1,9 @@
 """Master weights: the precise copies that an optimizer steps, and the work weights cast from them.
 
-Mixed-precision training keeps a weight twice: as the model computes with it (bfloat16, float16),
-and as the optimizer sees it (float32), since an update is often too small to change the former
-(Micikevicius et al., "Mixed Precision Training", ICLR 2018). The masters of a unit are a block of
-their own role and home. What a step does for each parameter is::
+Mixed-precision training keeps a weight twice: as the model uses it (bfloat16, float16),
+and as the optimizer uses it (float32), since an update is often too small to change the former
+(Micikevicius et al., "Mixed Precision Training", ICLR 2018). The masters of a unit are a block with
+their own role and home. A step does this for each parameter::
 
     master.grad = param.grad.to(master.dtype)
     optimizer.step()                      # over the masters
@@ -31,7 +31,7 @@ from tiermem.runtime.memory.slots import Slot
 
 
 def master_dtype_of(param: torch.Tensor, wanted: torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype of a parameter's master, or None where it needs none.
+    """Returns the dtype of a parameter's master, or None if it needs none.
 
     Args:
         param: The parameter.
@@ -54,17 +54,17 @@ class Masters:
     """The masters of one unit.
 
     Attributes:
-        block: Where those that live in the tiers are, or None.
+        block: The block of the masters that are in the tiers, or None.
         dtype: Dtype of the masters.
-        made: Whether they hold values yet; until then they are the weights, cast.
+        made: Whether they hold values yet; until then their values are the cast weights.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-        """Makes stand-ins for the masters of ``params``; no bytes yet.
+        """Creates stand-ins for the masters of ``params``; no bytes yet.
 
         Args:
-            params: Those that have a master, in order.
-            dtype: Of the masters.
+            params: The parameters that have a master, in order.
+            dtype: Dtype of the masters.
         """
         self.dtype = dtype
         self.block: Block | None = None
@@ -78,22 +78,22 @@ class Masters:
     def place(self, block: Block, params: Sequence[torch.Tensor]) -> None:
         """Gives the masters of ``params`` their block, one tensor each, in order.
 
-        Those of other parameters (frozen when the optimizer was made, or not in the tiers) are
-        in ordinary memory beside them, once they are needed.
+        Those of other parameters (frozen when the optimizer was created, or not in the tiers) are
+        in ordinary memory, once they are needed.
         """
         self.block = block
         self._index = {id(param): index for index, param in enumerate(params)}
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns what the optimizer is given in place of a parameter."""
+        """Returns the tensor that the optimizer gets instead of a parameter."""
         return self._own.get(id(param), param)
 
     def open(self, slot: Slot | None, *, follows: bool = True) -> None:
-        """Points the masters at their bytes; their weights are there.
+        """Points the masters at their bytes; their weights are in HBM.
 
         Args:
-            slot: Of the block, leased.
-            follows: Whether the weights may have been written, so that the masters follow them.
+            slot: The slot of the block, leased.
+            follows: Whether the weights may have been written, so that the masters are updated.
         """
         with unrecorded():
             for param, own in self._pairs():
@@ -108,12 +108,12 @@ class Masters:
     def place_of(
         self, param: torch.Tensor, views: Sequence[torch.Tensor] | None, weight: torch.Tensor
     ) -> tuple[torch.Tensor, bool]:
-        """Returns where a parameter's master is, and whether it is to be made still.
+        """Returns where a parameter's master is, and whether it still has to be created.
 
         Args:
-            param: One that has a master.
-            views: The block's tensors, if it has come.
-            weight: The parameter's value; a master outside the tiers is made beside it.
+            param: A parameter that has a master.
+            views: The block's tensors, if it is in HBM.
+            weight: The parameter's value; a master outside the tiers is created on its device.
         """
         index = self._index.get(id(param))
         if index is not None and views is not None:
@@ -142,10 +142,10 @@ class Masters:
             increment_version(param)  # torch has not seen it, nor has the block's group
 
     def rederive(self, slot: Slot | None) -> None:
-        """Makes every work weight the cast of its master, which is what it was before a step.
+        """Makes every work weight the cast of its master, as before a step.
 
         Args:
-            slot: Of the block, leased.
+            slot: The slot of the block, leased.
         """
         with unrecorded():
             for param, own in self._pairs():
@@ -153,7 +153,7 @@ class Masters:
                 param.data.copy_(own.data)
 
     def close(self) -> None:
-        """Points the masters away again."""
+        """Points the masters at no bytes."""
         with unrecorded():
             for param, own in self._pairs():
                 own.grad = None
@@ -181,18 +181,18 @@ class Masters:
 
     @property
     def params(self) -> Sequence[torch.Tensor]:
-        """The parameters that have one, in order."""
+        """The parameters that have a master, in order."""
         return self._params
 
     def index_of(self, param: torch.Tensor) -> int | None:
-        """Returns which tensor of the block is a parameter's master; None where none is by now."""
+        """Returns which tensor of the block is a parameter's master; None if none is."""
         return self._index.get(id(param)) if self.made else None
 
     def master_of(self, param: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Returns a parameter's master, where it is not just the weight, cast, by now.
+        """Returns a parameter's master, unless it is still just the cast weight.
 
         Args:
-            param: One that has a master.
+            param: A parameter that has a master.
             stored: The block's tensors, wherever they are.
         """
         index = self._index.get(id(param))
@@ -201,10 +201,10 @@ class Masters:
         return self._loose.get(id(param))
 
     def room_for(self, param: torch.Tensor, stored: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns where a parameter's master goes that is given as a whole.
+        """Returns the memory for a parameter's master that is set as a whole.
 
         Args:
-            param: One that has a master.
+            param: A parameter that has a master.
             stored: The block's tensors, to be written.
         """
         index = self._index.get(id(param))
@@ -216,10 +216,10 @@ class Masters:
         return found
 
     def take_loaded(self, loaded: dict[int, torch.Tensor]) -> None:
-        """Takes loaded masters over, and their weights with them; both are open.
+        """Takes over loaded masters, and updates their weights; both are open.
 
         Args:
-            loaded: By the id of the parameter.
+            loaded: The masters by the id of the parameter.
         """
         with torch.no_grad():
             for param, own in self._pairs():

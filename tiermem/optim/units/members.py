@@ -1,9 +1,10 @@
-"""Which parameters of an optimizer's groups it steps by now.
+"""Which parameters of an optimizer's groups it steps at present.
 
-torch's optimizers hold all parameters that they are given, and pass over those without a
-gradient. So frozen ones may be thawed at any time, and are trained from then on. Here state and
-masters have homes, which are reserved once a parameter is trained, and not before; but where a
-class makes all state when it is made (Adagrad), frozen parameters have theirs from then on, too.
+torch's optimizers hold all parameters that they are given, and skip those without a
+gradient. So frozen ones may be unfrozen at any time, and are trained from then on. Here state and
+masters have homes, which are reserved once a parameter is trained, and not before. But if a
+class creates all state in its constructor (Adagrad), frozen parameters have theirs from then on,
+too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tiermem.optim.units.unit import StepUnit
 
 
 class Membership:
-    """Knows which parameters have a unit, and which are to have one."""
+    """Knows which parameters have a unit, and which need one."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         """Watches parameter groups, whose list is the optimizer's own; none has a unit yet."""
@@ -41,7 +42,7 @@ class Membership:
         """Returns parameters that are trained, or have a gradient, and have no unit yet.
 
         Args:
-            frozen: Frozen ones, too: of a class that makes the state of all when it is made.
+            frozen: Include frozen ones, for a class that creates all state in its constructor.
         """
         self.list_anew()
         if frozen:
@@ -50,12 +51,12 @@ class Membership:
             return [m for m in self._idle if m[0].requires_grad or m[0].grad is not None]
 
     def thawed(self) -> list[Member]:
-        """Returns those that are trained, of the parameters that were there last time."""
+        """Returns those that are trained, of the parameters that existed last time."""
         with torch._C.DisableTorchFunctionSubclass():
             return [member for member in self._idle if member[0].requires_grad]
 
     def of_state(self, state_dict: dict[str, Any]) -> list[Member]:
-        """Returns those without a unit that a state dict of the same groups has state for."""
+        """Returns those without a unit for which a state dict of the same groups has state."""
         self.list_anew()
         idle = {id(param) for param, _ in self._idle}
         has = {*state_dict.get("state", ()), *state_dict.get("master", ())}
@@ -68,7 +69,7 @@ class Membership:
         return found
 
     def list_anew(self) -> None:
-        """Lists the parameters without a unit, where groups have others by now."""
+        """Lists the parameters without a unit again, if the groups have changed."""
         lists = [list(group["params"]) for group in self._groups]
         if not _are_same(lists, self._listed):
             members = [(param, n) for n, params in enumerate(lists) for param in params]
@@ -76,10 +77,10 @@ class Membership:
             self._listed = lists
 
     def check(self, units: Sequence[StepUnit]) -> None:
-        """Checks that no parameter was taken out of its group, or moved, by hand.
+        """Checks that no parameter was removed from its group, or moved, by user code.
 
         Raises:
-            StepError: Naming the unit that has one of them.
+            StepError: With the name of the unit that has one of them.
         """
         lists = [list(group["params"]) for group in self._groups]
         if len(units) == self._units_checked and _are_same(lists, self._checked):

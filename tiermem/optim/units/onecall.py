@@ -1,9 +1,10 @@
-"""Steps that write all their bytes by one call of torch's, and need no copies to be taken back.
+"""Steps that write all their bytes in one torch call, and need no copies to be undone.
 
-torch's fused Adam and AdamW write weights and state by one call, which is made whole or not at
-all, and nothing of the class can fail after it. What ends such a step (Ctrl-C before any line)
-comes before that call, and nothing but the numbers of steps was written, or after it, and the step
-is made. Copies of masters and state, which a step in parts needs, are as many bytes as it writes.
+torch's fused Adam and AdamW write weights and state in one call, which is completed or has no
+effect, and nothing in the class can fail after it. If such a step is interrupted (Ctrl-C before any
+line), this is before that call, when only step counters were written, or after it, when the step
+is complete. The copies of masters and state that a step otherwise needs have as many bytes as it
+writes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from tiermem.optim.units.undo import cannot_fail_midway
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_COLLECTS = "_init_group"  # the method that collects what a step works on, and computes nothing
+_COLLECTS = "_init_group"  # the method that collects a step's tensors, and computes nothing
 _KERNELS: tuple[Any, ...] = (torch._fused_adam_, torch._fused_adamw_)
 
 
 def writes_in_one_call(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the next step of a plain optimizer is such a one."""
+    """Whether the next step of a plain optimizer is of this kind."""
     fused = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     if not fused or not cannot_fail_midway(optimizer):
         return False
@@ -36,39 +37,39 @@ def writes_in_one_call(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unseen(collect: Callable[..., Any], *args: Any) -> Any:
-    """Calls a method that does nothing but to look at ordinary tensors."""
+    """Calls a method that only inspects ordinary tensors, without modes."""
     with torch._C.DisableTorchFunction():
         return collect(*args)
 
 
 class OneCall(TorchFunctionMode):
-    """Detects whether the call that writes was made; entered around the plain optimizer's step.
+    """Detects whether the writing call was made; entered around the plain optimizer's step.
 
-    What comes before that call looks at each tensor several times, which it is not to see.
+    The code before that call inspects each tensor several times, which this mode need not see.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Starts with no step of ``optimizer`` seen."""
+        """Starts without a step of ``optimizer``."""
         super().__init__()
         self._made: list[None] = []
         self._names = vars(optimizer)
         self._collect = partial(_unseen, type(optimizer)._init_group.__get__(optimizer))  # type: ignore[attr-defined]
 
     def __enter__(self) -> OneCall:
-        """Begins to look."""
+        """Enters the mode."""
         self._names.setdefault(_COLLECTS, self._collect)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """Ends it."""
+        """Leaves the mode."""
         super().__exit__(*failure)  # type: ignore[no-untyped-call]
         if self._names.get(_COLLECTS) is self._collect:
             del self._names[_COLLECTS]
 
     @property
     def made(self) -> bool:
-        """Whether it was made, and so everything is written."""
+        """Whether the call was made, so that everything is written."""
         return bool(self._made)
 
     def __torch_function__(
@@ -77,6 +78,6 @@ class OneCall(TorchFunctionMode):
         """Calls ``func``; notes one of the calls that write."""
         if func not in _KERNELS:
             return func(*args, **(kwargs or {}))
-        # made and noted without a line of Python in between, before which Ctrl-C could come
+        # called and noted without a line of Python in between, before which Ctrl-C could occur
         self._made.extend(starmap(partial(func, *args, **(kwargs or {})), ((),)))
         return None

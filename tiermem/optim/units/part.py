@@ -1,4 +1,4 @@
-"""One part of a large parameter that is stepped in parts: a run of its elements, and their unit."""
+"""One part of a large parameter that is stepped in parts: a run of its elements, and a unit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiermem.optim.units.unit import State, StepUnit
 
 
 class _AsSeen(ForeignWrites):
-    """Answers with what the whole parameter's unit has seen."""
+    """Reports what the whole parameter's unit has detected."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -32,16 +32,16 @@ class Part:
 
     Attributes:
         begin: Its first element.
-        end: The first after it.
-        param: Stands for the run; its data is there during a step.
+        end: The end, exclusive.
+        param: Stands for the run; it has data during a step.
         unit: Steps it.
         seen: Knows whether the weights may have been written.
-        state: What the unit shows of its state.
-        given: The numbers that it was given for its last step, copies of what users see.
+        state: The state that the unit shows.
+        given: The numbers that it got for its last step, copies of those that users see.
     """
 
     def __init__(self, whole: StepUnit, begin: int, end: int, number: int) -> None:
-        """Describes a run of the one parameter of a unit."""
+        """Describes a run of the unit's only parameter."""
         (param, group), count = whole.members[0], end - begin
         self.begin, self.end = begin, end
         self._away = shared_placeholder(torch.Size((count,)), param.dtype, param.device)
@@ -68,7 +68,7 @@ class Part:
 
     @contextmanager
     def over(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> Iterator[None]:
-        """Points its parameter at its run of the weights, and the gradient."""
+        """Points its parameter at its run of the weights, and of the gradient."""
         self.point_at(weight, gradient)
         del weight, gradient
         try:
@@ -77,9 +77,9 @@ class Part:
             self.point_away()
 
     def point_at(self, weight: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
-        """Points its parameter at its run, as :meth:`over`, until :meth:`point_away`."""
+        """Points its parameter at its run, like :meth:`over`, until :meth:`point_away`."""
         self.param.data = self.run_of(weight)
-        if gradient is not None:  # torch takes none of another dtype for `param.grad`
+        if gradient is not None:  # torch accepts no other dtype for `param.grad`
             self.unit.handed.given = {id(self.param): self.run_of(gradient)}
 
     def point_away(self) -> None:

@@ -1,14 +1,14 @@
 """A large parameter stepped in parts: its state and masters pass through HBM one part at a time.
 
-The step of an embedding works on eight times the bytes of its bf16 weights. Those of a vocabulary
-of 128 Ki tokens, 4,096 wide, are 1 GiB, and master and AdamW's state 6 GiB more, all at once;
-and while they come up and go down, nothing else can. In parts, weights and gradient are there as
-a whole, as the model has them, and the rest is one part in use, one arriving and one leaving.
-Where HBM has no room for the gradient beside the weights, that is in runs as well
-(:mod:`tiermem.nn.groups.gradwanted`), and each part brings its own.
+The step of an embedding uses eight times the bytes of its bf16 weights. With a vocabulary
+of 128 Ki tokens, 4,096 wide, these are 1 GiB, and master and AdamW's state 6 GiB more, all at once;
+and while they are copied in and out, nothing else can be. In parts, weights and gradient are in HBM
+as a whole, as for the model, and of the rest one part is in use, one arriving and one leaving. If
+HBM has no room for the gradient beside the weights, it is in runs as well
+(:mod:`tiermem.nn.groups.gradwanted`), and each part fetches its own.
 
-Only for classes of torch's whose update of an element depends on that element, its state and
-numbers that all of them share. Each part has a plain optimizer of its own, over a run of elements.
+This is only for torch classes whose update of an element depends on that element, its state and
+numbers that all elements share. Each part has its own plain optimizer, for a run of elements.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Classes that may be stepped in parts; no subclasses, which may do anything."""
+"""Classes that may be stepped in parts; not subclasses, which may do anything."""
 
 
 class PartedUnit(StepUnit):
     """A unit of one parameter, stepped in parts.
 
-    A step that fails has stepped some of them; the next goes on after these, with the numbers
-    that it began with. The gradient has to stay until then.
+    A step that fails has stepped some of them; the next one continues after these, with the numbers
+    with which it began. The gradient has to stay until then.
 
     Attributes:
-        parts: In order.
-        shown: The state of all parts, as the parameter's.
+        parts: The parts in order.
+        shown: The state of all parts, shown as the parameter's.
     """
 
     def __init__(self, whole: StepUnit, runs: Sequence[tuple[int, int]]) -> None:
-        """Takes the place of a unit that has neither state nor masters in the tiers yet."""
+        """Replaces a unit that has neither state nor masters in the tiers yet."""
         self._base = whole.name
-        self._ticket: object = None  # of a step that is begun
+        self._ticket: object = None  # of a step that has begun
         self.parts: list[Part] = []
         super().__init__(whole.name, whole.members, whole.entries, whole.plain.make)
         self.masters, self.handed.spoils = whole.masters, whole.handed.spoils
         self.parts += [Part(self, *run, number) for number, run in enumerate(runs)]
         self._param = whole.members[0][0]
-        self._numbers_then: State | None = None  # those of a step that is begun
+        self._numbers_then: State | None = None  # those of a step that has begun
         self._follows = False
-        # no frame has it: with the traceback of a failure it would keep its place
+        # no frame refers to it: the traceback of a failure would keep it in its place
         self._gradient: torch.Tensor | None = None
         self._copied = False  # from runs that are not those of the parts
         self._whole: Held | None = None
@@ -88,14 +88,14 @@ class PartedUnit(StepUnit):
 
     @property
     def _made(self) -> int:
-        """How many parts the step that is begun has stepped."""
+        """How many parts the current step has stepped."""
         if self._ticket is None:
             return 0
         return sum(part.unit.made is self._ticket for part in self.parts)
 
     @property
     def name(self) -> str:
-        """For messages; says how far a step got that failed."""
+        """The name for messages; says how far a failed step got."""
         if not self._made:
             return self._base
         return f"{self._base} ({self._made} of {len(self.parts)} parts stepped)"
@@ -105,7 +105,7 @@ class PartedUnit(StepUnit):
         self._base = name
 
     def blocks(self) -> list[Block]:
-        """Returns the blocks that a step uses, in the order it does."""
+        """Returns the blocks that a step uses, in the order of use."""
         return self._whole_blocks() + [block for part in self._parted() for block in part]
 
     def kept_blocks(self) -> list[Block]:
@@ -125,14 +125,14 @@ class PartedUnit(StepUnit):
     def at_once(self) -> list[Block]:
         """Returns the blocks of the largest part, three times.
 
-        Weights and gradient stay where they are while parts come and go, and the rest of HBM may be
-        on both sides of either: one of three runs has room for a part then.
+        Weights and gradient stay where they are while parts are streamed, and the rest of HBM may
+        be on both sides of either: of three runs, one then has room for a part.
         """
         largest = max(self._parted(), key=lambda found: sum(block.nbytes for block in found))
         return [*self._whole_blocks(), *largest, *largest, *largest]
 
     def _whole_blocks(self) -> list[Block]:
-        """Returns the blocks that stay while parts come and go."""
+        """Returns the blocks that stay while parts are streamed."""
         weights = [] if self.group is None else [self.group.block]
         return weights + [unit.block for unit in self.grad_units() if not unit.runs]
 
@@ -159,7 +159,7 @@ class PartedUnit(StepUnit):
         write: Callable[[Sequence[Block]], None] | None = None,
         ahead: Ahead | None = None,
     ) -> None:
-        """Steps part by part, each whole or not; see :meth:`StepUnit.step`."""
+        """Steps part by part, each completely or not at all; see :meth:`StepUnit.step`."""
         (entry,) = self.entries
         self.recover()
         if self.made is not ticket:
@@ -192,13 +192,13 @@ class PartedUnit(StepUnit):
                 self.foreign.forget()
                 self._let_go()
                 if ahead is not None:
-                    self._begin_anew()  # the caller takes all of it back
+                    self._begin_anew()  # the caller undoes all of it
                 raise
         if owed:
             self.clear_forgotten(runtime)
 
     def _hold(self, runtime: ModuleRuntime, held: Held, *, owed: bool) -> None:
-        """Brings up weights and gradient; see :meth:`_open`."""
+        """Fetches weights and gradient; see :meth:`_open`."""
         (entry,) = self.entries
         slots = held.open()
         self._look()
@@ -222,7 +222,7 @@ class PartedUnit(StepUnit):
             part.unit.run = run
 
     def _refuse_sparse(self, gradient: torch.Tensor) -> None:
-        """Raises for a gradient whose runs torch has no kernels for.
+        """Raises for a gradient for whose runs torch has no kernels.
 
         Raises:
             StepError: If it is sparse.
@@ -235,7 +235,7 @@ class PartedUnit(StepUnit):
             )
 
     def _has_runs(self, unit: GradUnit) -> bool:
-        """Whether a gradient is in the runs of the parts; not where its dtype was changed since."""
+        """Whether a gradient is in the runs of the parts; not if its dtype was changed since."""
         return [(run.begin, run.end) for run in unit.runs] == [
             (part.begin, part.end) for part in self.parts
         ]
@@ -257,9 +257,9 @@ class PartedUnit(StepUnit):
             part.seen.written = self._follows
 
     def _let_go(self) -> None:
-        """Releases weights and gradient, unless a part is still to be taken back.
+        """Releases weights and gradient, unless a part still has to be undone.
 
-        Does nothing a second time.
+        A second call does nothing.
         """
         if any(part.unit.attempt is not None for part in self.parts):
             if self._waiting is not None:
@@ -278,15 +278,15 @@ class PartedUnit(StepUnit):
             self._attempts.remove(self)
 
     def end(self) -> None:
-        """Takes back what is to be, as :meth:`recover` does."""
+        """Undoes what has to be undone, like :meth:`recover`."""
         self.recover()
 
     def leased(self) -> tuple[Group | None, list[Block]]:
-        """Returns the group of weights that is held, and the blocks that are leased beside it."""
+        """Returns the group of weights that is held, and the other leased blocks."""
         return (None, []) if self._whole is None else self._whole.leased()
 
     def abandon(self) -> None:
-        """Ends a step that failed; parts that are stepped stay so."""
+        """Ends a step that failed; parts that are stepped stay stepped."""
         for part in self.parts:
             part.unit.abandon()
         self._let_go()
@@ -301,7 +301,7 @@ class PartedUnit(StepUnit):
         write: Callable[[Sequence[Block]], None] | None,
         ahead: Ahead | None,
     ) -> None:
-        """Steps the parts that the step which is begun has not stepped yet."""
+        """Steps the parts that the current step has not stepped yet."""
         numbers, ticket = self._numbers_then or {}, self._ticket
         left = [part for part in self.parts if part.unit.made is not ticket]
         for part, following in zip_longest(left, left[1:]):
@@ -320,13 +320,13 @@ class PartedUnit(StepUnit):
                 write(part.unit.kept_blocks())
 
     def recover(self) -> None:
-        """Takes back what could not be taken back when it failed, and ends the leases left."""
+        """Undoes what could not be undone when it failed, and ends the remaining leases."""
         for part in self.parts:
             part.unit.recover()
         self._let_go()
 
     def prepare_ahead(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Makes the plain optimizers of the parts, if they are not there."""
+        """Creates the plain optimizers of the parts, if they do not exist."""
         for part in self.parts:
             part.unit.prepare_ahead(groups)
 
@@ -336,7 +336,7 @@ class PartedUnit(StepUnit):
         return not begun and all(part.unit.can_be_taken_back() for part in self.parts)
 
     def keep_numbers(self, state: State) -> Undo:
-        """Keeps what users see of the state, and what the parts have, outside the tiers."""
+        """Keeps the values of the state, both shown and of the parts, outside the tiers."""
         numbers = Undo()
         numbers.keep_entries(state, [self._param])
         for part in self.parts:
@@ -352,7 +352,7 @@ class PartedUnit(StepUnit):
             yield
 
     def _refuse_other_gradient(self) -> None:
-        """Raises where parts would end up different: some were stepped with a gradient now gone.
+        """Raises if parts would become inconsistent, as some were stepped with a lost gradient.
 
         Raises:
             StepError: If some were.
@@ -370,7 +370,7 @@ class PartedUnit(StepUnit):
     def store_first_state(
         self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State
     ) -> None:
-        """Stores the state that the class makes before any step."""
+        """Stores the state that the class creates before any step."""
         with torch.no_grad(), self._open(runtime):
             for part in self.parts:
                 with part.over(self._param):
@@ -379,7 +379,7 @@ class PartedUnit(StepUnit):
         self.shown.publish(runtime, state)
 
     def zero_grad(self, runtime: ModuleRuntime, *, set_to_none: bool) -> None:
-        """Clears the gradient, or sets it to zero; a deferred step keeps it until it is made.
+        """Clears the gradient, or sets it to zero; a deferred step keeps it until it is performed.
 
         Raises:
             StepError: If some parts were stepped with it, and the others were not.
@@ -402,9 +402,9 @@ class PartedUnit(StepUnit):
         self.shown.flush()
 
     def is_edited(self, state: State) -> bool:
-        """Whether a user has put other tensors there, or deleted some; not while a step is begun.
+        """Whether a user has set other tensors there, or deleted some; not during a step.
 
-        Numbers are taken from what is shown anyway, as a step begins.
+        Numbers are taken from the shown state anyway when a step begins.
         """
         return not self._made and self.shown.is_edited(state)
 
@@ -419,11 +419,11 @@ class PartedUnit(StepUnit):
 
         Args:
             runtime: The modules' runtime.
-            state: The tiered optimizer's, to be kept up to date.
-            loaded: The parameter's, which fits; None for none. An empty one is one as well: it is
-                shown, as torch does.
-            take: Loads a share into a part's unit: given the unit, the state it shows, and the
-                share by the id of the part's parameter.
+            state: The tiered optimizer's, to be updated.
+            loaded: The parameter's, which fits; None for none. An empty one counts as one: it is
+                shown, as in torch.
+            take: Loads a share into a part's unit: called with the unit, the state it shows, and
+                the share by the id of the part's parameter.
         """
 
         def take_share(part: Part) -> None:
@@ -447,9 +447,9 @@ class PartedUnit(StepUnit):
 
         Args:
             runtime: The modules' runtime.
-            state: The tiered optimizer's, to be kept up to date.
+            state: The tiered optimizer's, to be updated.
             take: Loads the state of one part into its unit; its shown state is empty then.
-            emptied: Whether an empty state is shown, in its place, where no part has any.
+            emptied: Whether an empty state is shown if no part has any.
         """
         if emptied:
             state.setdefault(self._param, {}).clear()
@@ -492,7 +492,7 @@ class PartedUnit(StepUnit):
         yield self._param, torch.cat(runs).view(weight.shape)
 
     def take_master(self, runtime: ModuleRuntime, loaded: torch.Tensor) -> None:
-        """Takes a loaded master over, and casts the weights from it."""
+        """Takes over a loaded master, and casts the weights from it."""
         flat = loaded.reshape(-1)
         with torch.no_grad(), self._open(runtime):
             for part in self.parts:

@@ -1,7 +1,7 @@
 """The state of a parameter that is stepped in parts, as users see it: one tensor for each key.
 
-State that the settings did not ask for when room was planned (a momentum that is set later, or
-loaded) has no place in the tiers. It is one ordinary tensor then, and each part has its run of it.
+State that the settings did not require when room was planned (a momentum that is set later, or
+loaded) has no home in the tiers. Then it is one ordinary tensor, and each part has its run of it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class PartsState:
     """Shows what the parts of a parameter keep as the state of the whole."""
 
     def __init__(self, param: torch.Tensor, parts: Sequence[Part]) -> None:
-        """Shows nothing yet.
+        """Starts without state.
 
         Args:
-            param: The whole.
+            param: The whole parameter.
             parts: Its runs, in order.
         """
         self._param = param
         self._parts = parts
         self._stand_ins: dict[str, LazyTensor] = {}
-        self._outside: dict[str, torch.Tensor] = {}  # what has no place in the tiers
+        self._outside: dict[str, torch.Tensor] = {}  # tensors without a home in the tiers
 
     def is_viewed(self) -> bool:
         """Whether users may have a view of it."""
@@ -44,7 +44,7 @@ class PartsState:
             flush(shown)
 
     def forget(self) -> None:
-        """Makes what users have of it show nothing any more."""
+        """Detaches what users have of it from the tiers."""
         for shown in self._stand_ins.values():
             forget(shown)
         self._outside.clear()
@@ -52,7 +52,7 @@ class PartsState:
     def publish(self, runtime: ModuleRuntime, state: State) -> None:
         """Shows the state of all parts as the parameter's.
 
-        A number that a class writes in place is written where users see it: they may keep it.
+        A number that a class writes in place is written to the object that users may have kept.
         """
         part = self._parts[0]
         first = part.state.get(part.param)
@@ -81,7 +81,7 @@ class PartsState:
     def copies(self, runtime: ModuleRuntime, state: State) -> Iterator[tuple[torch.Tensor, State]]:
         """Yields the parameter with copies of its state in host memory, if it has any.
 
-        An empty state is one as well, which torch's ``state_dict()`` has.
+        An empty state counts as one, as in torch's ``state_dict()``.
         """
         if state.get(self._param) is None:
             return
@@ -100,7 +100,7 @@ class PartsState:
         yield self._param, {key: values[key] for key in state[self._param]}
 
     def is_edited(self, state: State) -> bool:
-        """Whether a user has put other tensors into ``state``, or deleted some."""
+        """Whether a user has set other tensors in ``state``, or deleted some."""
         shown, first = state.get(self._param) or {}, self._parts[0]
         mine = first.state.get(first.param) or {}
         if bool(shown) != bool(mine):
@@ -114,9 +114,9 @@ class PartsState:
         return whole.keys() != kept.keys() or any(whole[key] is not kept[key] for key in kept)
 
     def _joined(self, key: str) -> torch.Tensor:
-        """Returns a tensor outside the tiers, whose runs the parts have: what one writes is there.
+        """Returns a tensor outside the tiers of which the parts have runs, so writes are shared.
 
-        Their own are joined where they are other tensors by now, as after their first step.
+        If the parts have separate tensors, as after their first step, these are joined.
         """
         states = [part.state[part.param] for part in self._parts]
         whole = self._outside.get(key)
@@ -151,12 +151,12 @@ class PartsState:
 
 
 def numbers_of(state: State, param: torch.Tensor) -> State:
-    """Returns the state values of a parameter that all of its parts share, as they are now."""
+    """Returns the present state values of a parameter that all of its parts share."""
     return {key: copied(value) for key, value in state.items() if not is_as_large(value, param)}
 
 
 def is_as_large(value: Any, param: torch.Tensor) -> bool:
-    """Whether a state value has an element for each of a parameter, rather than being a number."""
+    """Whether a state value has one element per element of a parameter, unlike a number."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 

@@ -14,18 +14,19 @@ from tiermem.nn.tensors.shells import Shell, insides
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One tensor of a parameter's state, and the tensors of the block that it consists of.
+    """One tensor of a parameter's state, and the tensors of the block of which it consists.
 
-    A plain one is one of them. One of a subclass has all that it wraps there, side by side.
+    A plain one is one of them. One of a subclass has all tensors that it wraps there,
+    consecutively.
 
     Attributes:
-        param: Whose state it is of.
-        key: Its key there.
+        param: The parameter of the state.
+        key: The key in the state.
         name: For messages.
-        shape: As it shows itself.
+        shape: The shape that it shows.
         first: Number of its first tensor in the block.
-        count: How many it has.
-        shell: How it is put together by now; None while it is plain.
+        count: The number of its tensors.
+        shell: How it is composed of them at present; None while it is plain.
     """
 
     param: torch.Tensor
@@ -37,7 +38,7 @@ class Place:
     shell: Shell | None = None
 
     def tensors(self, views: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Returns its tensors of those of the block."""
+        """Selects its tensors from those of the block."""
         return views[self.first : self.first + self.count]
 
     def over(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -64,10 +65,10 @@ class Place:
         )
 
     def put(self, value: torch.Tensor, views: Sequence[torch.Tensor]) -> bool:
-        """Writes a value to the tensors of the block, where it consists of such.
+        """Writes a value to the tensors of the block, if it has the same structure.
 
         Returns:
-            Whether it did; it has become something else otherwise.
+            Whether it was written; otherwise it has become something else.
         """
         inner = [tensor for _, tensor in insides(value)]
         mine = self.tensors(views)
@@ -83,12 +84,12 @@ class Place:
 def part_exchanged(
     held: Iterable[tuple[dict[str, Any] | None, Place]], views: Sequence[torch.Tensor]
 ) -> None:
-    """Copies what a step has put under another name, as classes do that exchange buffers.
+    """Copies tensors that a step has put under another name, as classes do that swap buffers.
 
-    All of it before any is stored: its place may be that of the other one's bytes.
+    All are copied before any is stored, as one may be in the place of another.
 
     Args:
-        held: For each tensor, what there is of that parameter, and its place.
+        held: For each tensor, the state of its parameter, and its place.
         views: The tensors of the block.
     """
     for own, place in held:
@@ -109,7 +110,7 @@ def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _is(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory; a class may give out another object of it."""
+    """Whether two tensors are the same memory; a class may return a new object for it."""
     if first is second:
         return True
     return (

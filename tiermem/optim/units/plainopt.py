@@ -28,10 +28,10 @@ class Settled(NamedTuple):
     """The tensors of a state that a step has left in their places, by columns.
 
     Attributes:
-        numbers: Of the members.
-        keys: Of the tensors, in the state of the member.
+        numbers: Numbers of the members.
+        keys: Keys of the tensors, in the state of the member.
         places: Their numbers in the block.
-        stand_ins: What stands for them between steps.
+        stand_ins: Their stand-ins between steps.
     """
 
     numbers: Sequence[int] = ()
@@ -44,29 +44,29 @@ _NOTHING = Settled()
 
 
 class PlainOptimizer:
-    """Makes the plain optimizer of a unit, and keeps its state in the unit's block between steps.
+    """Creates the plain optimizer of a unit, and keeps its state in the unit's block between steps.
 
     Attributes:
-        make: Makes the plain optimizer.
+        make: Creates the plain optimizer.
         places: Where the unit's block has each tensor of the state.
-        private: Whether a step writes settings of its group in place, so that it is given copies.
-        numbers: Which of the user's groups those of the plain optimizer are.
-        settled: The tensors of the state, once a step has left all in their places.
+        private: Whether a step writes settings of its group in place, so that it gets copies.
+        numbers: The numbers of the user's groups, for those of the plain optimizer.
+        settled: The tensors of the state, once a step has left all of them in their places.
     """
 
     def __init__(self, unit: StepUnit, make: Make) -> None:
-        """Makes nothing yet; the state gets a home later."""
+        """Creates no optimizer yet; the state gets a home later."""
         self.make = make
         self.places: list[Place] = []
         self.private = False
         self._unit = unit
         self._members = unit.members
         self._optimizer: torch.optim.Optimizer | None = None
-        self._owns: list[torch.Tensor] = []  # what it has for each member
+        self._owns: list[torch.Tensor] = []  # its tensor for each member
         self._placed: list[tuple[int, Place]] = []  # and the number of its member
         self._carried: list[tuple[torch.Tensor, State]] = []
         self._stand_ins: dict[int, LazyTensor] = {}
-        # references to the state itself are counted: it is not kept
+        # references to the state itself are counted, so it is not stored
         self.settled = _NOTHING
         self.numbers = list(dict.fromkeys(number for _, number in unit.members))
 
@@ -76,13 +76,13 @@ class PlainOptimizer:
         return bool(self.settled.keys)
 
     def owns(self) -> list[torch.Tensor]:
-        """Returns what the plain optimizer is given for each member, in order."""
+        """Returns the tensor that the plain optimizer gets for each member, in order."""
         return self._owns or [self._unit.own(param) for param, _ in self._members]
 
     def stored_state(self) -> list[tuple[State | None, Place]]:
-        """Returns, for each tensor of its state, what there is of that parameter, and its place.
+        """Returns, for each tensor of its state, the state of that parameter, and its place.
 
-        The former is the plain optimizer's state of the parameter, None where it has none yet.
+        The former is the plain optimizer's state of the parameter, None if it has none yet.
         """
         if self._optimizer is None:
             kept = {id(param): state for param, state in self._carried}
@@ -91,18 +91,18 @@ class PlainOptimizer:
         return [(states[number], place) for number, place in self._placed]
 
     def carry(self) -> None:
-        """Sets the state aside for a plain optimizer that is to be made in this one's place."""
+        """Sets the state aside for a plain optimizer that will replace this one."""
         if self._optimizer is not None:
             kept = zip(self._members, self.states(), strict=True)
             self._carried = [(param, state) for (param, _), state in kept if state]
             by_own = self._optimizer.state
             self.settled = _NOTHING
-            self._optimizer = None  # from here on the carried state counts
+            self._optimizer = None  # from here on the carried state is valid
             self._owns = []
             by_own.clear()  # it has one owner
 
     def _take_along(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives a new plain optimizer the state of the one before it."""
+        """Gives a new plain optimizer the state of its predecessor."""
         for param, state in self._carried:
             settings = optimizer.param_groups[0]
             there = self._unit.host is None and (
@@ -140,12 +140,12 @@ class PlainOptimizer:
             settings = settings_of(settings) if "params" in settings else settings
             settings = copied(settings) if self.private else settings
             if self._unit.host is not None and "fused" in mine:
-                settings = {**settings, "fused": mine["fused"]}  # the host's kernel stays its own
-            mine.update(settings)  # in one go, which nothing can cut short
+                settings = {**settings, "fused": mine["fused"]}  # the host's own kernel is kept
+            mine.update(settings)  # in one call, which cannot be interrupted
         return self._optimizer
 
     def attach(self, slot: Slot | None) -> None:
-        """Points the state at its slot, where there is state already."""
+        """Points the state at its slot, if there is state already."""
         if slot is None:
             return
         views = slot.views
@@ -163,7 +163,7 @@ class PlainOptimizer:
         """Copies new state tensors into the slot, and shows the state in the tiered optimizer's.
 
         Returns:
-            What views of the stand-ins show.
+            The values for views of the stand-ins.
         """
         states = self.states()
         shown = self._store_new(runtime, slot, states)
@@ -205,7 +205,7 @@ class PlainOptimizer:
             if new:
                 if not place.put(value, views):
                     continue  # it became something else: it stays in ordinary memory
-                forget(self._stand_ins.get(place.first))  # its views are of what it was
+                forget(self._stand_ins.get(place.first))  # its views show the former one
             own[place.key] = stand_in = self.stand_in(runtime, place, value.dtype)
             if stand_in._kept is not None:
                 shown.append((stand_in, place.over(views) if new else value))
@@ -216,7 +216,7 @@ class PlainOptimizer:
     def _is_as_before(
         self, views: Sequence[torch.Tensor], states: Sequence[Any], shown: list[Shown]
     ) -> bool:
-        """Puts the stand-ins back; whether nothing is new, as after most steps."""
+        """Restores the stand-ins; returns whether nothing is new, as after most steps."""
         settled = self.settled
         owns = self.settled_states(states)
         values = [*map(views.__getitem__, settled.places)] if owns else []
@@ -229,10 +229,10 @@ class PlainOptimizer:
         return True
 
     def settled_states(self, states: Sequence[Any] | None = None) -> list[Any]:
-        """Returns the state that has each settled tensor; empty where there is another.
+        """Returns the state dict that has each settled tensor; empty if any tensor was replaced.
 
         Args:
-            states: Of each member, if the caller has it.
+            states: The state of each member, if the caller has it.
         """
         settled = self.settled
         if not settled.keys:
@@ -256,7 +256,7 @@ class PlainOptimizer:
         slot: Slot | None,
         state: State,
     ) -> None:
-        """Copies new state tensors into the slot and leaves lazy stand-ins in their place."""
+        """Copies new state tensors into the slot and leaves lazy stand-ins instead."""
         for stand_in, value in self.take_in(runtime, slot, state):
             refresh(stand_in, value)
 
@@ -293,11 +293,11 @@ class PlainOptimizer:
         return found
 
     def load(self, runtime: ModuleRuntime, key: str) -> torch.Tensor:
-        """Returns a copy of what the state of its one parameter has by a key."""
+        """Returns a copy of a value in the state of its only parameter, by key."""
         return self._load(runtime, self._by_key(key))
 
     def store(self, runtime: ModuleRuntime, key: str, value: torch.Tensor) -> None:
-        """Writes what the state of its one parameter has by a key."""
+        """Writes a value in the state of its only parameter, by key."""
         self._store(runtime, self._by_key(key), value)
 
     def _by_key(self, key: str) -> Place:
@@ -331,7 +331,7 @@ class PlainOptimizer:
             runtime.manager.release(self._unit.block, dirty=True)
 
     def states(self) -> list[Any]:
-        """Returns what the plain optimizer has of each member, None where it has nothing."""
+        """Returns the plain optimizer's state of each member, None if it has none."""
         if self._optimizer is None:
             return [None for _ in self._members]
         return states_of(self._optimizer.state, self.owns())

@@ -1,4 +1,4 @@
-"""Divides parameter groups into units of a step, and reserves homes for what the units keep."""
+"""Divides parameter groups into units of a step, and reserves homes for state and masters."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def plan_units(
         runtime: The modules' runtime.
         groups: All parameter groups, by number.
         members: The parameters, and the number of the group of each.
-        probe: Knows the state.
-        make: Makes a plain optimizer.
-        master_dtype: Of the masters of parameters that have another dtype; None for no masters.
+        probe: Finds out the state.
+        make: Creates a plain optimizer.
+        master_dtype: Dtype of the masters of parameters with another dtype; None for no masters.
         overlap: Whether a unit may be stepped while a forward holds other blocks.
-        on_host: Whether units may be stepped on the host: what ``"auto"`` puts in DRAM then
-            leaves room for the staging of the rest.
+        on_host: Whether units may be stepped on the host: then ``"auto"`` leaves room
+            in DRAM for the staging of the rest.
         elementwise: Whether a large parameter may be stepped in parts.
 
     Raises:
@@ -79,13 +79,13 @@ def plan_units(
 
 
 def let_apart(entries: Iterable[Entry]) -> None:
-    """Keeps gradients as there is room for them, as who would have stepped them was refused."""
+    """Keeps gradients as there is room for them, since their optimizer was refused."""
     for entry in entries:
         entry.whole = None
 
 
 def _divide(runtime: ModuleRuntime, members: Sequence[Member], make: Make) -> list[StepUnit]:
-    """Returns units for parameters; one that is there twice is stepped twice, as by torch."""
+    """Returns units for parameters; one that occurs twice is stepped twice, as by torch."""
     places: dict[int, list[Member]] = {}
     for param, number in members:
         places.setdefault(id(param), []).append((param, number))
@@ -122,7 +122,7 @@ def _prepare(
 def note_spoils(
     units: Iterable[StepUnit], groups: Sequence[dict[str, Any]], probe: StateProbe
 ) -> None:
-    """Sets whether steps write gradients, with the settings that groups have by now."""
+    """Sets whether steps write gradients, with the present settings of groups."""
     for unit in units:
         spoils = any(
             probe.spoils(unit.own(param), number, settings_of(groups[number]))
@@ -171,7 +171,7 @@ def kept_of(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A parameter, or a run of one, whose state and master have homes of their own."""
+    """A parameter, or a run of one, whose state and master have their own homes."""
 
     param: torch.Tensor
     name: str
@@ -179,7 +179,7 @@ class _Kept:
 
 
 def _leaves(units: Sequence[StepUnit]) -> Iterator[tuple[StepUnit, list[_Kept]]]:
-    """Yields the units that keep something, and for what."""
+    """Yields the units that keep state or masters, and for which parameters or runs."""
     for unit in units:
         if isinstance(unit, PartedUnit):
             (entry,) = unit.entries
@@ -199,12 +199,12 @@ def _give_masters(unit: StepUnit, master_dtype: torch.dtype) -> None:
 
 
 class _ToReserve:
-    """Blocks of state and masters that are to be made, and who gets them.
+    """Blocks of state and masters that are to be created, and their owners.
 
     Attributes:
         blocks: Name, role and tensors of each.
-        homes: Of each; None for the policy's.
-        sizes: Bytes that a step of each unit works on, by the unit's id.
+        homes: The home of each; None for the policy's.
+        sizes: Bytes that a step of each unit uses, by the unit's id.
     """
 
     def __init__(self, sizes: dict[int, int]) -> None:
@@ -251,7 +251,7 @@ class _ToReserve:
         self._takers.append(take)
 
     def hand_out(self, blocks: Sequence[Block]) -> None:
-        """Gives each block that was made, in order, to what it is for."""
+        """Gives each created block, in order, to its owner."""
         for take, block in zip(self._takers, blocks, strict=True):
             take(block)
 
@@ -285,7 +285,7 @@ def _reserve(
     wanted.hand_out(blocks)
     try:
         check_steps(runtime, units, overlap=overlap)
-        for keeper in runtime.keepers:  # what is new may leave less to other steps
+        for keeper in runtime.keepers:  # new blocks may leave less room for other steps
             keeper.check_steps()
         check_calls(runtime)
         stepped = {e.group.block.id: e.group.block for unit in units for e in unit.entries}
@@ -296,12 +296,12 @@ def _reserve(
 
 
 def _home_of(unit: StepUnit) -> str | None:
-    """Returns the home of what a unit keeps, where it is not the policy's."""
+    """Returns the home for what a unit keeps, if it differs from the policy's."""
     return "hbm" if unit.group is not None and unit.group.resident else None
 
 
 def _hold_staging(runtime: ModuleRuntime, sizes: Sequence[int]) -> list[Extent]:
-    """Takes DRAM that the staging of steps on the host may want, were all in files."""
+    """Takes DRAM that the staging of steps on the host may need if all homes were in files."""
     homes = runtime.manager.parts.homes
     if homes.swap is None:
         return []
@@ -324,7 +324,7 @@ def _state_of(
     groups: Sequence[dict[str, Any]],
     probe: StateProbe,
 ) -> tuple[list[TensorShape], list[Place]]:
-    """Returns the tensors of a unit's state, and where each of its values has them."""
+    """Returns the tensors of a unit's state, and the places of its values among them."""
     shapes: list[TensorShape] = []
     places: list[Place] = []
     number_of = {id(param): number for param, number in unit.members}
@@ -343,7 +343,7 @@ def check_steps(runtime: ModuleRuntime, units: Sequence[StepUnit], *, overlap: b
 
     Args:
         runtime: The modules' runtime.
-        units: What is stepped.
+        units: The units that are stepped.
         overlap: Whether a unit may be stepped while a forward holds other blocks.
 
     Raises:

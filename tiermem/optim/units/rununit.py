@@ -1,4 +1,4 @@
-"""The step of one run of a large parameter, with the run of the gradient if that has its own."""
+"""The step of one run of a large parameter, with the run of its gradient if that is separate."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tiermem.runtime.memory.slots import Slot
 
 
 class RunUnit(StepUnit):
-    """Steps one run; where the gradient is kept in runs, it brings that of its own.
+    """Steps one run; if the gradient is kept in runs, it fetches its own.
 
     Attributes:
-        run: Of the gradient; None where that is given.
+        run: The run of the gradient; None if the gradient is passed to it.
     """
 
     run: GradRun | None = None
 
     def grad_units(self) -> list[GradUnit]:
-        """Returns the run of the gradient, if it is in a block of its own."""
+        """Returns the run of the gradient, if it is a separate block."""
         return [] if self.run is None else [self.run]
 
     def sees(self, unit: GradUnit) -> bool:
-        """Whether the optimizer is given the run of the gradient itself, not a cast of it."""
+        """Whether the optimizer gets the run of the gradient itself, not a cast of it."""
         return self.own(self.members[0][0]).dtype is unit.block.tensors[0].dtype
 
     def _gradients_in(

@@ -1,4 +1,4 @@
-"""The interface of what steps a unit on the host."""
+"""The interface for performing the steps of a unit on the host."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class Stepper(Protocol):
-    """Steps a unit somewhere else than on the device."""
+    """Steps a unit elsewhere than on the device."""
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns what the plain optimizer is given in place of a parameter."""
+        """Returns the tensor that the plain optimizer gets instead of a parameter."""
         ...

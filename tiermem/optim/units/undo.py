@@ -1,10 +1,10 @@
-"""What a step takes back where it fails half way.
+"""What has to be undone if a step fails half way.
 
 A unit is stepped in place, and the step may stop in the middle (an error of the user's class or of
 a hook, no memory for temporaries, Ctrl-C). So what a step changes is kept before it begins:
-bytes that are at home as well are read there again if need be, which costs nothing where all goes
-well, and the others are copied. On the host, which nothing interrupts, a step that cannot fail
-once it has begun to write needs no copies: one call of a fused kernel of torch's.
+bytes that are also at home are read again from there if necessary, which costs nothing if the step
+succeeds, and the others are copied. On the host, where nothing interrupts, a step that cannot fail
+once it has begun to write needs no copies: one call of a fused torch kernel.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _layout, _dim, _item = attrgetter("layout"), torch.Tensor.dim, torch.Tensor.item
 _is_inference = torch._C.TensorBase.is_inference
 
 OURS: set[Any] = set()
-"""Hooks for the steps of all optimizers that do nothing where tiermem makes the step."""
+"""Hooks for the steps of all optimizers that do nothing if tiermem performs the step."""
 
 
 def cannot_fail_midway(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step either raises before it has written anything, or makes the whole of it."""
+    """Whether a step either raises before it has written anything, or is completed."""
     groups = optimizer.param_groups
     return (
         type(optimizer) in _FUSED
@@ -58,17 +58,17 @@ def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Undo:
-    """Copies of what a step changes, and the way back.
+    """Copies of what a step changes, and the functions that restore it.
 
     Attributes:
-        steps: Called at last where all is taken back, in order; it may be twice.
+        steps: Called last when everything is undone, in order; perhaps twice.
     """
 
     def __init__(self, scratch: torch.Tensor | None = None) -> None:
-        """Keeps copies in ``scratch``; where that is full, in ordinary memory."""
+        """Keeps copies in ``scratch``; if that is full, in ordinary memory."""
         self._scratch = scratch
         self._used = 0
-        # lists would be six objects for the collector to look at; most have one element, or none
+        # lists would be six more objects for the garbage collector; most have at most one element
         self._kept: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         self._entries: tuple[tuple[Any, ...], ...] = ()  # as _put_back takes them
         self._values: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
@@ -77,7 +77,7 @@ class Undo:
         self.steps: list[Callable[[], Any]] = []
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors of one block, in the order in which they lie there."""
+        """Copies tensors of one block, in the order of their offsets."""
         if not tensors:
             return
         whole = _run(tensors)
@@ -86,7 +86,7 @@ class Undo:
         self._kept = (*self._kept, (whole, copy))
 
     def keep_values(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors outside the tiers; a few numbers of one kind with one call."""
+        """Copies tensors outside the tiers; a few numbers of one kind in one call."""
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         numbers = not any(map(_dim, tensors)) and all_are(map(_layout, tensors), torch.strided)
         kinds = {*zip(map(_dtype, tensors), map(_device, tensors), strict=True)}
@@ -105,7 +105,7 @@ class Undo:
     def keep_at_home(
         self, tensors: Sequence[torch.Tensor], restore: Callable[[int, int], object]
     ) -> None:
-        """Notes tensors of one block whose bytes are at home as well.
+        """Notes tensors of one block whose bytes are also at home.
 
         Args:
             tensors: Some, in any order.
@@ -120,22 +120,22 @@ class Undo:
         shown: dict[Any, Any],
         params: Sequence[Any],
     ) -> None:
-        """Notes what a plain optimizer has, and what a tiered one shows of it.
+        """Notes a plain optimizer's state, and what a tiered one shows of it.
 
         Args:
             optimizer: The plain one.
-            owns: What it steps.
+            owns: The tensors that it steps.
             shown: The state that the tiered one shows.
-            params: Of what that is, where there is any.
+            params: The parameters of that state, if there is any.
         """
         self.keep_entries(optimizer.state, owns)
         self.keep_shown(shown, params)
         self.keep_settings(optimizer)
 
     def keep_entries(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
-        """Notes an optimizer's state of some parameters; what is ordinary in it is copied."""
+        """Notes an optimizer's state of some parameters; its ordinary tensors are copied."""
         entries = states_of(state, keys)
-        # a dictionary for each parameter would be as many objects for the collector to look at
+        # a dictionary for each parameter would be as many objects for the garbage collector
         there = without_none(entries)
         values = [*chain.from_iterable(map(_values, there))]
         names = [*chain.from_iterable(there)]
@@ -149,7 +149,7 @@ class Undo:
         self.keep_values(ordinary)
 
     def entries(self) -> list[dict[Any, Any] | None]:
-        """Returns copies of what :meth:`keep_entries` noted last, with the values of then."""
+        """Returns copies of what :meth:`keep_entries` noted last, with the values at that time."""
         was: dict[int, torch.Tensor] = {id(value): copy.clone() for value, copy in self._values}
         for values, were in self._numbers:
             if isinstance(were, torch.Tensor):
@@ -166,13 +166,13 @@ class Undo:
         return found
 
     def keep_shown(self, state: dict[Any, Any], keys: Sequence[Any]) -> None:
-        """Notes of which parameters a tiered optimizer shows state at all."""
+        """Notes for which parameters a tiered optimizer shows state at all."""
         new = [key for key in keys if key not in state]
         if new:
             self.steps.append(lambda: [state.pop(key, None) for key in new])
 
     def keep_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes what a class keeps in its groups; fields of its own are not undone."""
+        """Notes what a class keeps in its groups; its own attributes are not undone."""
         tensors: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             self._dicts = (*self._dicts, (group, dict(group)))
@@ -182,7 +182,7 @@ class Undo:
         self.steps.append(lambda: [own.pop(name, None) for name in ("grad_scale", "found_inf")])
 
     def take_back(self) -> None:
-        """Restores everything; cut short, it may be called again."""
+        """Restores everything; if interrupted, it may be called again."""
         with torch.no_grad():
             for whole, copy in self._kept:
                 _copy(whole, copy)
@@ -222,15 +222,15 @@ def _put_back(
     names: Sequence[Any],
     values: Sequence[Any],
 ) -> None:
-    """Makes an optimizer's state of some parameters what it was.
+    """Restores an optimizer's state of some parameters.
 
     Args:
-        state: All of it.
+        state: All of the state.
         keys: The parameters.
-        entries: What was there of each; None for nothing.
-        lengths: How many names each of those had that were there.
-        names: All their names, one after the other.
-        values: What the names stood for.
+        entries: The former entry of each; None for none.
+        lengths: The number of names in each of the existing entries.
+        names: All these names, concatenated.
+        values: The values of the names.
     """
     sizes, befores = iter(lengths), zip(names, values, strict=True)
     for key, entry in zip(keys, entries, strict=True):
@@ -244,7 +244,7 @@ def _put_back(
 
 
 def _writable(value: torch.Tensor) -> AbstractContextManager[Any]:
-    """Returns a context in which a tensor can be written; a user's may be of inference mode."""
+    """Returns a context in which a tensor can be written; a user's may be an inference tensor."""
     return torch.inference_mode() if value.is_inference() else nullcontext()
 
 
@@ -265,7 +265,7 @@ def _run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def span_of(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Returns from where to where tensors of one storage lie in it, in bytes."""
+    """Returns the byte range in a storage that tensors of the storage cover."""
     begins = [int(t.storage_offset()) * t.itemsize for t in tensors]
     ends = [b + _extent(t) for b, t in zip(begins, tensors, strict=True)]
     return min(begins), max(ends)

@@ -40,9 +40,9 @@ from tiermem.runtime.memory.slots import Slot
 
 State = dict[Any, Any]
 Stored = tuple[int, Entry, GradUnit]
-"""Number of a member, its entry, and where its gradient is in the tiers."""
+"""Number of a member, its entry, and the unit with its gradient in the tiers."""
 Shown = tuple[torch.Tensor | None, torch.Tensor]
-"""What stands for a tensor, and the tensor."""
+"""The stand-in of a tensor, and the tensor."""
 
 _second, _third = itemgetter(1), itemgetter(2)
 _unit, _unit_index, _lazy = attrgetter("unit"), attrgetter("unit_index"), attrgetter("lazy")
@@ -62,14 +62,14 @@ class StepUnit(UnitGradients):
         foreign: Detects writes of the weights by other code.
         counted: Counts its steps as writes in torch's version counters.
         block: The block of their state, or None.
-        masters: Their masters, or None where the parameters themselves are stepped.
-        host: Steps it on the host; None where the device does.
+        masters: Their masters, or None if the parameters themselves are stepped.
+        host: Steps it on the host; None if the device does.
         plain: Its plain optimizer, and the state between steps.
-        handed: The gradients that the plain optimizer is handed.
-        direct: Makes steps by a kernel where the tensors lie, without the plain optimizer.
-        made: The ticket of the last step that was made.
-        attempt: The step under way, or one that could not be taken back yet.
-        late: The update that its state has missed, where a step has left it as it was.
+        handed: The gradients that the plain optimizer gets.
+        direct: Performs steps by a kernel on the blocks, without the plain optimizer.
+        made: The ticket of the last step that was completed.
+        attempt: The current step, or one that could not be undone yet.
+        late: The update that its state has missed, if a step has left the state unchanged.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class StepUnit(UnitGradients):
         self.direct = DirectSteps(self)
 
     def own(self, param: torch.Tensor) -> torch.Tensor:
-        """Returns what the plain optimizer is given for a parameter: itself, or its master."""
+        """Returns what the plain optimizer gets for a parameter: itself, or its master."""
         if self.host is not None:
             return self.host.own(param)
         return param if self.masters is None else self.masters.own(param)
@@ -109,11 +109,11 @@ class StepUnit(UnitGradients):
         return self.masters is not None and self.masters.own(param) is not param
 
     def ids(self) -> list[int]:
-        """Returns the ids of the parameters, by which what is loaded is found."""
+        """Returns the ids of the parameters, by which loaded state is found."""
         return [id(param) for param, _ in self.members]
 
     def blocks(self) -> list[Block]:
-        """Returns the blocks that a step uses, in the order it does."""
+        """Returns the blocks that a step uses, in the order of use."""
         found = [self.group.block] if self.group is not None else []
         for unit in self.grad_units():
             found += unit.blocks if unit.runs else [unit.block]
@@ -132,11 +132,11 @@ class StepUnit(UnitGradients):
             yield place.param, place.key, place.name, place.shape
 
     def begins_with(self, blocks: list[Block]) -> list[Block]:
-        """Returns the blocks that a step begins with, of all :meth:`blocks` that it uses."""
+        """Returns the blocks that a step uses first, of all :meth:`blocks` that it uses."""
         return blocks
 
     def at_once(self) -> list[Block]:
-        """Returns the blocks that are in HBM at once in a step, at most."""
+        """Returns the blocks that are in HBM at the same time in a step, at most."""
         return self.blocks()
 
     # -- the step --------------------------------------------------------
@@ -154,22 +154,23 @@ class StepUnit(UnitGradients):
         write: Callable[[Sequence[Block]], None] | None = None,
         ahead: Ahead | None = None,
     ) -> None:
-        """Steps the unit: everything it needs is brought up first, and it happens whole or not.
+        """Steps the unit: fetches everything first, and performs the step completely or not.
 
         Args:
             runtime: The modules' runtime.
             groups: Settings of the parameter groups.
-            state: The tiered optimizer's state, to be kept up to date.
+            state: The tiered optimizer's state, to be updated.
             scaling: What a GradScaler left to the step, or None.
-            ticket: Stands for the step that was asked for; with the same one it is made once.
+            ticket: Identifies the requested step; with the same ticket it is performed once.
             owed: Whether the step was deferred: then it uses the gradients that
-                were there, and leaves ``param.grad`` as the user has it by now.
-            meanwhile: Called once everything is at hand.
+                existed then, and leaves the present ``param.grad`` unchanged.
+            meanwhile: Called once everything is in HBM.
             write: Called with blocks that the rest of a step does not use, if it has parts.
-            ahead: What a step is to do with the state that the caller can take back, made or cut
-                short in the middle; it has found that the gradients are its own (:meth:`can_wait`).
-                Then the state before the step is not kept here, and no user's change of a gradient
-                looked for. None for a step that cannot be taken back.
+            ahead: What to do with the state in a step that the caller can undo, completed or
+                interrupted; the caller has checked that the gradients are its own
+                (:meth:`can_wait`).
+                Then the state before the step is not kept here, and users' changes of gradients
+                are not looked for. None for a step that cannot be undone.
         """
         self.recover()
         self.catch_up()
@@ -185,10 +186,10 @@ class StepUnit(UnitGradients):
             self.clear_forgotten(runtime)
 
     def abandon(self) -> None:
-        """Ends a step that failed: as it was before, where that can be had, else as it is.
+        """Ends a failed step: restores the state before it if possible, else leaves it as it is.
 
         Raises:
-            StorageError: If the disk that has its bytes fails.
+            StorageError: If the disk with its bytes fails.
         """
         try:
             self.recover()
@@ -197,11 +198,11 @@ class StepUnit(UnitGradients):
                 self.attempt.leave_as_is()
 
     def recover(self) -> None:
-        """Takes back what could not be taken back when it failed.
+        """Undoes what could not be undone when it failed.
 
         Raises:
-            StorageError: If the disk that has its bytes still fails.
-            StepError: If it never can be.
+            StorageError: If the disk with its bytes still fails.
+            StepError: If it can never be undone.
         """
         if self.attempt is not None:
             self.attempt.end()
@@ -218,7 +219,7 @@ class StepUnit(UnitGradients):
         *,
         owed: bool,
     ) -> None:
-        """Makes the step, or leaves the unit as it was."""
+        """Performs the step, or leaves the unit unchanged."""
         stored = self._stored()
         holding = self.held(runtime, ahead=ahead)
         attempt = self.attempt = Attempt(self, runtime, holding, owed=owed)
@@ -260,7 +261,7 @@ class StepUnit(UnitGradients):
         ]
 
     def _carry_out(self, attempt: Attempt, make: Callable[[], list[Shown]], ticket: object) -> None:
-        """Makes a step, or the rest of it, and marks it as made."""
+        """Performs a step, or the rest of it, and marks it as completed."""
         if self.counted.ticket is ticket:
             with self.counted.unchanged(self):
                 shown = make()
@@ -284,11 +285,11 @@ class StepUnit(UnitGradients):
         self.host, self.plain.make = host, make
 
     def move(self, host: Stepper | None, make: Make) -> None:
-        """Moves the unit to host or device from the next step on; its state goes along.
+        """Moves the unit to host or device from the next step on; its state is moved, too.
 
         Args:
             host: Steps it on the host; None for the device.
-            make: Makes the plain optimizer there.
+            make: Creates the plain optimizer there.
         """
         self.catch_up()
         self.plain.carry()
@@ -308,7 +309,7 @@ class StepUnit(UnitGradients):
         """Steps what is held.
 
         Returns:
-            What stands for the tensors that were written, and their values.
+            The stand-ins of the tensors that were written, and their values.
         """
         if scaling is None and outside(self.direct.make, optimizer, stored, slots):
             return []
@@ -322,7 +323,7 @@ class StepUnit(UnitGradients):
     def _gradients_in(
         self, stored: Sequence[Stored], slots: dict[int, Slot], *, owed: bool
     ) -> list[torch.Tensor | None]:
-        """Returns the gradient of each member: in what is held, else the program's own."""
+        """Returns the gradient of each member: in the held blocks, otherwise the program's own."""
         gradients: list[torch.Tensor | None] = [None] * len(self.members)
         if stored and len(stored) == len(gradients) and all_are(map(_third, stored), stored[0][2]):
             views = slots[id(stored[0][2].block)].views
@@ -343,7 +344,7 @@ class StepUnit(UnitGradients):
         slots: dict[int, Slot],
         state: State,
     ) -> list[Shown]:
-        """Completes the step after the plain optimizer's; cut short, it may be called again."""
+        """Completes the step after the plain optimizer's; if interrupted, may be called again."""
         shown = self.plain.take_in(runtime, slots.get(id(self.block)), state)
         if self.masters is not None:
             self.masters.derive()
@@ -355,7 +356,7 @@ class StepUnit(UnitGradients):
         return shown
 
     def prepare_ahead(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Makes what a step ahead works with, if it is not there.
+        """Creates what a step ahead needs, if it does not exist.
 
         Args:
             groups: Settings of the parameter groups.
@@ -363,14 +364,14 @@ class StepUnit(UnitGradients):
         self.plain.optimizer_for(groups)
 
     def can_be_taken_back(self) -> bool:
-        """Whether a step can be undone by who gives its blocks their former bytes, and numbers."""
+        """Whether a step can be undone by restoring the former bytes of its blocks, and numbers."""
         masters = self.masters
         return not (self.handed.spoils or self.plain.private or self.attempt is not None) and (
             masters is None or (masters.made and not masters.loose())
         )
 
     def keep_numbers(self, state: State) -> Undo:
-        """Keeps what its state has outside the tiers, and which parameters have any.
+        """Keeps the state's values outside the tiers, and which parameters have any.
 
         Args:
             state: The tiered optimizer's.
@@ -382,10 +383,10 @@ class StepUnit(UnitGradients):
         return numbers
 
     def can_wait(self, runtime: ModuleRuntime) -> bool:
-        """Whether no program could see that the step is made later than asked for.
+        """Whether no program could observe that the step is performed later than requested.
 
-        That is so where every access to the bytes goes through the manager, which makes the step
-        first: not where there is a view of them, or a gradient is an ordinary tensor.
+        That is so if every access to the bytes goes through the manager, which performs the step
+        first: not if there is a view of them, or a gradient is an ordinary tensor.
         """
         group = self.group
         if group is None or group.holds or group.freed:
@@ -406,10 +407,10 @@ class StepUnit(UnitGradients):
         self.plain.flush()
 
     def catch_up(self) -> None:
-        """Brings the state up to date, where a step has left it as it was.
+        """Updates the state, if a step has left it unchanged.
 
         Raises:
-            CapacityError: If HBM cannot hold what that takes.
+            CapacityError: If HBM cannot hold what the update needs.
             StorageError: If its bytes cannot be read.
         """
         if self.late is None:
@@ -431,10 +432,10 @@ class StepUnit(UnitGradients):
         seen = None if self.attempt is None else self.attempt.one_call
         with nullcontext() if seen is None else seen:
             if scaling is None:
-                outside(run, optimizer)  # the attempt takes back what an error leaves
+                outside(run, optimizer)  # the attempt undoes what an error leaves
                 return
             owns = [self.own(param) for param, _ in self.members]
-            self.handed.scaled = True  # so it is taken to be, where the step fails
+            self.handed.scaled = True  # this is assumed if the step fails
             self.handed.scaled = outside(run_scaled, optimizer, scaling, owns, cast)
 
     def held(self, runtime: ModuleRuntime, *, ahead: Ahead | None = None) -> Held:
@@ -442,7 +443,7 @@ class StepUnit(UnitGradients):
         return Held(self, runtime, ahead=ahead)
 
     def sees(self, unit: GradUnit) -> bool:
-        """Whether the optimizer is given gradients of a block themselves, not casts of them."""
+        """Whether the optimizer gets the gradients of a block themselves, not casts of them."""
         for entry, spec in zip(unit.entries, unit.block.tensors, strict=True):
             if self.own(entry.param).dtype is spec.dtype:
                 return True
@@ -451,7 +452,7 @@ class StepUnit(UnitGradients):
     def store_first_state(
         self, runtime: ModuleRuntime, groups: Sequence[dict[str, Any]], state: State
     ) -> None:
-        """Stores the state that the class makes before any step."""
+        """Stores the state that the class creates before any step."""
         with torch.no_grad(), self.held(runtime) as slots:
             self.plain.optimizer_for(groups)
             self.plain.detach(runtime, slots.get(id(self.block)), state)
@@ -463,13 +464,13 @@ class StepUnit(UnitGradients):
         state: State,
         use: Callable[[torch.optim.Optimizer], None],
     ) -> None:
-        """Applies to weights and state a call of the plain optimizer that is no step.
+        """Applies a call of the plain optimizer other than a step to weights and state.
 
         Args:
             runtime: The modules' runtime.
             groups: Settings of the parameter groups.
-            state: The tiered optimizer's state, to be kept up to date.
-            use: Given the plain optimizer, over what it works on.
+            state: The tiered optimizer's state, to be updated.
+            use: Called with the plain optimizer, whose tensors are in HBM.
         """
         if self.group is not None and self.group.freed:
             self.refuse_freed()

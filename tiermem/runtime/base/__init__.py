@@ -1,4 +1,4 @@
 """Foundations of the runtime: forks, ``torch.func``, signals.
 
-Decides nothing; touches no block.
+Makes no decisions and uses no blocks.
 """

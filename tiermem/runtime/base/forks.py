@@ -1,4 +1,4 @@
-"""Tells a forked child from the process that opened the tiers."""
+"""Distinguishes a forked child from the process that opened the tiers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 
 class Forked(Protocol):
-    """Something that acts around a fork. None of it may raise or wait for another thread."""
+    """An object that is notified of forks. Its methods neither raise nor wait for threads."""
 
     def before_fork(self) -> None:
         """Called when this process is about to fork."""
         ...
 
     def after_fork(self) -> None:
-        """Called in the parent after a fork, also one that failed."""
+        """Called in the parent after a fork, also if it failed."""
         ...
 
     def forked(self) -> None:
@@ -27,7 +27,7 @@ class Forked(Protocol):
 _generation = 0
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _forking = threading.RLock()
-"""One fork at a time: what is prepared for one must not be undone by another."""
+"""One fork at a time: what was prepared for one must not be undone by another."""
 
 
 def _before() -> None:
@@ -56,10 +56,10 @@ os.register_at_fork(before=_before, after_in_parent=_after, after_in_child=_fork
 
 
 def generation() -> int:
-    """Returns how many forks lie between this process and the one that was started."""
+    """Returns how many forks there were between the process that was started and this one."""
     return _generation
 
 
 def tell_of_forks(owner: Forked) -> None:
-    """Tells an owner of every fork, as long as the owner lives."""
+    """Notifies an object of every fork, as long as it exists."""
     _told.add(owner)

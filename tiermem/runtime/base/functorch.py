@@ -12,14 +12,14 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 transforming: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
-"""Returns the transform (``grad``, ``vmap``, ``jvp``, ...) under way in this thread, or None."""
+"""Returns the current transform (``grad``, ``vmap``, ``jvp``, ...) of this thread, or None."""
 
 
 def untransformed() -> AbstractContextManager[Any]:
-    """Returns a context in which operations run as if no transform was under way.
+    """Returns a context in which operations run as if there was no transform.
 
-    What an operation returns belongs to the innermost transform otherwise, and is dead once that
-    is over: torch reads freed memory if it is used then. So nothing that is kept may be made there.
+    Otherwise the result of an operation belongs to the innermost transform and is invalid after it:
+    torch reads freed memory if it is used then. So nothing that is kept may be created there.
     """
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
@@ -32,8 +32,9 @@ outside_inference: Callable[[], AbstractContextManager[None]] = partial(
 )
 """Returns a context outside of inference mode, as ``torch.inference_mode(False)`` does.
 
-That is Python, which Ctrl-C may cut short as it begins or ends. Then it puts autograd's switch back
-only when the last reference goes, maybe long after the program has set it otherwise.
+That one is Python code, which Ctrl-C may interrupt when it begins or ends. Then it resets
+autograd's switch only when the last reference is dropped, maybe long after the program has changed
+the switch.
 """
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -42,9 +43,9 @@ _EARLY = torch._C.DispatchKey.PreDispatch
 
 
 def modes() -> int:
-    """Returns how many dispatch modes (``FakeTensorMode``, ``make_fx``, ...) are on in this thread.
+    """Returns how many dispatch modes (``FakeTensorMode``, ``make_fx``, ...) this thread has.
 
-    Or how many of those are that see an operation before autograd does (``torch.export``).
+    That includes modes that see an operation before autograd does (``torch.export``).
     """
     return _modes() or (_len_torch_dispatch_stack_pre_dispatch() if _included(_EARLY) else 0)
 
@@ -52,8 +53,8 @@ def modes() -> int:
 def without_modes() -> AbstractContextManager[Any]:
     """Returns a context in which no dispatch mode sees the operations.
 
-    One that makes fake tensors would keep a copy from being made, and one that traces would take
-    the making of our views for a part of the user's program.
+    A mode that creates fake tensors would prevent a copy, and one that traces would record
+    the creation of tiermem's views as a part of the user's program.
     """
     found: AbstractContextManager[Any] = _disable_current_modes()
     return found

@@ -23,9 +23,9 @@ class CallGate:
     Attributes:
         closed: Whether blocks can no longer be used from here.
         forked: Whether that is because this process is a forked child.
-        torn: Whether an exception was raised at a line of tiermem's own, so that an operation may
+        torn: Whether an exception was raised in tiermem's own code, so that an operation may
             be half done.
-        unsure: Whether the leases have not been checked since.
+        unsure: Whether the leases have not been checked since then.
     """
 
     __slots__ = ("_repair", "closed", "forked", "torn", "unsure")
@@ -34,7 +34,7 @@ class CallGate:
         """Starts open.
 
         Args:
-            repair: Repairs what is half done, where that is possible now.
+            repair: Repairs what is half done, if that is possible now.
         """
         self._repair = repair
         self.closed = False

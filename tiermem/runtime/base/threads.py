@@ -1,7 +1,7 @@
-"""Several threads of a program that use blocks at one time: each may have to wait for the others.
+"""Several threads of a program that use blocks at the same time and may wait for each other.
 
-Threads in which autograd runs backward are not threads of the program here: one of those waits for
-what they do.
+Threads in which autograd runs backward do not count here: a thread of the program waits for
+them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from threading import Condition, RLock, get_ident
 import torch
 
 _LONGEST = 60.0
-"""Seconds for which a thread waits until another lets a block go."""
+"""Seconds for which a thread waits until another one releases a block."""
 _TURN = 10.0
-"""Seconds for which a call waits for others to end: what it waits for may wait for it. After one
-that waited in vain others wait a tenth as long, until one gets its turn."""
+"""Seconds for which a call waits for others to end, since these may be waiting for it. After a call
+has waited in vain, others wait a tenth as long, until one gets its turn."""
 
 
 class UserThreads:
@@ -23,17 +23,17 @@ class UserThreads:
 
     Attributes:
         several: Whether more than one has been seen.
-        waiting: Those that wait until another lets a block go.
-        then: Called, under the lock, once a second one is seen.
+        waiting: The threads that wait until another one releases a block.
+        then: Called, under the lock, when a second thread is seen.
     """
 
     __slots__ = ("_condition", "_first", "_inside", "_patience", "several", "then", "waiting")
 
     def __init__(self, lock: RLock) -> None:
-        """Has seen none.
+        """Has seen no thread yet.
 
         Args:
-            lock: The manager's.
+            lock: The manager's lock.
         """
         self._condition = Condition(lock)
         self._first = 0
@@ -41,7 +41,7 @@ class UserThreads:
         self._patience = 1.0
         self.several = False
         self.waiting = set[int]()
-        self.then: Callable[[int], object] | None = None  # it is given the first one
+        self.then: Callable[[int], object] | None = None  # called with the first thread
 
     def note(self) -> None:
         """Notes that the calling thread uses blocks; any thread may call it."""
@@ -59,11 +59,12 @@ class UserThreads:
         """Notes that the calling thread begins a call of a wrapped model; under the lock.
 
         Args:
-            most: Returns in how many calls threads may be at one time; it waits for its turn.
+            most: Returns how many threads may be in calls at the same time; if there are more, this
+                one waits.
         """
         self.note()
         thread = get_ident()
-        self.waiting.discard(thread)  # an exception may have cut it short there
+        self.waiting.discard(thread)  # an exception may have ended its wait
         self._inside.discard(thread)
         if self.several and self._inside and torch._C._current_graph_task_id() == -1:
             turn = self._patience
@@ -84,14 +85,14 @@ class UserThreads:
         self.waiting.clear()
 
     def notify(self) -> None:
-        """Wakes the threads that wait: there may be room now; under the lock."""
+        """Wakes waiting threads, since there may be room now; under the lock."""
         self._condition.notify_all()
 
     def wait(self) -> bool:
-        """Waits, where there is no room, until another thread in a model lets a block go.
+        """If there is no room, waits until another thread in a model releases a block.
 
         Returns:
-            Whether one has; False at once where none does anything but wait.
+            Whether one has; False at once if all others are waiting, too.
         """
         thread = get_ident()
         with self._condition:

@@ -1,8 +1,8 @@
-"""Calls that no exception can cut short: opening files, maps and threads, unpacking homes.
+"""Calls that no exception can interrupt: opening files, maps and threads, unpacking homes.
 
-Python runs signal handlers in the main thread alone, and any thread may be at its stack's end. So
-such a call is made by a thread of its own, which is waited for whatever comes meanwhile. It is for
-calls that come to an end by themselves and soon.
+Python runs signal handlers only in the main thread, and any thread may be near the end of its
+stack. So such a call runs in a thread of its own, which is waited for whatever is raised meanwhile.
+This is only for calls that end by themselves and soon.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 
 def undisturbed(call: Callable[[], object]) -> None:
-    """Runs a call to its end, however often Ctrl-C is pressed, and then raises what came meanwhile.
+    """Runs a call to its end in spite of Ctrl-C, and then raises what was raised meanwhile.
 
     Args:
-        call: Stores its results itself, where the caller finds them.
+        call: Has to store its results itself, where the caller finds them.
 
     Raises:
-        BaseException: What ``call`` raised, or else what came while it ran.
+        BaseException: What ``call`` raised, or else what was raised here while it ran.
     """
     raised: list[BaseException] = []
     over: list[bool] = []

@@ -1,4 +1,4 @@
-"""Blocks that are used without coming into HBM: by code on the host, or by kernels that read DRAM.
+"""Blocks that are used without a copy in HBM: by code on the host, or by kernels that read DRAM.
 
-May write a block home and take it out of HBM; gives no slot.
+May write a block home and evict it; returns no slots.
 """

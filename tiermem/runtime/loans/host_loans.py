@@ -1,4 +1,4 @@
-"""Blocks lent to host code: homes in DRAM in place, homes in files by way of staging."""
+"""Blocks lent to host code: homes in DRAM in place, homes in files through staging memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tiermem.transfer.copy import Event
 class HostLoans:
     """Lends the home copies of blocks to host code, and counts the loans of each.
 
-    A block that is lent is not in HBM and holds no data as far as the table knows, so nothing
-    fetches it. The borrower registers deferred work (:mod:`tiermem.runtime.transfers.deferred`)
-    that gives it back before its next use.
+    A block that is lent is not in HBM and holds no data according to the residency table, so it is
+    never fetched. The borrower registers deferred work (:mod:`tiermem.runtime.transfers.deferred`)
+    that gives the block back before its next use.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -31,9 +31,9 @@ class HostLoans:
         self._defined: dict[int, bool] = {}
 
     def can_lend(self, blocks: Sequence[Block]) -> str:
-        """Returns the name of the first block that cannot be lent now, or nothing.
+        """Returns the name of the first block that cannot be lent now, or an empty string.
 
-        What has to be written to a file first is on its way from now on.
+        Begins to write those that have to be written to a file first.
         """
         parts = self._parts
         for block in blocks:
@@ -51,35 +51,35 @@ class HostLoans:
         return ""
 
     def settle(self, blocks: Sequence[Block]) -> None:
-        """Waits until the files have what :meth:`can_lend` has begun to write.
+        """Waits until the writes that :meth:`can_lend` has begun are complete.
 
         Raises:
-            StorageError: If one of them cannot be written; it is in HBM still.
+            StorageError: If one of them cannot be written; it is still in HBM.
         """
         transfers = self._parts.transfers
         for block in blocks:
             error = transfers.settle(block.id)
             record = self._parts.table[block.id]
             if error is None and record.home is Tier.NVME and record.in_hbm is State.DIRTY:
-                # its write has failed, and a wait for another transfer has taken that up
+                # its write has failed, which a wait for another transfer has noticed
                 transfers.drain(record)
                 error = transfers.settle(block.id)
             if error is not None:
                 raise error
 
     def lend(self, blocks: Sequence[Block]) -> tuple[list[list[torch.Tensor]], list[Event]]:
-        """Takes blocks out of HBM and returns the tensors of their home copies.
+        """Evicts blocks and returns the tensors of their home copies.
 
         Args:
-            blocks: Their homes are below HBM; :meth:`can_lend` found nothing against it, and
-                :meth:`settle` was called. A block that is lent already is lent once more.
+            blocks: Their homes are below HBM; :meth:`can_lend` has returned an empty string and
+                :meth:`settle` was called. A block may be lent several times at once.
 
         Returns:
-            The tensors of each block, none where its home is a file, and what to wait for before
-            they are touched.
+            The tensors of each block, none if its home is a file, and the events to wait for before
+            they are accessed.
 
         Raises:
-            InvariantError: If one of them has its home in HBM, or is under way.
+            InvariantError: If one of them has its home in HBM, or is in transfer.
         """
         parts = self._parts
         table, transfers = parts.table, parts.transfers
@@ -94,20 +94,20 @@ class HostLoans:
             if record.in_hbm is not State.ABSENT:
                 parts.evictor.evict(record)
         events = []
-        risen = parts.copy.risen()  # what is still being copied up reads these bytes
+        risen = parts.copy.risen()  # copies to HBM in progress still read these bytes
         for block in blocks:
             if block.id not in self.out:
                 before = [risen, transfers.home_ready.get(block.id)]
                 self._before[block.id] = [event for event in before if event is not None]
                 self._defined[block.id] = table[block.id].defined
                 table.discard(block.id)
-                transfers.departures.add_home(block.id)  # no copy is to be fetched past it
+                transfers.departures.add_home(block.id)  # a replay must not fetch it
             self.out[block.id] = self.out.get(block.id, 0) + 1
             events.extend(self._before[block.id])
         return [self.views(block) for block in blocks], events
 
     def defined(self, block: Block) -> bool:
-        """Whether a block that is lent held data before."""
+        """Whether a block that is lent held data before the loan."""
         return self._defined[block.id]
 
     def borrowers(self, block: Block) -> int:
@@ -115,11 +115,11 @@ class HostLoans:
         return self.out.get(block.id, 0)
 
     def give_back(self, blocks: Sequence[Block], *, written: bool = True) -> None:
-        """Takes blocks back; the last borrower's return makes them usable again.
+        """Takes blocks back; when the last loan of a block ends, it is usable again.
 
         Args:
             blocks: What was lent.
-            written: Whether they hold data now; if not, they do if they did before.
+            written: Whether they hold data now; if not, this is as before the loan.
         """
         for block in blocks:
             self._defined[block.id] = self._defined[block.id] or written
@@ -132,7 +132,7 @@ class HostLoans:
                 del self._defined[block.id]
 
     def repair(self) -> None:
-        """Ends the loans that an exception interrupted at their begin or their end."""
+        """Ends the loans that an exception interrupted while they began or ended."""
         table = self._parts.table
         for block_id, defined in list(self._defined.items()):
             if self.out.get(block_id):
@@ -145,7 +145,7 @@ class HostLoans:
             del self._defined[block_id]
 
     def views(self, block: Block) -> list[torch.Tensor]:
-        """Returns the tensors of a lent block's home; none where that is a file."""
+        """Returns the tensors of a lent block's home; none if that is a file."""
         record = self._parts.table[block.id]
         if record.home is not Tier.DRAM or record.home_extent is None:
             return []

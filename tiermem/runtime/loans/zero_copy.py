@@ -1,8 +1,8 @@
 """Zero copy: kernels read a few rows of a block in place, from its home in DRAM.
 
-A device reaches page-locked host memory over the bus. Where a kernel looks at a few rows of a
-block (an embedding's, of some tokens), those rows come over the bus and nothing else, and the
-block needs no room in HBM. The planner is told of none of it: it plans with that room.
+A device can read page-locked host memory over the bus. If a kernel reads only a few rows of a
+block (such as an embedding's rows for some tokens), only these rows are transferred, and the
+block needs no room in HBM. The planner does not know about this: it plans with room for the block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ZeroCopy:
     """Lends kernels the home copies of blocks; under the manager's lock."""
 
     def __init__(self, parts: Parts, gate: CallGate) -> None:
-        """Works on ``parts``; ``gate`` stands before every loan."""
+        """Works on ``parts``; ``gate`` is checked before every loan."""
         self._parts = parts
         self._gate = gate
         self._seen: dict[int, tuple[Extent | None, Sequence[torch.Tensor]]] = {}
@@ -50,8 +50,8 @@ class ZeroCopy:
                 HBM is copied home first.
 
         Returns:
-            What ``look`` returned. None, without a call of it, where the block has to be acquired
-            as ever: its copy in DRAM is stale, or the device cannot address it; all blocks fit in
+            What ``look`` returned. None, without calling it, if the block has to be acquired
+            as usual: its copy in DRAM is stale, or the device cannot address it; all blocks fit in
             HBM; or a CUDA graph is being captured.
 
         Raises:
@@ -68,7 +68,7 @@ class ZeroCopy:
             self.lent(block, nbytes)
             marked = True
         finally:
-            if not marked:  # an error, or Ctrl-C: there may be kernels without an event to wait for
+            if not marked:  # an error or Ctrl-C: kernels may run without an event to wait for
                 self._parts.copy.synchronize()
         return found
 
@@ -80,7 +80,7 @@ class ZeroCopy:
             again: As for :meth:`read`.
 
         Returns:
-            Its tensors as the device sees them; none where they cannot be looked at now.
+            Its tensors as the device sees them; none if they cannot be read in place now.
 
         Raises:
             ClosedError: After ``close()``, or in a forked child.
@@ -101,7 +101,7 @@ class ZeroCopy:
         return tensors
 
     def lent(self, block: Block, nbytes: int) -> None:
-        """Has the next write there wait for the kernels, as it would for a copy.
+        """Makes the next write to that home wait for the kernels, as it would for a copy.
 
         Args:
             block: The block.
@@ -115,7 +115,7 @@ class ZeroCopy:
         counters.read_in_place += nbytes
 
     def sees(self, block: Block) -> bool:
-        """Whether the device sees a block's home; what it takes is made, outside of transforms."""
+        """Whether the device sees a block's home; creates its views outside of transforms."""
         return bool(self._tensors(self._parts.table[block.id]))
 
     def forget(self, block_id: int) -> None:

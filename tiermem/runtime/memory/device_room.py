@@ -13,7 +13,7 @@ class DeviceRoom(Protocol):
 
     Attributes:
         total: Bytes that the device has.
-        watched: Whether it is seen when torch runs out of memory.
+        watched: Whether torch reports when it runs out of memory.
     """
 
     total: int
@@ -24,21 +24,22 @@ class DeviceRoom(Protocol):
         ...
 
     def ran_out(self) -> bool:
-        """Whether torch has run out of memory since this was asked last."""
+        """Whether torch has run out of memory since the last call."""
         ...
 
 
 class CudaRoom:
     """The memory of a CUDA device.
 
-    torch calls observers before it raises its error. They cannot make it try again (it has emptied
-    its cache by then, and tries once), so what they learn is for the next pass.
+    torch calls observers before it raises its error. They cannot make it retry (by then it has
+    emptied its cache, and it retries once only), so the information is used in the next pass.
 
     Attributes:
         total: Bytes that the device has.
         index: Number of the device.
-        short: Whether torch ran out since it was asked.
-        watched: Whether torch tells; not with ``PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync``.
+        short: Whether torch has run out since the last call of :meth:`ran_out`.
+        watched: Whether torch reports it; not with
+            ``PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +59,7 @@ class CudaRoom:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def ran_out(self) -> bool:
-        """Whether torch has run out of memory since this was asked last."""
+        """Whether torch has run out of memory since the last call."""
         short, self.short = self.short, False
         return short
 
@@ -79,7 +80,7 @@ def _watch(room: CudaRoom) -> bool:
     if attach is not None and not _attached:
         try:
             attach(_ran_out)
-        except RuntimeError:  # not every allocator of torch's has observers
+        except RuntimeError:  # not every torch allocator has observers
             return False
         _attached = True
     return _attached

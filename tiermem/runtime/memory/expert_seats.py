@@ -1,4 +1,4 @@
-"""The data structures of the expert room: stacks, their pieces, seats, and calls that use them."""
+"""The data structures of the expert store: stacks, their pieces, seats, and calls using them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from tiermem.transfer.copy import Event
 from tiermem.transfer.file.mover import FileTransfer
 
 WHOLE = -1
-"""In place of an expert: the piece is all of a tensor (biases, of which rows are small)."""
+"""Instead of an expert number: the piece is a whole tensor (biases, whose rows are small)."""
 QUIET = 4
-"""Calls in a row that must have found all in HBM for the next not to be prepared for copies."""
+"""After this many calls in a row that found all pieces in HBM, the next is not prepared for
+copies."""
 _LEAST_SEATS = 3
 
 
@@ -43,25 +44,25 @@ class Stack:
     """A block that has the weights of a layer's experts.
 
     Attributes:
-        number: Of this store.
+        number: Its number in the store.
         block: The block.
-        experts: How many there are.
-        rows: The tensors of which experts have rows worth a copy each.
+        experts: The number of experts.
+        rows: The tensors whose rows, one per expert, are large enough to be copied one by one.
         popularity: How often each expert is chosen.
         stamp: Which bytes its pieces were copied from; see :meth:`ExpertStore.begin`.
-        guessed: Experts whose pieces were asked for before a token chose them.
+        guessed: Experts whose pieces were fetched before a token chose them.
         places: Where checkpoint files have its pieces.
-        after: The stack that was used after it last.
+        after: The stack that was last used after it.
         order: The pieces that its last call asked for, in order.
         grouped: Whether its last call was one of grouped products.
-        foresee: Returns scores of the experts, by the hidden states of the layer before; None where
-            its router is not at hand.
-        quiet: How many calls in a row have found all that they asked for in HBM, unforeseen.
+        foresee: Computes scores of the experts from the hidden states of the layer before; None if
+            its router is not available.
+        quiet: How many calls in a row have found everything in HBM, without predictions.
         found: At which change of the expert room all of ``order`` was there.
         sizes: Bytes of one piece of each tensor.
-        begins: Where they begin in the block, in bytes, by tensor and expert.
+        begins: The byte offset of each piece in the block, by tensor and expert.
         pieces: All pieces, by tensor and expert.
-        forms: Dtype and shape of a piece of each tensor that is one of several.
+        forms: Dtype and shape of a piece of each tensor that has several.
         expert_nbytes: Bytes of all pieces of one expert.
     """
 
@@ -86,7 +87,7 @@ class Stack:
     expert_nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Makes all pieces once: each call asks for several of each tensor."""
+        """Creates all pieces once: each call asks for several of each tensor."""
         self.sizes, self.begins, self.pieces, self.forms = [], [], [], []
         for tensor, spec in enumerate(self.block.tensors):
             streams, experts = tensor in self.rows, range(self.experts)
@@ -110,32 +111,33 @@ class Stack:
         return self.pieces[tensor][expert]
 
     def with_rows(self) -> list[tuple[int, int]]:
-        """Returns first byte and bytes of each tensor that has rows, in order."""
+        """Returns byte offset and size of each tensor that has rows, in order."""
         return sorted(
             (spec.offset, spec.nbytes) for spec in map(self.block.tensors.__getitem__, self.rows)
         )
 
     def begin_of(self, piece: Piece) -> int:
-        """Returns where a piece begins in the block, in bytes."""
+        """Returns the offset of a piece in the block, in bytes."""
         return self.begins[piece.tensor][piece.expert]
 
 
 def stack_of(number: int, block: Block, experts: int) -> Stack | None:
-    """Returns a block as a stack; None where its tensors are not laid out row by row."""
+    """Returns a block as a stack; None if its tensors are not laid out row by row."""
     specs = block.tensors
     if not all(spec.nbytes for spec in specs):
-        return None  # a tensor of no bytes has no seat
+        return None  # a tensor without bytes has no seat
     if any(s.shape[0] != experts or s.stride != contiguous_stride(s.shape) for s in specs):
         return None
     rows = tuple(index for index, spec in enumerate(specs) if len(spec.shape) >= 3)
-    # a matrix lies where it lies in the whole, as far as kernels care (256 bytes)
+    # pieces have the alignment that they have in the whole tensor, as far as kernels care (256
+    # bytes)
     if any(specs[index].nbytes // experts % 256 for index in rows):
         return None
     return Stack(number, block, experts, rows, Popularity(experts))
 
 
 def small_pieces(stacks: Iterable[Stack]) -> Counter[int]:
-    """Returns how many pieces are all of a tensor (biases), by the bytes of a seat."""
+    """Returns how many pieces are whole tensors (biases), by the bytes of a seat."""
     return Counter(
         align_up(stack.nbytes(index))
         for stack in stacks
@@ -145,7 +147,7 @@ def small_pieces(stacks: Iterable[Stack]) -> Counter[int]:
 
 
 def sizes_of(stacks: Iterable[Stack], *, tensors: bool = False) -> dict[int, tuple[int, int]]:
-    """Returns pieces, and the least number of seats, by the bytes of a seat.
+    """Returns the number of pieces, and the least number of seats, by the bytes of a seat.
 
     Args:
         stacks: The stacks.
@@ -170,14 +172,15 @@ class Seat:
 
     Attributes:
         extent: Where it is in HBM.
-        inside: Whether a view of it is about to be made.
-        kept: Views of it that are no aliases, by dtype and shape: nobody else has them.
-        event: Of the copy that brought the piece.
-        transfer: The read from a file that does; None once it has landed.
-        released: Events behind the last kernels that read what was there before; several seats may
-            share a list that gets them later.
-        piece: What was copied there last.
-        use: The call that was given a view of it last.
+        inside: Whether a view of it is being created.
+        kept: Views of it that do not count as aliases, by dtype and shape: only this class has
+            them.
+        event: The event of the copy that filled it.
+        transfer: The read from a file that fills it; None once it is complete.
+        released: Events after the last kernels that read the former piece; several seats may
+            share a list to which they are added later.
+        piece: The piece that was last copied there.
+        use: The call that last got a view of it.
     """
 
     __slots__ = (
@@ -201,7 +204,7 @@ class Seat:
 
     @property
     def aliased(self) -> bool:
-        """Whether there are views of the bytes, or one is about to be made."""
+        """Whether there are views of the bytes, or one is being created."""
         return self.inside or use_count(self._storage._cdata) > self._baseline
 
     @property
@@ -210,19 +213,19 @@ class Seat:
         return self._storage.data_ptr()
 
     def view(self, spec: TensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the piece as a tensor; as long as that lives, the seat is taken."""
+        """Returns the piece as a tensor; as long as the tensor exists, the seat is occupied."""
         return self.look(spec.dtype, shape).detach()
 
     def give(
         self, spec: TensorSpec, shape: tuple[int, ...], use: Use, piece: Piece
     ) -> torch.Tensor:
-        """Returns what :meth:`view` does to a call, which finds out later whether it wrote that."""
-        counted = self.look(spec.dtype, shape)  # has the version of all views like it
+        """Returns a :meth:`view` for a call, which later checks whether the view was written."""
+        counted = self.look(spec.dtype, shape)  # shares its version with all such views
         use.given.append((self, piece, counted, counted._version))
         return counted.detach()
 
     def look(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the piece as a tensor that is kept here and is no alias."""
+        """Returns the piece as a tensor that is kept here and does not count as an alias."""
         found = self.kept.get((dtype, shape))
         if found is None:
             with outside_inference():
@@ -258,12 +261,12 @@ class Use:
         chosen: The experts, ascending.
         counts: How often each of these was chosen.
         wanted: Pieces that were not asked for yet, in the order in which they will be.
-        coming: Of these, those that have no seat: by tensor, each with its place in that order.
-        again: Whether it belongs to a backward: what it asks for was chosen in a forward.
-        saved: Pieces that autograd has saved views or copies of, in that order.
+        coming: Those of ``wanted`` that have no seat: by tensor, each with its index in that order.
+        again: Whether it belongs to a backward: then its pieces were chosen in a forward.
+        saved: Pieces of which autograd has saved views or copies, in that order.
         before: The call before it in the same direction, as long as that is known.
-        given: The seats of which it was given views, with their pieces, something that has the
-            version of these views, and the version of then.
+        given: The seats of which it got views, with their pieces, an object that has the
+            version of these views, and the version at that time.
     """
 
     def __init__(
@@ -286,10 +289,11 @@ class Use:
         self.coming: dict[int, deque[tuple[int, Piece]]] = {}
 
     def written(self) -> dict[Piece, torch.Tensor | None]:
-        """Returns the pieces that it has written, as it was given them.
+        """Returns the pieces that the call has written through its views.
 
         Returns:
-            Copies of what their seats have now; None for those that have given their seats up.
+            Copies of the present contents of their seats; None for pieces that have lost their
+            seats.
         """
         given, self.given = self.given, []
         found: dict[Piece, torch.Tensor | None] = {}

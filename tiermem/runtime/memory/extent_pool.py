@@ -1,4 +1,4 @@
-"""A pool of extents below HBM for data that lives less than a step: reused by size."""
+"""A pool of extents below HBM for data that lives less than a step; they are reused by size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Place:
 
     Attributes:
         tier: DRAM or NVMe.
-        extent: Where.
+        extent: The extent.
         written: Event of the last copy into it.
         read: Event of the last copy out of it.
         transfer: The last file transfer of it.
@@ -37,8 +37,8 @@ class Place:
 class ExtentPool:
     """Hands out places, and keeps returned ones for the next request of the same size.
 
-    A training step asks for the same sizes as the one before, so that from the second step on
-    nothing is allocated. What lies idle here is given up when space is short elsewhere.
+    Each training step asks for the same sizes, so from the second step on
+    nothing is allocated. Unused places are given up when space is short elsewhere.
 
     Attributes:
         used: Bytes in places that are handed out.
@@ -46,10 +46,10 @@ class ExtentPool:
     """
 
     def __init__(self, homes: Homes, settle: Callable[[Place], None]) -> None:
-        """Takes extents from ``homes``, under whose owner's lock every call is made.
+        """Takes extents from ``homes``; every call is made under the manager's lock.
 
         Args:
-            homes: Where space comes from.
+            homes: The source of the space.
             settle: Makes the host wait until nothing reads or writes a place.
         """
         self._homes = homes
@@ -75,7 +75,7 @@ class ExtentPool:
             name: What it is for, for messages.
 
         Returns:
-            The place; None where the budget or the disk has no room.
+            The place; None if the budget or the disk has no room.
         """
         size = align_up(nbytes)
         idle = self._idle.get((Tier(home), size))
@@ -95,12 +95,12 @@ class ExtentPool:
         return place
 
     def give_back(self, place: Place) -> None:
-        """Takes a place back; copies out of it may still be under way."""
+        """Takes a place back; copies out of it may still be in progress."""
         self.used -= place.extent.nbytes
         self._idle.setdefault((place.tier, place.extent.nbytes), []).append(place)
 
     def trim(self) -> bool:
-        """Gives up whatever lies idle; returns whether that was anything."""
+        """Gives up all unused places; returns whether there were any."""
         found = False
         for places in self._idle.values():
             while places:
@@ -118,5 +118,5 @@ class ExtentPool:
             yield place.tier, place.extent
 
     def repair(self) -> None:
-        """Counts anew what is handed out, after an exception anywhere."""
+        """Counts again what is handed out, after an exception anywhere."""
         self.used = sum(place.extent.nbytes for place in self._all) - self.idle

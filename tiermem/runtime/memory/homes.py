@@ -23,11 +23,11 @@ from tiermem.storage.swapfile import SwapFile
 UNUSED = (
     ", or free what is not used any more, dropped or not (tier.unwrap(model), optimizer.close())"
 )
-"""What to do where others take the room, which may be of a model that the program has dropped."""
+"""What to do if something else takes the room; it may be a model that the program has dropped."""
 
 Owned = tuple[Tier, Extent]
 StoredBlock = Sequence[Sequence[SourceRange]]
-"""Where checkpoint files have the tensors of a block: ranges of each, targets within the tensor."""
+"""Ranges of checkpoint files that have a block's tensors: for each, with targets in the tensor."""
 
 _CHUNKS = 16
 _LEAST_CHUNK = 32 << 10
@@ -36,13 +36,13 @@ _MOST_CHUNK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class HomeRequest:
-    """Space asked for.
+    """A request for space.
 
     Attributes:
         name: The block's name.
         nbytes: Its size.
         home: The tier the policy asks for.
-        stored: Where in checkpoint files its bytes are, if these are to be its home.
+        stored: The ranges of checkpoint files with its bytes, if these are to be its home.
     """
 
     name: str
@@ -52,7 +52,7 @@ class HomeRequest:
 
 
 def ranges_of(specs: Sequence[TensorSpec], stored: StoredBlock) -> tuple[SourceRange, ...]:
-    """Returns where checkpoint files have the bytes of a block, targets within the block."""
+    """Returns the ranges of checkpoint files with a block's bytes, with targets in the block."""
     return tuple(
         replace(source, target=spec.offset + source.target)
         for spec, sources in zip(specs, stored, strict=True)
@@ -69,19 +69,19 @@ def chunk_size(dram: int) -> int:
 
 
 def staging_size(dram: int) -> int:
-    """Returns the bytes that an NVMe tier takes of a DRAM budget for its staging chunks."""
+    """Returns how much of a DRAM budget the NVMe tier takes for its staging chunks."""
     return chunk_size(dram) * _CHUNKS
 
 
 class HomeKeeper(Protocol):
-    """Needs the bytes that homes have just now; see :mod:`tiermem.saving.later`."""
+    """Still needs the bytes that homes have now; see :mod:`tiermem.saving.later`."""
 
     def before_write(self, record: Record) -> None:
-        """The home of a block is about to be written, or given up; the manager's lock is held."""
+        """Called before a block's home is written or given up; the manager's lock is held."""
         ...
 
     def before_reuse(self, block_id: int, extent: Extent) -> None:
-        """So is a place that may have been the home of a block before it was given another."""
+        """Called before a place that may have been a block's home is given to another block."""
         ...
 
 
@@ -102,13 +102,13 @@ class Homes:
             dram: Bytes of host memory, staging chunks included.
             nvme: Folders for swap files; none for no NVMe tier.
             nvme_bytes: Most bytes on disk, or None.
-            device: What copies from and to DRAM, which is page-locked for a CUDA device: as homes
-                are reserved.
-            locks: Locks pages; by default as ``device`` wants it.
+            device: The device for copies from and to DRAM. For a CUDA device, DRAM is page-locked
+                as homes are reserved.
+            locks: Locks pages; by default the one that fits ``device``.
 
         Raises:
             ConfigError: If a folder cannot be used.
-            CapacityError: If DRAM cannot even hold the staging chunks.
+            CapacityError: If DRAM cannot hold the staging chunks.
         """
         self.chunk = chunk_size(dram)
         staging = staging_size(dram) if nvme else 0
@@ -121,17 +121,17 @@ class Homes:
             )
         self.bytes: dict[int, torch.Tensor] = {}
         self.packed: dict[int, int] = {}
-        """Bytes of blocks whose homes in DRAM lie packed, by the offset of those
-        (:mod:`tiermem.core.packedhome`). Whoever looks at a home in host memory opens it before;
-        whoever overwrites all of it takes it out of here."""
+        """Bytes of blocks whose homes in DRAM are stored packed, by the offset of the home
+        (:mod:`tiermem.core.packedhome`). Code that reads such a home in host memory opens it first;
+        code that overwrites all of it removes it from here."""
         self.unpack: Callable[[Extent], None] | None = None
-        """Unpacks a home where it is."""
+        """Unpacks a home in place."""
         self._parts: dict[int, dict[tuple[int, int], torch.Tensor]] = {}
-        # called before the home of a block is written; None where no component needs that
+        # called before the home of a block is written; None if no component needs that
         self.keeper: HomeKeeper | None = None
         self.swap = SwapFile([Path(p) for p in nvme], nvme_bytes, self.chunk) if nvme else None
         self.sources: CheckpointStore | None = None
-        """Checkpoint files that blocks have their homes in."""
+        """Checkpoint files in which blocks have their homes."""
         self.staging: torch.Tensor | None = None
         self._staging: list[Owned] = []
         try:
@@ -147,13 +147,13 @@ class Homes:
         self.nvme_used = 0
         self.nvme_peak = 0
         self.reclaimers: list[Callable[[], bool]] = []
-        """Each gives up space that is kept for later, and returns whether there was any."""
-        self._reclaimed = 0  # how often that freed anything
+        """Each function frees space that is kept for later, and returns whether there was any."""
+        self._reclaimed = 0  # how often that freed any space
         self.sparing: Callable[[], bool] = bool
-        """Gives up what only makes copies faster, for whoever asks for DRAM that is no home."""
+        """Frees DRAM that only makes copies faster, for users of DRAM other than homes."""
         self.owners: list[Callable[[], Iterable[Owned]]] = []
-        """Each returns the space that it has from here. Whoever has any, but for blocks and what
-        is read ahead, enters itself: unowned space is freed by :meth:`repair`."""
+        """Each function returns the space that its owner has from here. All owners except blocks
+        and the reads ahead register one, as :meth:`repair` frees unowned space."""
 
     @property
     def files(self) -> FileStore | None:
@@ -163,7 +163,7 @@ class Homes:
         return JoinedFiles(self.swap, self.sources, FIRST_OFFSET)
 
     def open_sources(self) -> CheckpointStore:
-        """Returns the store of checkpoint files; made, with its staging chunks, when first asked.
+        """Returns the store of checkpoint files; the first call creates it with its staging chunks.
 
         Raises:
             CapacityError: If DRAM has no room for the staging chunks.
@@ -194,7 +194,7 @@ class Homes:
         return extent
 
     def _stage(self, extent: Extent) -> None:
-        """Makes an extent of DRAM the staging chunks."""
+        """Uses an extent of DRAM for the staging chunks."""
         try:
             self.arena.need([extent])
         except CapacityError:
@@ -205,13 +205,13 @@ class Homes:
 
     @staticmethod
     def read_only(extent: Extent | None) -> bool:
-        """Whether a home lies in a checkpoint, which is never written."""
+        """Whether a home is in a checkpoint, which is never written."""
         return extent is not None and extent.offset >= FIRST_OFFSET
 
     def version(self, extent: Extent) -> int | None:
-        """Returns a number that is another one after every write of a home in a file.
+        """Returns a number that changes with every write of a home in a file.
 
-        None where there are no such files.
+        None if there are no such files.
         """
         files: FileStore | None = self.sources if self.read_only(extent) else self.swap
         return None if files is None else files.version(extent)
@@ -219,15 +219,15 @@ class Homes:
     def reserve(self, requests: Sequence[HomeRequest]) -> list[tuple[Tier, Extent | None]]:
         """Reserves a home for every request, or for none.
 
-        Where there is no room, space that other components only cache is taken back first. What
-        has been placed around that by then is placed anew if what is left is in pieces.
+        If there is no room, space that other components only cache is freed first. If the free
+        space is fragmented after that, the requests are placed again.
 
         Returns:
-            Tier and extent per request; no extent where the home is HBM.
+            Tier and extent per request; no extent if the home is HBM.
 
         Raises:
             CapacityError: If they do not all fit, naming the first block that does not, and
-                the least budget that would do.
+                the smallest budget that would be enough.
         """
         while True:
             before = self._reclaimed
@@ -239,7 +239,7 @@ class Homes:
 
     def _reclaim(self) -> bool:
         """Asks other components to free cached DRAM; returns whether any was freed."""
-        given = [give_up() for give_up in self.reclaimers]  # every one of them
+        given = [give_up() for give_up in self.reclaimers]  # call all of them
         self._reclaimed += any(given)
         return any(given)
 
@@ -260,7 +260,7 @@ class Homes:
                 if in_swap[index]:
                     given[index] = (Tier.NVME, self._on_disk(request.nbytes))
             self.arena.need(extent for tier, extent in given if extent and tier is Tier.DRAM)
-        except REFUSALS:  # any other may be raised anywhere: repair() frees what it left
+        except REFUSALS:  # after any other exception, repair() frees what is left
             for tier, extent in given:
                 if extent is not None:
                     self.release(tier, extent)
@@ -268,31 +268,31 @@ class Homes:
         return given
 
     def bytes_of(self, extent: Extent) -> torch.Tensor:
-        """Returns the bytes of a home in DRAM, 1-D uint8; kept, since every copy asks for them."""
+        """Returns the bytes of a home in DRAM, 1-D uint8; cached, since every copy uses them."""
         found = self.bytes.get(extent.offset)
         if found is None:
             found = self.bytes[extent.offset] = self.arena.bytes_of(extent)
         return found
 
     def open(self, extent: Extent) -> None:
-        """Unpacks a home in DRAM that lies packed, so that the host finds the block's bytes there.
+        """Unpacks a home in DRAM that is stored packed, so that the host can read its bytes.
 
-        Copies to it are waited for then.
+        Copies to it are waited for first.
         """
         if extent.offset in self.packed and self.unpack is not None:
             self.unpack(extent)
 
     def opened(self, extent: Extent) -> torch.Tensor:
-        """Returns the bytes of a home in DRAM for the host to look at, 1-D uint8."""
+        """Returns the bytes of a home in DRAM for the host to read, 1-D uint8."""
         self.open(extent)
         return self.arena.bytes_of(extent)
 
     def part_of(self, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
-        """Returns some bytes of a home in DRAM, 1-D uint8; kept as long as that is.
+        """Returns some bytes of a home in DRAM, 1-D uint8; cached as long as those of the home.
 
         Args:
             extent: The home.
-            begin: The first of them, counted from its begin.
+            begin: Offset of the first byte in the home.
             nbytes: How many.
         """
         if self.packed:
@@ -312,13 +312,13 @@ class Homes:
         return self.swap is not None and self.swap.holds(extent)
 
     def lend(self, nbytes: int, *, spare: bool = False) -> Extent | None:
-        """Returns free DRAM for data that is no home; None where there is none.
+        """Returns free DRAM for data other than homes; None if there is none.
 
         The caller gives it back with :meth:`release`.
 
         Args:
-            nbytes: How much.
-            spare: Whether nothing is to be given up for it.
+            nbytes: The size.
+            spare: Whether nothing may be freed for it.
         """
         extent = self._in_dram(nbytes)
         if extent is None and not spare and self.sparing():
@@ -333,14 +333,14 @@ class Homes:
         return extent
 
     def lend_spare(self, nbytes: int) -> tuple[Extent, bool] | None:
-        """Returns free DRAM that no device is going to reach; None where there is none.
+        """Returns free DRAM that no device will access; None if there is none.
 
-        Its pages are not locked, which would hold up whoever uses the device. What is locked
-        already is left to homes, as far as it can be.
+        Its pages are not locked, as locking delays users of the device. DRAM that is already locked
+        is left to homes as far as possible.
 
         Returns:
-            The extent, to be given back with :meth:`release`, and whether pages of it may have to
-            be brought in yet.
+            The extent, to be given back with :meth:`release`, and whether some of its pages may not
+            be backed by memory yet.
         """
         unlocked = [(self.arena.locked, self.dram.capacity)]
         extent = self.dram.allocate_in(nbytes, unlocked) or self.dram.allocate(nbytes)
@@ -361,7 +361,7 @@ class Homes:
             self.nvme_used -= extent.nbytes
 
     def repair(self, blocks: Iterable[Owned]) -> None:
-        """Frees unowned space, left by an exception between taking it and entering it.
+        """Frees unowned space, which an exception left between taking and registering it.
 
         Args:
             blocks: The homes of all blocks.
@@ -380,14 +380,14 @@ class Homes:
             on_disk = [extent for extent in in_files if not self.read_only(extent)]
             self.swap.keep_only(on_disk)
             self.nvme_used = sum(extent.nbytes for extent in on_disk)
-        self.arena.need(())  # what an exception has left unlocked
+        self.arena.need(())  # locks what an exception has left unlocked
 
     def owned(self) -> list[Owned]:
         """Returns the extents in use by all registered owners."""
         return [place for owner in self.owners for place in owner()]
 
     def close(self) -> None:
-        """Closes the stores; the swap files vanish."""
+        """Closes the stores; the swap files are deleted."""
         for store in (self.swap, self.sources):
             if store is not None:
                 store.close()
@@ -445,7 +445,7 @@ class Homes:
         requests: Sequence[HomeRequest],
         given: Sequence[tuple[Tier, Extent | None]],
     ) -> CapacityError:
-        """Returns the error that names the DRAM needed for ``requests``; ``given`` have theirs."""
+        """Returns the error that names the DRAM needed for ``requests``; ``given`` have a place."""
         mine = sum(extent.nbytes for tier, extent in given if tier is Tier.DRAM and extent)
         asked = sum(align_up(r.nbytes) for r in requests if r.home in ("dram", "auto"))
         least = self.dram.used - mine + asked
@@ -470,7 +470,7 @@ class Homes:
         try:
             extent = self.swap.allocate(nbytes)
         except CapacityError:
-            self.swap.grow(nbytes)  # free space was in pieces
+            self.swap.grow(nbytes)  # free space was fragmented
             extent = self.swap.allocate(nbytes)
         self.nvme_used += extent.nbytes
         self.nvme_peak = max(self.nvme_peak, self.nvme_used)

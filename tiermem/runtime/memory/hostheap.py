@@ -1,9 +1,9 @@
 """Keeps the C library's heap from growing under the temporary tensors of ``device="cpu"``.
 
-Gradients, activations and the temporaries of an optimizer come from ``malloc``, live for moments,
-and differ in size. glibc takes large ones from its heap as well, once some have been freed, and
-its aligned allocation (before 2.38) does not find the holes that they leave: step by step the
-heap grows to many times what is in use (ADR 33).
+Gradients, activations and the temporaries of an optimizer are allocated by ``malloc``, live
+shortly, and differ in size. Once some large ones have been freed, glibc allocates these from its
+heap as well, and its aligned allocation (before 2.38) does not find the holes that they leave. So
+step by step the heap grows to many times the size that is in use (ADR 33).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def _library() -> Any:
-    """Returns the C library, or None where it is not glibc or is to be left alone."""
+    """Returns the C library, or None if it is not glibc or must not be changed."""
     if os.environ.get(VARIABLE) == "keep":
         return None
     try:
@@ -39,15 +39,15 @@ def _library() -> Any:
 
 
 def _set_by_user() -> bool:
-    """Whether the environment says what glibc's thresholds are."""
+    """Whether environment variables set glibc's thresholds."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     return "glibc.malloc." in tunables or any(name in os.environ for name in _USERS)
 
 
 def anonymous_nbytes() -> int:
-    """Returns about how many bytes of anonymous memory this process has; 0 where unknown."""
+    """Returns about how many bytes of anonymous memory this process has; 0 if unknown."""
     try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:  # closed wherever Ctrl-C comes
+        with open("/proc/self/statm", "rb", buffering=0) as file:  # closed even after Ctrl-C
             fields = file.read(256).split()
     except OSError:
         return 0
@@ -57,13 +57,13 @@ def anonymous_nbytes() -> int:
 class HostHeap:
     """Returns freed ``malloc`` memory to the system.
 
-    Tensors from 1 MiB on are mapped each by itself from then on, in the whole process, and go
+    From then on, in the whole process, allocations from 1 MiB on are mapped separately and go
     back to the system when they are freed. For smaller ones the heap is trimmed at the beginning
-    of a pass once the process has grown by 32 MiB, or by a sixteenth where that is more.
+    of a pass once the process has grown by 32 MiB, or by a sixteenth if that is more.
     """
 
     def __init__(self) -> None:
-        """Sets glibc's thresholds, unless the environment does; see :data:`VARIABLE`."""
+        """Sets glibc's thresholds, unless the environment sets them; see :data:`VARIABLE`."""
         self._library = _library()
         self._looks = 0
         self._before = anonymous_nbytes()
@@ -74,9 +74,9 @@ class HostHeap:
             self._library.mallopt(_M_TRIM_THRESHOLD, _TOP)
 
     def trim_if_grown(self) -> None:
-        """Trims the heap if the process has grown since; to be called at the beginning of a pass.
+        """Trims the heap if the process has grown since the last time; called when a pass begins.
 
-        One call in four looks, which takes some microseconds.
+        Only one call in four checks, which takes some microseconds.
         """
         self._looks += 1
         if self._library is None or self._looks % _EVERY:

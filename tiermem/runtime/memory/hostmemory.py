@@ -1,4 +1,4 @@
-"""How much host memory this process may still take: what the machine has, and its cgroups allow."""
+"""How much host memory this process may still take, by the machine's memory and its cgroups."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-_NO_LIMIT = 1 << 60  # version 1 writes about 2**63 where there is none
+_NO_LIMIT = 1 << 60  # version 1 writes about 2**63 if there is none
 
 
 @dataclass(frozen=True)
 class _Names:
-    """What the files of a memory cgroup are called in one version of cgroups."""
+    """The names of a memory cgroup's files in one version of cgroups."""
 
     limits: tuple[str, ...]
     usage: str
@@ -26,7 +26,7 @@ def available_memory(root: Path = Path("/")) -> int:
     """Returns the bytes of host memory that can be had without swapping or being killed.
 
     Args:
-        root: Where ``proc`` is found, and every path that it names; for tests.
+        root: The folder that contains ``proc`` and every path named there; for tests.
     """
     import psutil
 
@@ -47,11 +47,11 @@ def total_memory(root: Path = Path("/")) -> int:
 
 
 def _allowed(root: Path, *, whole: bool = False) -> Iterator[int]:
-    """Yields what every memory cgroup around this process still allows.
+    """Yields the bytes that each memory cgroup around this process still allows.
 
     Args:
         root: As for :func:`available_memory`.
-        whole: Whether to yield the limits, whatever is used of them.
+        whole: Whether to yield the limits themselves, without subtracting the use.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -73,7 +73,7 @@ def _allowed(root: Path, *, whole: bool = False) -> Iterator[int]:
 
 
 def _folders(mounts: list[str], kind: str, option: str, path: str) -> Iterator[PurePosixPath]:
-    """Yields the folders of a cgroup and of those around it, as far as they are mounted here.
+    """Yields the folders of a cgroup and of those around it, if they are mounted here.
 
     Args:
         mounts: Lines of ``mountinfo``.
@@ -100,7 +100,7 @@ def _folders(mounts: list[str], kind: str, option: str, path: str) -> Iterator[P
 
 
 def _left(folder: Path, names: _Names, *, whole: bool) -> int | None:
-    """Returns the bytes that one cgroup still allows, or its limit; None where it has none."""
+    """Returns the bytes that one cgroup still allows, or its limit; None if it has none."""
     limits = [limit for name in names.limits if (limit := _number(folder / name)) is not None]
     used = _number(folder / names.usage)
     least = min(limits, default=_NO_LIMIT)
@@ -110,7 +110,7 @@ def _left(folder: Path, names: _Names, *, whole: bool) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in a file; None where there is none ("max")."""
+    """Returns the number in a file; None if there is none ("max")."""
     try:
         return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

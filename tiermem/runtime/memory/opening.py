@@ -1,4 +1,4 @@
-"""Opens what a manager works with: the HBM arena and the file mover."""
+"""Opens what a manager needs: the HBM arena and the file mover."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tiermem.transfer.file.mover import FileMover
 from tiermem.transfer.streams import CudaChunkCopier, CudaCopyEngine
 
 AT_ONCE = 0.8
-"""Of a device's free memory: what is taken where it has to be taken at once."""
+"""The fraction of a device's free memory that is taken if it has to be taken all at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenHbm:
-    """HBM as it is opened.
+    """The opened HBM.
 
     Attributes:
         arena: The memory.
         capacity: Bytes of it that may be used at first.
         most: Bytes that may ever be used.
-        room: What the device has besides; None where that cannot be known.
-        open: Whether the limit is to be found out.
+        room: The device's memory, which others use, too; None if that is unknown.
+        open: Whether the limit is still to be determined.
     """
 
     arena: Arena
@@ -46,17 +46,17 @@ class OpenHbm:
 
 
 def open_hbm(settings: Settings, device: torch.device) -> OpenHbm:
-    """Opens the HBM arena, whole pages of it: on the device, or the stand-in for one.
+    """Opens the HBM arena, in whole pages: on the device, or its stand-in.
 
     Raises:
-        CapacityError: If the device has not got that much at all.
+        CapacityError: If the device has less memory than that.
     """
     whole = settings.hbm // 4096 * 4096
     if device.type != "cuda":
         host = MappedHostArena(whole, whole=undisturbed)
         return OpenHbm(host, host.capacity, host.capacity, None, False)
     calls = open_calls(device)
-    if calls is None:  # all at once, as there is no other way
+    if calls is None:  # all at once, as there is no other way here
         if settings.hbm_auto:
             whole = int(torch.cuda.mem_get_info(device)[0] * AT_ONCE) // 4096 * 4096
         single = DeviceArena(whole, device)
@@ -72,12 +72,12 @@ def open_hbm(settings: Settings, device: torch.device) -> OpenHbm:
 
 
 def open_homes(settings: Settings, device: torch.device, keep: Callable[[Homes], None]) -> None:
-    """Opens what a manager has below HBM, in a thread that no signal reaches.
+    """Opens the tiers below HBM, in a thread that no signal interrupts.
 
     Args:
         settings: Budgets and paths.
         device: Where blocks are used.
-        keep: Called there with what was opened, so that it cannot get lost on the way.
+        keep: Called in that thread with what was opened, so that no exception can lose it.
     """
 
     def call() -> None:
@@ -94,7 +94,7 @@ def open_mover(
     engine: Callable[[], IoEngine] | None,
     keep: Callable[[tuple[FileMover | None, str, str]], None],
 ) -> None:
-    """Opens a file mover, likewise; see :func:`make_mover` for what ``keep`` is given."""
+    """Opens a file mover in the same way; ``keep`` gets the results of :func:`make_mover`."""
 
     def call() -> None:
         with _on(device):
@@ -104,7 +104,7 @@ def open_mover(
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a device the current one, as it need not be in another thread."""
+    """Makes a device the current one, which it may not be in another thread."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -116,7 +116,7 @@ def make_mover(
     Args:
         homes: Where the files and the staging chunks are.
         copy: Makes the copies of chunks to and from a device.
-        engine: Makes the I/O engine, or None for the best one here.
+        engine: Creates the I/O engine; None for the best one that works here.
 
     Returns:
         The mover, the engine's name and why it was chosen; no mover without an NVMe tier.

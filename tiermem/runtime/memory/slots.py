@@ -1,10 +1,10 @@
 """Views of blocks in HBM, and whether anything else still holds one (an alias).
 
-Each residency of a block at an address is seen through one storage. Its
-reference count, less the references this module holds itself, is the number
-of aliases alive elsewhere: parameters that point there, views a user keeps.
+Each copy of a block at an address in HBM is seen through one storage. Its
+reference count, minus the references that this module holds itself, is the number
+of aliases that exist elsewhere: parameters that point there, views a user keeps.
 Backward reads a weight through a second storage over the same bytes:
-while it is alive the bytes stay too, but nothing writes through it.
+as long as that one has users the bytes stay too, but nothing writes through it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tiermem.runtime.base.functorch import (
 from tiermem.storage.arena import Arena, DeviceBytes
 
 _KEPT_PER_BLOCK = 8
-_KEPT_PER_TENSOR = 4  # views of each of a block's tensors, at most, that are made once a place
+_KEPT_PER_TENSOR = 4  # at most so many views are kept per tensor and place
 
 View = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]
-"""What a tensor shows of a storage: dtype, offset and sizes, all in elements, and strides."""
+"""What a tensor shows of a storage: dtype, offset and sizes (both in elements), strides."""
 
 
 _WithoutAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""Returns how many tensors and storage objects refer to a storage, by its handle."""
+"""Returns how many tensors and storage objects refer to a storage, given its handle."""
 
 
 def typed_view(
@@ -50,7 +50,7 @@ def typed_view(
     """Returns a tensor over a storage.
 
     Args:
-        storage: What it looks into.
+        storage: The storage.
         dtype: Its dtype.
         offset: In elements of ``dtype``.
         shape: Sizes.
@@ -60,7 +60,7 @@ def typed_view(
         with without_modes():
             return typed_view(storage, dtype, offset, shape, stride)
     empty = torch.empty(0, dtype=dtype, device=storage.device)
-    recorded = torch.is_grad_enabled()  # torch.no_grad(), in line
+    recorded = torch.is_grad_enabled()  # torch.no_grad() in line
     torch._C._set_grad_enabled(False)
     try:
         return empty.set_(storage, offset, shape, stride)
@@ -69,10 +69,10 @@ def typed_view(
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor over the bytes of another one, with a storage that has no others.
+    """Returns a tensor over the bytes of another one, with a storage of exactly those bytes.
 
-    What makes it longer in place (``resize_``, ``out=``, kernels) is refused by torch. It counts
-    as one reference to the storage of the other one, as do all views of it together.
+    torch refuses operations that enlarge it in place (``resize_``, ``out=``, kernels). All views of
+    it together count as one reference to the storage of the other tensor.
 
     Args:
         view: Dense.
@@ -92,9 +92,9 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
 def _views_of(block: Block, storage: torch.UntypedStorage) -> list[torch.Tensor]:
     """Returns one tensor per spec of a block, in order, over the storage it is in.
 
-    By ``as_strided``, which takes half of what an empty tensor and ``set_`` do: a training step
-    makes several for each parameter, as its blocks come to other places each time. Autograd is
-    kept out, or they would be views of one tensor to it, and their versions one.
+    Uses ``as_strided``, which takes half the time of an empty tensor and ``set_``: a training step
+    creates several views of each parameter, as its blocks get another place each time. Autograd is
+    disabled; otherwise it would treat them as views of one tensor, with one version counter.
     """
     views: list[torch.Tensor] = []
     flat: dict[torch.dtype, torch.Tensor] = {}
@@ -114,20 +114,20 @@ def _views_of(block: Block, storage: torch.UntypedStorage) -> list[torch.Tensor]
 class Sight:
     """Views of one range of HBM, for all blocks whose tensors are laid out alike.
 
-    Layers of a model that come to the same place one after the other share it: what was just
-    looked at is in the processor's caches. Of two only one is there at a time, and it does not
-    leave while anything looks at it, so what the references count is the one that is there.
+    Layers of a model that are at the same place one after the other share it, so it is still in the
+    processor's caches. Only one such block is there at a time, and it does not leave as long as
+    there are aliases, so the reference counts are those of the block that is there.
 
     Attributes:
         bytes: All of it, 1-D uint8.
         views: One tensor per spec of the blocks, in order.
-        storage: What they all share.
-        reading: Another storage over the same bytes, of tensors that are only read.
-        handles: Of both storages; they hold as long as the storages are kept here.
+        storage: The storage of all of them.
+        reading: Another storage over the same bytes, for tensors that are only read.
+        handles: Handles of both storages; valid as long as the storages are kept here.
         address: First byte in memory.
         baseline: References to ``storage`` that tiermem holds itself.
-        reading_baseline: Likewise to ``reading``, beside those of ``read``.
-        read: Tensors over ``reading``, of which those that are handed out are copies.
+        reading_baseline: Likewise for ``reading``, without those of ``read``.
+        read: Tensors over ``reading``; copies of them are handed out.
     """
 
     bytes: torch.Tensor
@@ -141,26 +141,26 @@ class Sight:
     read: dict[View, torch.Tensor] = field(default_factory=dict)
 
     def read_view(self, view: View) -> torch.Tensor:
-        """Returns a new tensor over ``reading``, made from the last one that showed the same."""
+        """Returns a new tensor over ``reading``, made from the last one with the same view."""
         found = self.read.get(view)
         if found is None:
             found = typed_view(self.reading, *view)
             full = len(self.read) >= _KEPT_PER_TENSOR * len(self.views)
             if full or transforming() or modes() or torch.is_inference_mode_enabled():
-                return found  # what belongs to a transform or a mode cannot be used elsewhere
+                return found  # a tensor of a transform or a mode cannot be used elsewhere
             self.read[view] = found
         return found.data
 
 
 class Pointer(Protocol):
-    """Something that has pointed parameters at a block."""
+    """An object that has pointed parameters at a block."""
 
     def away(self) -> None:
-        """Points them elsewhere; nothing holds them, and the block is about to leave."""
+        """Points them elsewhere; no lease holds them, and the block is about to leave."""
         ...
 
     def all_at(self, slot: Slot) -> bool:
-        """Whether each of them is where it was pointed, hidden ones asked without their class."""
+        """Whether each is still where it was pointed; hidden ones are asked without their class."""
         ...
 
 
@@ -168,9 +168,9 @@ _references: Callable[[torch.Tensor], int] = torch._C.TensorBase._use_count  # t
 
 
 def has_saved(param: torch.Tensor) -> bool:
-    """Whether a graph refers to a parameter otherwise than to accumulate its gradient.
+    """Whether a graph refers to a parameter for more than accumulating its gradient.
 
-    The parameter's Python object counts as one reference, the node that accumulates as another.
+    The parameter's Python object counts as one reference, the accumulating node as another.
     """
     with torch._C.DisableTorchFunctionSubclass(), outside_inference():
         count = _references(param)
@@ -178,7 +178,7 @@ def has_saved(param: torch.Tensor) -> bool:
             return count > 1
         if count > 2 or transforming() or modes():
             return True
-        node = get_gradient_edge(param).node  # made anew, if no graph has it
+        node = get_gradient_edge(param).node  # created now if no graph has it
         return _references(param) > 1 + (node is not None)
 
 
@@ -191,18 +191,18 @@ class Slot:
         extent: The address.
         bytes: All of it, 1-D uint8.
         views: One tensor per spec of the block, in order.
-        storage: Handle of what they all share.
-        reading: The same of another storage over the same bytes, of tensors that are only read.
+        storage: Handle of the storage of all of them.
+        reading: Handle of another storage over the same bytes, for tensors that are only read.
         address: First byte in memory; identifies the storage of an alias.
         baseline: References to ``storage`` that tiermem holds itself.
         pointed: References of parameters and buffers that point here.
         idle: Whether those parameters are merely left pointing here: they cannot be used before
             the block is leased again, so the block may leave.
-        sight: What the rest is from.
-        pointer: What has pointed parameters here last, and can point them elsewhere.
-        saved: Parameters that autograd may have saved as they are, where no hook saw it.
-        viewed: Whether it is still to be found out what views have written, of which an operation
-            on the parameters has returned some.
+        sight: The object that has the views.
+        pointer: The object that last pointed parameters here, and can point them elsewhere.
+        saved: Parameters that autograd may have saved themselves, without a hook noticing.
+        viewed: Whether it is still to be checked if views that an operation on the parameters
+            has returned were written.
     """
 
     block: Block
@@ -227,21 +227,21 @@ class Slot:
 
     @property
     def aliased(self) -> bool:
-        """Whether anything but tiermem and the pointed parameters can see the bytes."""
+        """Whether anything but tiermem and the pointed parameters has access to the bytes."""
         sight, writers = self.sight, self.baseline + self.pointed
         readers = sight.reading_baseline + len(sight.read)
         seen = use_count(self.storage) > writers or use_count(self.reading) > readers
         return seen or (bool(self.saved) and self.is_saved())
 
     def is_saved(self) -> bool:
-        """Whether a graph that lives may have saved parameters themselves, or still may.
+        """Whether an existing graph may have saved parameters themselves, or still may.
 
-        What is saved of a parameter that way shows whatever the parameter points at.
+        A parameter that is saved that way shows whatever it points at.
         """
-        return self.wanted or self.was_saved()  # in use, more of them may be saved
+        return self.wanted or self.was_saved()  # while it is used, more may be saved
 
     def was_saved(self) -> bool:
-        """Whether a graph that lives has saved parameters themselves."""
+        """Whether an existing graph has saved parameters themselves."""
         if any(map(has_saved, self.saved)):
             return True
         self.saved = ()
@@ -253,32 +253,32 @@ class Slot:
 
 
 class Holder(Protocol):
-    """Something that points parameters at a block.
+    """An object that points parameters at a block.
 
-    What derives from it and overrides nothing has no lease and cannot be pointed anew.
+    A subclass that overrides nothing has no lease and cannot be pointed anew.
     """
 
     def unpoint(self) -> None:
-        """Points elsewhere what points at the block without a lease; it is about to leave.
+        """Points elsewhere what points at the block without a lease; the block is about to leave.
 
         The caller has the manager's lock.
         """
         return
 
     def repoint(self, slot: Slot) -> None:
-        """Points at the block's new place; called only where :meth:`leases` says it can be."""
+        """Points at the block's new place; called only if :meth:`leases` allows it."""
         raise NotImplementedError
 
     def leases(self) -> int:
-        """Returns how many leases of the block are this holder's own, and follow a repoint."""
+        """Returns how many leases of the block belong to this holder, and follow a repoint."""
         return 0
 
     def settle_views(self) -> None:
-        """Takes the block for written if views have written it (:attr:`Slot.viewed`)."""
+        """Marks the block as written if views have written it (:attr:`Slot.viewed`)."""
         return
 
     def read_elsewhere(self) -> bool:
-        """Whether another thread may read the block at this moment: it cannot be moved then."""
+        """Whether another thread may be reading the block, so that it cannot be moved."""
         return False
 
     def repair(self) -> None:
@@ -286,33 +286,33 @@ class Holder(Protocol):
         return
 
     def forked(self) -> None:
-        """Points elsewhere what points at the block, leased or not: a forked child has no bytes."""
+        """Points elsewhere all that points at the block: a forked child has no bytes of it."""
         return
 
 
 class SlotCache:
-    """Makes slots, and keeps them, since addresses repeat from step to step.
+    """Creates slots and keeps them, since addresses repeat from step to step.
 
     Attributes:
-        annex: Returns bytes of DRAM as kernels see them, by their address there.
-        current: Slot of each block that is in HBM or on its way there.
+        annex: Returns bytes of DRAM as kernels see them, given their address.
+        current: Slot of each block that is in HBM or being fetched.
         by_address: The same slots by the address of their first byte.
-        kept: Slots that blocks have had, by id and by offset in HBM.
+        kept: Former and current slots of blocks, by id and by offset in HBM.
     """
 
     def __init__(self, arena: Arena) -> None:
-        """Makes slots in ``arena``."""
+        """Creates slots in ``arena``."""
         self.arena = arena
         self.annex: Callable[[Extent], torch.Tensor] = arena.bytes_of
         self.kept: dict[int, dict[int, Slot]] = {}
         self._sights: WeakValueDictionary[tuple[Extent, int], Sight] = WeakValueDictionary()
-        self._layouts: dict[int, int] = {}  # by block: which of the layouts below
+        self._layouts: dict[int, int] = {}  # by block: a number of its layout
         self._numbers: dict[Hashable, int] = {}
         self.current: dict[int, Slot] = {}
         self.by_address: dict[int, Slot] = {}
 
     def enter(self, block: Block, extent: Extent) -> Slot:
-        """Returns the slot of a block at the address where it is from now on."""
+        """Returns the slot of a block at its new address."""
         kept = self.kept.get(block.id)
         slot = None if kept is None else kept.get(extent.offset)
         if slot is None:
@@ -342,10 +342,10 @@ class SlotCache:
         return slot
 
     def repair(self, places: Iterable[tuple[Block, Extent]]) -> None:
-        """Sets which blocks are in HBM, after an operation that was cut short.
+        """Sets which blocks are in HBM, after an operation was interrupted.
 
         Args:
-            places: Every block that is there or on its way, and where.
+            places: Every block that is there or being fetched, and its extent.
         """
         self.by_address.clear()
         current = dict(self.current)
@@ -384,11 +384,11 @@ class SlotCache:
         )
 
     def _layout_of(self, block: Block) -> int:
-        """Returns a number that blocks of one role have in common that are laid out alike."""
+        """Returns a number that is the same for blocks of one role with the same layout."""
         found = self._layouts.get(block.id)
         if found is None:
             tensors = tuple((s.offset, s.shape, s.stride, s.dtype) for s in block.tensors)
-            layout = block.role, tensors  # what is written counts its writes apart from weights
+            layout = block.role, tensors  # written blocks count their writes apart from weights
             found = self._numbers.setdefault(layout, len(self._numbers))
             self._layouts[block.id] = found
         return found

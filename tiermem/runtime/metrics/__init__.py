@@ -1,4 +1,4 @@
 """Measurements: counters, a timeline, the machine's speeds, times of passes.
 
-Decides nothing; reads clocks and events, touches no block.
+Makes no decisions; reads clocks and events, uses no blocks.
 """

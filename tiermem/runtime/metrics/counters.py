@@ -21,7 +21,7 @@ class LinkStats:
     """Bytes, blocks and time moved over one link.
 
     Attributes:
-        nbytes: Bytes that crossed it: of blocks that come up packed, those of the packed form.
+        nbytes: Bytes that crossed it; for blocks that are copied packed, those of the packed form.
         moves: Whole blocks.
         seconds: Time the copies took, summed (host time for copies on streams).
     """
@@ -36,13 +36,15 @@ class ActivationStats:
     """Counts of tensors that were saved for backward.
 
     Attributes:
-        offloaded: Copies sent below HBM.
+        offloaded: Copies from HBM to a lower tier.
         offloaded_bytes: Their bytes.
-        shared: Tensors saved that needed no copy of their own: another copy covers their bytes.
-        kept: Tensors that stayed in HBM since there was no room for them, or no way.
+        shared: Saved tensors that needed no copy of their own, since another copy covers their
+            bytes.
+        kept: Tensors that stayed in HBM since there was no room for them below, or no way to copy
+            them.
         reused: Uses in backward that found the original still in HBM.
-        fetched_ahead: Copies brought up before their use.
-        fetched_late: Copies brought up at their use.
+        fetched_ahead: Copies fetched before their use.
+        fetched_late: Copies fetched at their use.
         waits: Times the host waited for a file that was being read ahead.
         used: Bytes below HBM now.
         peak: Most bytes ever below HBM.
@@ -88,12 +90,12 @@ class Stats:
         hits: Uses of a block that was in HBM already.
         misses: Uses that had to fetch it, or wait for it.
         prefetches: Fetches begun before the use.
-        reads_in_place: Uses of a block that looked at a few rows of it where it lies in DRAM.
+        reads_in_place: Uses of a block that read a few of its rows in place in DRAM.
         read_in_place: Bytes of those rows; no link counts them.
         experts_chosen: Experts that tokens chose, summed over the calls of layers whose experts
-            come up one by one; a backward through a call that has saved experts counts as one
+            are copied one by one; a backward through a call that has saved experts counts as one
             more call.
-        expert_hits: Of these, those that were in HBM already, or on their way by a guess.
+        expert_hits: Of these, those that were in HBM already, or being copied after a prediction.
         expert_guesses: Experts that were fetched before a token had chosen them.
         expert_guesses_right: Of these, those that were chosen in the next call.
         evictions: Blocks taken out of HBM.
@@ -106,30 +108,30 @@ class Stats:
         budget: Bytes allowed, by tier.
         peak: Most bytes ever in use, by tier.
         io_engine: Which engine drives the files: ``"uring"``, ``"threads"`` or ``"none"``.
-        io_reason: Why that one.
+        io_reason: Why it was chosen.
         direct_io: Whether the files bypass the page cache.
         compute_seconds: Host time inside wrapped modules, backward and optimizer, less stalls.
         prefetch_wasted: Of the prefetches, those whose block left HBM, or whose pass ended,
             without a use.
         efficiency: ``bound_seconds`` over ``measured_seconds``; None before a pass was measured.
         measured_seconds: Time of the passes that were measured (device time on CUDA): the first
-            ones of each kind, save the very first, then one in sixteen, and more where they
+            ones of each kind except the very first, then one in sixteen, and more if they
             differ from what was expected.
         bound_seconds: The least those passes could take: the longest of their compute and of
             their bytes over each link at the best speed it sustained.
         limit: Which of these is the longest: ``"compute"`` or a link.
-        losses: Where the measured time went that was not compute, in seconds. By link, such as
-            ``"dram->hbm"``: how long compute waited for blocks (where a link is the limit, its
+        losses: The measured time that was not compute, by cause, in seconds. By link, such as
+            ``"dram->hbm"``: how long compute waited for blocks (if a link is the limit, its
             time beyond the compute cannot be avoided). ``"host wait"``: waits for room, or for
             files besides. ``"host"``: launches, hooks, and compute that took longer than usual.
-        reads_into: Where blocks that stream from files are read to now: ``"hbm"``, straight, or
+        reads_into: Where blocks that stream from files are read to now: ``"hbm"``, directly, or
             ``"dram"``, before HBM has room for them; ``"none"`` without an NVMe tier.
-        kept_in_dram: Bytes of blocks at home in files of which DRAM keeps copies while the present
-            loop goes on, so that they are not read again.
-        packed_in_dram: Bytes of packed copies of weights in DRAM, with which weights come up in
-            three quarters of their bytes. Homes that need that DRAM take it.
-        kept_in_hbm: Bytes of blocks that are in HBM to stay while the present loop streams others.
-        hbm_mapped: Bytes of device memory that the HBM tier has taken by now, in whole chunks; at
+        kept_in_dram: Bytes of blocks with homes in files of which DRAM keeps copies during the
+            present loop, so that they are not read again.
+        packed_in_dram: Bytes of packed copies of weights in DRAM, which have three quarters of the
+            bytes of the weights. They are freed for homes that need this DRAM.
+        kept_in_hbm: Bytes of blocks that stay in HBM while the present loop streams others.
+        hbm_mapped: Bytes of device memory that the HBM tier has mapped, in whole chunks; at
             most its budget, rounded up to the driver's units (2 MiB).
         activations: Tensors saved for backward that left HBM.
     """
@@ -179,7 +181,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Measured passes beside their bound; see :class:`Stats`.
+    """Measured passes compared with their bound; see :class:`Stats`.
 
     Attributes:
         measured: Seconds they took.
@@ -202,7 +204,7 @@ class PaceRow:
         block: Its name.
         during: The pass, such as ``"forward/0/True"``.
         compute_seconds: From its use to the next one; device time on CUDA, waits left out.
-        transfer_seconds: What it takes to come up from its home; 0.0 where that is HBM.
+        transfer_seconds: Time of a fetch from its home; 0.0 if that is HBM.
         nbytes: Its size.
         samples: How many measured passes the compute is the median of, five at the most.
     """
@@ -217,7 +219,7 @@ class PaceRow:
 
 @dataclass(frozen=True)
 class ResidencyRow:
-    """Where one block is.
+    """The location of one block.
 
     Attributes:
         block: Its name.
@@ -225,7 +227,7 @@ class ResidencyRow:
         home: Its home tier.
         nbytes: Its size.
         tiers: State by tier.
-        leases: How many hold it in HBM.
+        leases: The number of leases.
     """
 
     block: str
@@ -241,9 +243,9 @@ class Counters:
 
     Attributes:
         moved_by: Bytes, blocks and nanoseconds of what moved, by link.
-        count_swap: Enters a block that came up from DRAM, ahead of its use, to the place of one
-            that left for it: its row of the timeline.
-        count_copy: Enters another copy up from DRAM likewise.
+        count_swap: Enters the prefetch of a block from DRAM into the place of a block that was
+            evicted for it, given its row of the timeline.
+        count_copy: Enters another copy from DRAM to HBM likewise.
     """
 
     def __init__(self) -> None:
@@ -289,14 +291,14 @@ class Counters:
         entry[2] += elapsed_ns
 
     def add_up(self) -> None:
-        """Adds up what was counted row by row: as a pass ends, and before anybody looks."""
+        """Sums what was counted row by row; called when a pass ends, and before a look at it."""
         swaps = self._add_up(self._swaps)
         self.evictions += swaps
         self.prefetches += swaps
         self._add_up(self._copies)
 
     def _add_up(self, rows: list[Row]) -> int:
-        """Adds up what moved, and forgets the rows; returns how many they were."""
+        """Sums what moved, and drops the rows; returns their number."""
         count = len(rows)
         if count:
             elapsed = sum(map(_ENDED, rows)) - sum(map(_STARTED, rows))
@@ -333,20 +335,20 @@ def stats_of(
     kept: int = 0,
     mapped: int = 0,
 ) -> Stats:
-    """Returns what was counted, for users.
+    """Returns the counters as users see them.
 
     Args:
         counters: The counts.
         used: Bytes in use in HBM, DRAM and on NVMe.
         budget: Bytes allowed there.
         peak: Most bytes ever in use there.
-        io: The I/O engine, and why that one.
+        io: The I/O engine, and why it was chosen.
         direct: Whether the files bypass the page cache.
-        efficiency: The measured passes beside their bound.
+        efficiency: The measured passes compared with their bound.
         ahead: Where streamed blocks are read to from files, and bytes of which DRAM keeps copies.
         packed: Bytes of packed copies in DRAM.
-        kept: Bytes of what is in HBM to stay.
-        mapped: Bytes that HBM has of the device.
+        kept: Bytes of the blocks that stay in HBM.
+        mapped: Bytes of device memory that the HBM tier has mapped.
     """
     counters.add_up()
     busy = counters.busy_ns
@@ -390,7 +392,7 @@ def stats_of(
 
 
 def row_of(record: Record) -> ResidencyRow:
-    """Returns where a block is, for users."""
+    """Returns the location of a block, for users."""
     home, block = record.home, record.block
     tiers = {"hbm": record.in_hbm.value}
     if record.annexed is not None:

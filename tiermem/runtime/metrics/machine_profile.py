@@ -1,7 +1,7 @@
 """The machine profile: speeds of this machine's links, measured once and kept in a file.
 
 ``tiermem bench`` measures and saves a profile; ``tiermem plan`` and the scheduler read
-it. A file that is missing, damaged or of another format is left alone, with the reason.
+it. A file that is missing, damaged or of another format is ignored, with the reason.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 VARIABLE = "TIERMEM_PROFILE"
-"""Environment variable that names the file, over the cache folder."""
+"""Environment variable that names the file, instead of the one in the cache folder."""
 
 FORMAT = 1
-"""Version of the file's layout; files of another one are not read."""
+"""Version of the file format; files of another version are not read."""
 
 _RATES = (
     "h2d",
@@ -36,32 +36,32 @@ _RATES = (
     "nvme_mixed",
 )
 _LARGEST = 1 << 20
-"""Bytes of a profile at most; one that is measured has about two thousand."""
+"""Largest size of a profile in bytes; usual ones have about two thousand."""
 _MOST = 1 << 60
-"""Bytes, or bytes a second, that a profile may have: what is worked out with them is a number."""
+"""Largest number of bytes, or bytes per second, in a profile, so that results stay finite."""
 _TEXTS = ("device", "date", "tiermem", "torch")
 _COUNTS = ("nvme_chunk", "nvme_depth")
 
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Measured link speeds, in bytes per second; ``None`` where one is not known.
+    """Measured link speeds, in bytes per second; ``None`` if unknown.
 
     Attributes:
         device: Name of the device, ``"cpu"`` where host memory stands in for it.
         date: Day of the measurement, such as ``"2026-11-21"``.
-        tiermem: Version that measured.
+        tiermem: Version of tiermem that measured.
         torch: Version of torch.
         h2d: Page-locked host memory to the device.
         d2h: The device to page-locked host memory.
-        duplex: Both at once, in sum.
+        duplex: Both at once, sum of both.
         d2d: Bytes copied within the device (each is read and written).
         host_copy: Bytes copied within host memory.
         nvme_read: Swap file to the device, through the file mover.
         nvme_write: The device to the swap file, through the file mover.
-        nvme_mixed: Both at once, in sum.
-        nvme_chunk: Bytes of a request that were best.
-        nvme_depth: Requests in flight that were best.
+        nvme_mixed: Both at once, sum of both.
+        nvme_chunk: The best size of a request, in bytes.
+        nvme_depth: The best number of requests in flight.
         h2d_by_size: ``(bytes of one copy, bytes per second)``, by ascending size.
         folders: Folders whose disks were measured.
     """
@@ -84,10 +84,10 @@ class MachineProfile:
     folders: tuple[str, ...] = ()
 
     def h2d_at(self, nbytes: int) -> float | None:
-        """Returns the speed up of a copy of that size: of the next smaller one measured.
+        """Returns the speed of a copy of that size to the device: that of the next smaller one.
 
         Args:
-            nbytes: Bytes of one copy; below the smallest size measured, that one counts.
+            nbytes: Bytes of one copy; below the smallest measured size, that size counts.
         """
         best = self.h2d_by_size[0][1] if self.h2d_by_size else self.h2d
         for size, rate in self.h2d_by_size:
@@ -110,10 +110,10 @@ class Loaded:
 
 
 def device_name(device: str | torch.device | None = None) -> str:
-    """Returns the name that profiles go by: of the GPU, or ``"cpu"``.
+    """Returns the name that identifies profiles: of the GPU, or ``"cpu"``.
 
     Args:
-        device: Which; the first CUDA device by default, or the CPU where there is none.
+        device: Which; the first CUDA device by default, or the CPU if there is none.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,14 +122,14 @@ def device_name(device: str | torch.device | None = None) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns where the user's cache has a folder of tiermem's, which may not be there yet."""
+    """Returns tiermem's folder in the user's cache, which may not exist yet."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    # A relative path there is to be ignored, says the XDG specification.
+    # A relative path there has to be ignored (XDG specification).
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "tiermem"
 
 
 def profile_path(device: str) -> Path:
-    """Returns where the profile of a device is kept.
+    """Returns the file of a device's profile.
 
     Args:
         device: Its name, see :func:`device_name`.
@@ -141,7 +141,7 @@ def profile_path(device: str) -> Path:
 
 
 def save(profile: MachineProfile, path: str | os.PathLike[str] | None = None) -> Path:
-    """Writes a profile: beside, then renamed, so that readers see all of it or the old one.
+    """Writes a profile to a temporary file and renames it, so readers see the old or the new one.
 
     Args:
         profile: What was measured.
@@ -173,7 +173,7 @@ def save(profile: MachineProfile, path: str | os.PathLike[str] | None = None) ->
 
 
 def load(path: str | os.PathLike[str] | None = None, device: str | None = None) -> Loaded:
-    """Reads a profile; whatever is wrong with the file is a reason, never an error.
+    """Reads a profile; a problem with the file is returned as a reason, never raised.
 
     Args:
         path: The file; by default that of ``device``, see :func:`profile_path`.
@@ -181,7 +181,7 @@ def load(path: str | os.PathLike[str] | None = None, device: str | None = None) 
             one, this machine's, see :func:`device_name`.
 
     Returns:
-        The profile if there is one that can be used, and a sentence on why (not).
+        The profile if there is one that can be used, and a sentence on why, or why not.
     """
     if path is None:
         device = device_name() if device is None else device
@@ -210,7 +210,7 @@ def load(path: str | os.PathLike[str] | None = None, device: str | None = None) 
 
 
 def _text(path: str | os.PathLike[str]) -> str:
-    """Returns what is in a file; never waits for one, nor reads more than a profile has.
+    """Returns the contents of a file; never waits for one, nor reads more than a profile can have.
 
     Raises:
         OSError: If it cannot be read, or is no regular file, or larger than a profile can be.
@@ -226,12 +226,12 @@ def _text(path: str | os.PathLike[str]) -> str:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file, and a pipe whether or not somebody writes to it."""
+    """Opens a file; for a pipe, without waiting for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parse(data: dict[str, Any]) -> MachineProfile:
-    """Checks every value; fields that are not known are left out."""
+    """Checks every value; unknown fields are ignored."""
     values: dict[str, Any] = {}
     for name in _TEXTS:
         values[name] = _checked(name, data.get(name), str)

@@ -1,4 +1,4 @@
-"""Measures passes as they run: time stamps around uses and copies, read without waiting."""
+"""Measures passes as they run: stamps around uses and copies, read without waiting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tiermem.transfer.stamps import Clock, CudaClock, HostClock, Stamp
 from tiermem.transfer.streams import CudaCopyEngine
 
 LINK_UP = {Tier.DRAM: "dram->hbm", Tier.NVME: "nvme->hbm"}
-"""Link over which blocks of a home tier come up."""
+"""Link over which blocks are fetched, by home tier."""
 
 _SAME_DISK = {"nvme->dram": "nvme->hbm"}
 _MOST_USES = 3000
@@ -29,7 +29,7 @@ _HOST, _HOST_WAIT = "host", "host wait"
 
 @dataclass(slots=True, eq=False)
 class _Fill:
-    """A copy up between two stamps; its holders are its pass and the use it is for."""
+    """A copy to HBM between two stamps; its holders are its pass and the use it is for."""
 
     block: Block
     nbytes: int
@@ -40,7 +40,7 @@ class _Fill:
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """A use: where the compute before it ended, and where its own began."""
+    """A use: the stamps at which the compute before it ended, and its own began."""
 
     block: int
     link: str | None
@@ -69,11 +69,11 @@ class _Sample:
 
 @dataclass(slots=True, eq=False)
 class _Totals:
-    """Sums over the measured passes, without the first of each name.
+    """Sums over the measured passes, except the first of each name.
 
     Attributes:
         seconds: From begin to end.
-        compute: Seconds of compute, as long as it usually takes.
+        compute: Seconds of compute, at its usual length.
         waits: Seconds of waiting, by what was waited for.
         moved: Bytes, by link.
     """
@@ -86,14 +86,14 @@ class _Totals:
 
 @dataclass(slots=True, eq=False)
 class _Length:
-    """How long the pass under way takes.
+    """The duration of the current pass.
 
     Attributes:
         key: Its name; None before the first.
         began: Seconds on the host's clock.
         slowed: Whether measuring takes some of that time.
-        first: Where the compute stream was as it began; None where that is not known.
-        last: The same as it ended, its last work having been submitted.
+        first: Stamp of the compute stream when it began; None if unknown.
+        last: The same when it ended, after its last work was submitted.
     """
 
     key: Hashable = None
@@ -104,20 +104,20 @@ class _Length:
 
 
 _NOT_ARRIVED: tuple[Stamp | None, int] = (None, 0)
-"""At a use: the stamp before it waits, and the nanoseconds that the host had waited by then."""
+"""At a use: the stamp before it waits, and the nanoseconds that the host had waited until then."""
 
 
 class PassTimer:
-    """Stamps the passes that are to be measured, and hands what they say to the estimates.
+    """Stamps the passes that are measured, and passes the times to the estimates.
 
-    Every use has two stamps on the compute stream: one where the compute before it ends, one
-    where it may begin itself, with its block there. So the time between two uses falls into the
-    wait for a block and the compute with it, without the host waiting for either.
+    Every use has two stamps on the compute stream: one when the compute before it ends, one
+    when it may begin itself, as its block is there. So the time between two uses is divided into
+    the wait for a block and the compute with it, without the host waiting for either.
 
     Attributes:
-        sampling: Whether the pass under way is measured; nothing here may be called for its
-            uses otherwise.
-        pending: Whether measured passes wait to be read.
+        sampling: Whether the current pass is measured; otherwise nothing here may be called for its
+            uses.
+        pending: Whether measured passes are still to be read.
         estimates: What was learned.
     """
 
@@ -141,7 +141,7 @@ class PassTimer:
 
     @property
     def clock(self) -> Clock:
-        """Sets the stamps."""
+        """The clock that records stamps."""
         return self._clock
 
     # -- stamping --------------------------------------------------------
@@ -150,8 +150,8 @@ class PassTimer:
         """Begins a pass, which ends the one before."""
         self._close()
         now = self._clock.host()
-        # measuring takes the host time: where it is what limits, such a pass would look like a
-        # change, be measured again for that, and so on
+        # measuring takes host time: if the host is the limit, such a pass would look like a
+        # change, be measured again because of that, and so on
         length = self._length
         if length.key is not None and not length.slowed:
             self.estimates.took(length.key, self._took(now))
@@ -162,8 +162,8 @@ class PassTimer:
             for fill in self._older.values():
                 self._let_go(fill)
             self._older, self._fills = self._fills, {}
-        # the plan for this pass is made with what was measured; once that can be done without, it
-        # is read as one ends instead, where the host has mostly nothing to do but to wait
+        # the plan for this pass is made with what was measured; once a plan can be made without it,
+        # it is read at the end of a pass instead, where the host usually only has to wait
         if self.pending and not (self._reads_at_ends and self.estimates.can_foresee(key)):
             self.harvest()
         self._reads_at_ends = False
@@ -176,22 +176,22 @@ class PassTimer:
             length.first = self._clock.stamp()
 
     def left(self) -> None:
-        """Notes that the pass under way has submitted its last work.
+        """Notes that the current pass has submitted its last work.
 
-        What a program does until the next one is no part of it, then.
+        What a program does between this and the next pass does not belong to it.
         """
         length = self._length
         if length.first is not None and length.last is None and self._clock.usable():
             length.last = self._clock.stamp()
 
     def leave_first_out(self) -> None:
-        """Does not measure the pass under way if it is the first of its name.
+        """Does not measure the current pass if it is the first of its name.
 
         See :meth:`Estimates.leave_out`.
         """
         sample = self._open
         if sample is not None and self.estimates.leave_out(sample.key):
-            self._open, self.sampling = None, False  # its length is not that of others all the same
+            self._open, self.sampling = None, False  # its length is atypical, too
             self._discard(sample)
 
     def cut_short(self) -> None:
@@ -211,11 +211,11 @@ class PassTimer:
         self._before = self._clock.stamp(), self._counters.stall_ns
 
     def started(self, record: Record, ready: Event | None) -> None:
-        """Stamps the compute stream where the use may begin, its block being in HBM.
+        """Stamps the compute stream when the use may begin, with its block in HBM.
 
         Args:
-            record: The block's row.
-            ready: What the compute stream waits for, if anything.
+            record: The block's record.
+            ready: The event for which the compute stream waits, if any.
         """
         (before, stalled), self._before = self._before, _NOT_ARRIVED
         sample = self._open
@@ -229,15 +229,15 @@ class PassTimer:
         block_id = record.block.id
         fill = self._fills.pop(block_id, None) or self._older.pop(block_id, None)
         waited = self._counters.stall_ns - stalled
-        # a block at home in a file that was copied from its place in DRAM waits for that link
+        # a block with a home in a file that was copied from DRAM waits for the DRAM link
         link = LINK_UP[Tier.DRAM] if fill is not None else LINK_UP.get(record.home)
         sample.uses.append(_Use(block_id, link, before, after, fill, ready is not None, waited))
 
     def ended(self) -> bool:
-        """Ends the pass, its last work having been submitted, and reads those before it.
+        """Ends the pass after its last work was submitted, and reads the passes before it.
 
         Returns:
-            Whether there were any to read.
+            Whether any were read.
         """
         self._reads_at_ends = True
         found = self.pending
@@ -249,16 +249,16 @@ class PassTimer:
         return found
 
     def rising(self, extent: Extent, after: Event | None) -> None:
-        """Stamps the begin of a copy to HBM, which is about to be submitted."""
+        """Stamps the begin of a copy to HBM that is about to be submitted."""
         self._free(self._begin)
         self._begin = self._clock.stamp_copies(extent, after)
 
     def risen(self, block: Block, nbytes: int) -> None:
-        """Stamps the end of a copy to HBM, which has been submitted.
+        """Stamps the end of a copy to HBM that has been submitted.
 
         Args:
-            block: What is copied.
-            nbytes: How many bytes that are on the link.
+            block: The block that is copied.
+            nbytes: Bytes transferred over the link.
         """
         begin, self._begin = self._begin, None
         end = self._clock.stamp_copies(None, None)
@@ -296,7 +296,7 @@ class PassTimer:
         self.pending = False
 
     def reset(self) -> None:
-        """Forgets what was measured so far, not what was learned, and measures soon again."""
+        """Forgets the times measured so far, but not the estimates, and soon measures again."""
         for sample in [*self._waiting, *([self._open] if self._open is not None else [])]:
             self._discard(sample)
         self._waiting.clear()
@@ -356,7 +356,7 @@ class PassTimer:
             self._discard(sample)
 
     def _drop_loose(self) -> None:
-        """Frees the stamps of a use or a copy that an error cut short."""
+        """Frees the stamps of a use or a copy that an error interrupted."""
         if self._before[0] is not None or self._begin is not None:
             self._free(self._before[0], self._begin)
             self._before, self._begin = _NOT_ARRIVED, None
@@ -376,10 +376,10 @@ class PassTimer:
         return found
 
     def _took(self, now: float) -> float:
-        """Returns the seconds of the pass that ends, to its end on the device where that is known.
+        """Returns the duration of the ending pass, up to its end on the device if that is known.
 
         Args:
-            now: Seconds on the host's clock, as the next one begins.
+            now: Seconds on the host's clock, when the next one begins.
         """
         first, last, clock = self._length.first, self._length.last, self._clock
         known = first is not None and last is not None and clock.usable()
@@ -388,14 +388,14 @@ class PassTimer:
         return min(now - self._length.began, self._seconds(first, last))
 
     def _seconds(self, begin: Stamp, end: Stamp) -> float:
-        """Returns the seconds between two stamps that have passed; 0 where the second came first.
+        """Returns the seconds between two recorded stamps; 0 if the second was recorded first.
 
-        Threads with a stream each set theirs on different ones, whose work is in no order.
+        Threads with separate streams record stamps on these, whose work has no common order.
         """
         return max(0.0, self._clock.seconds(begin, end))
 
     def _read(self, sample: _Sample) -> bool:
-        """Reads the next use of a pass, if all its stamps have passed."""
+        """Reads the next use of a pass, if all its stamps have been recorded."""
         clock = self._clock
         use = sample.uses[sample.at]
         last = sample.at + 1 == len(sample.uses)
@@ -419,7 +419,7 @@ class PassTimer:
         return True
 
     def _attribute(self, sample: _Sample, use: _Use, wait: float) -> None:
-        """Attributes the wait before a use to what the compute waited for."""
+        """Attributes the wait before a use to what compute waited for."""
         waits = sample.waits
         host = use.host_ns / 1e9
         if use.fill is not None:
@@ -452,7 +452,7 @@ class PassTimer:
         compute = {block: total / count for block, (total, count) in sample.compute.items()}
         whole = sum(total for total, _ in sample.compute.values())
         estimates.observe(sample.key, compute, sample.flows, fills, whole)
-        if first:  # in the first one everything is learned, by tiermem and by torch
+        if first:  # the first pass includes one-time work of tiermem and torch
             return
         totals = self._totals
         totals.seconds += sample.measured
@@ -492,9 +492,9 @@ def open_pass_timer(copy: CopyEngine, counters: Counters, device: torch.device) 
     """Returns the pass timer of a manager, on the clock of its device.
 
     Args:
-        copy: The copy engine; its streams are the ones timed on CUDA.
-        counters: What moved.
-        device: Whose machine profile gives the first estimates, where there is one.
+        copy: The copy engine, whose streams are timed on CUDA.
+        counters: Counts what moved.
+        device: The device whose machine profile gives the first estimates, if there is one.
     """
     clock = CudaClock(copy) if isinstance(copy, CudaCopyEngine) else HostClock()
     profile = load(device=device_name(device)).profile
@@ -502,11 +502,11 @@ def open_pass_timer(copy: CopyEngine, counters: Counters, device: torch.device) 
 
 
 def estimates_from(profile: MachineProfile | None, flops: float = 0.0) -> Estimates:
-    """Returns estimates that start with what is known before anything is measured.
+    """Returns estimates that start with what is known before any measurement.
 
     Args:
-        profile: What was measured of the links.
-        flops: Operations a second to expect of the device; 0 for none.
+        profile: The measured link speeds.
+        flops: Operations per second to expect of the device; 0 if unknown.
     """
     if profile is None:
         return Estimates(flops=flops)
@@ -524,7 +524,7 @@ def estimates_from(profile: MachineProfile | None, flops: float = 0.0) -> Estima
 
 
 def _text(key: Hashable) -> str:
-    """Returns a pass's name for people, such as ``"backward/forward/0/True"``."""
+    """Returns a pass's name for display, such as ``"backward/forward/0/True"``."""
     if isinstance(key, tuple):
         return "/".join(text for part in key if (text := _text(part)))
     return str(key)

@@ -54,7 +54,7 @@ class Event:
 
     Attributes:
         lane: What was busy: ``"compute"``, ``"stall"``, a link such as ``"dram->hbm"``.
-        name: What it was busy with, normally a block.
+        name: What it worked on, normally a block.
         start_ns: Begin, on a monotonic clock.
         end_ns: End, on the same clock.
         nbytes: Bytes moved, for links.
@@ -74,7 +74,7 @@ class Timeline:
         limit: How many events are kept; older ones are dropped first.
 
     Attributes:
-        enter: Does what :meth:`add` does, for its arguments in a tuple.
+        enter: Like :meth:`add`, with the arguments in a tuple.
     """
 
     def __init__(self, limit: int = 200_000) -> None:
@@ -99,7 +99,7 @@ class Timeline:
 
     def events(self) -> list[Event]:
         """Returns the events kept, in the order in which they were added."""
-        # A thread may be adding: copying the deque is one step under the GIL.
+        # Another thread may add events; copying the deque is atomic under the GIL.
         return [Event(*row) for row in self._rows.copy()]
 
     def last(self, lane: str, among: int = 20_000) -> dict[str, int]:
@@ -107,7 +107,7 @@ class Timeline:
 
         Args:
             lane: The lane.
-            among: How many of the last events of all lanes are looked at.
+            among: How many of the last events of all lanes are searched.
         """
         rows = self._rows.copy()
         recent = islice(rows, max(0, len(rows) - among), None)
@@ -150,13 +150,13 @@ class Timeline:
     ) -> None:
         """Draws lanes over time: how busy each was in every slice of it.
 
-        However many events there are, what is drawn is one strip of slices per
-        lane, as dark as the share of the slice in which the lane was busy.
+        Each lane is drawn as one strip of slices, as dark as the share of the slice
+        in which the lane was busy, whatever the number of events.
 
         Args:
-            path: The picture to write; its suffix says the format.
+            path: The picture to write; its suffix determines the format.
             title: A line above the picture.
-            last_seconds: Adds a second panel that shows this last stretch alone.
+            last_seconds: Adds a second panel that shows only the last so many seconds.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -189,7 +189,7 @@ def coverage(
 
     Args:
         spans: Begin and end of each span; they may overlap.
-        window: Begin and end of what is looked at.
+        window: Begin and end of the window.
         bins: Number of equal slices.
 
     Returns:
@@ -243,7 +243,7 @@ def _draw(
         share = coverage(spans[lane], window, _BINS)
         strip = np.empty((1, _BINS, 4))
         strip[..., :3] = to_rgb(_COLORS.get(lane, _OTHER_COLOR))
-        # A short event in a wide slice must still be seen.
+        # A short event in a wide slice must still be visible.
         strip[..., 3] = np.where(share > 0, 0.15 + 0.85 * share, 0.0)
         axis.imshow(
             strip,

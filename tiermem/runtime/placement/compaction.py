@@ -1,9 +1,9 @@
-"""Slides blocks together in HBM when what is free lies in pieces.
+"""Slides blocks together in HBM when the free space is fragmented.
 
-Blocks in use cannot be evicted, but most can be moved: those that are seen only
+Blocks in use cannot be evicted, but most can be moved: those that are accessed only
 through parameters, which can be pointed anew. So a budget that holds what is in
-use at one time is enough, wherever its pieces happen to lie. It is a last resort:
-the device is waited for before and after.
+use at the same time is enough, even if the free space is fragmented. It is a last resort:
+it waits for the device before and after.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BOUNCE = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A run of HBM between two blocks that cannot be moved, with room for what is wanted.
+    """A run of HBM between two blocks that cannot be moved, with enough room.
 
     Attributes:
         start: Its first byte.
         records: The blocks inside, by offset.
-        leaving: Offsets of those of them that can leave.
+        leaving: Offsets of those blocks that can leave.
     """
 
     start: int
@@ -41,14 +41,14 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Slide:
-    """A block on its way to a lower address.
+    """A block that is being moved to a lower address.
 
     Attributes:
         record: The block.
         source: Where it was.
-        target: Where it goes.
-        begin: How many of its bytes are there.
-        piece: The bytes from there on, which the target may have been written over with already.
+        target: Where it is moved to.
+        begin: How many of its bytes have been moved.
+        piece: The bytes from there on, which may already be overwritten at the source.
     """
 
     record: Record
@@ -70,7 +70,7 @@ class Compactor:
         regions: Regions,
         counters: Counters,
     ) -> None:
-        """Moves blocks of ``table``, under its lock, as far as ``rules`` let it."""
+        """Moves blocks of ``table``, under its lock, as far as ``rules`` permit."""
         self._table = table
         self._slots = slots
         self._transfers = transfers
@@ -86,11 +86,11 @@ class Compactor:
 
         Args:
             nbytes: Bytes wanted.
-            keep: A block that is not to leave, although it could.
-            failing: Whether blocks may leave that could not be written home the last time.
+            keep: A block that must not leave, although it could.
+            failing: Whether blocks may leave whose last write-back failed.
 
         Returns:
-            None where there is no such run. The caller evicts the blocks in ``leaving``, then
+            None if there is no such run. The caller evicts the blocks in ``leaving``, then
             calls :meth:`join`, which moves the rest.
         """
         table, size = self._table, align_up(nbytes)
@@ -115,7 +115,7 @@ class Compactor:
         return None if best is None else best[1]
 
     def pack(self, begin: int) -> None:
-        """Slides the blocks behind an offset together, each as far as the others allow."""
+        """Slides the blocks after an offset together, as far as fixed blocks allow."""
         table = self._table
         stretch = Stretch(begin, [], [])
         for extent in [*table.hbm.extents(), None]:
@@ -132,7 +132,7 @@ class Compactor:
                 stretch = Stretch(extent.end, [], [])
 
     def join(self, stretch: Stretch) -> None:
-        """Moves the blocks that are left in a run to its begin; nothing may be under way."""
+        """Moves the remaining blocks of a run to its begin; no transfer may be in progress."""
         self._transfers.copy.synchronize()
         start = stretch.start
         for record in stretch.records:
@@ -140,13 +140,13 @@ class Compactor:
             if extent is None:
                 continue
             if extent.offset != start and not self._is_needed(record):
-                self._rules.unpoint(record)  # no lease of the parameters' own: can point elsewhere
+                self._rules.unpoint(record)  # leased by its own parameters only
             target = Extent(start, extent.nbytes)
             movable = extent.offset != start and self._rules.movable(record)
             if movable and self._table.hbm.back(target):
                 self._slide(record, start)
                 start += extent.nbytes
-            else:  # where it is already, or found in use meanwhile
+            else:  # it is there already, or is in use by now
                 start = extent.end
         self._transfers.copy.synchronize()
 
@@ -156,7 +156,7 @@ class Compactor:
         return aliased or self._rules.is_leased_by_holder(record)
 
     def _slide(self, record: Record, offset: int) -> None:
-        """Moves a block to a lower address, which may overlap the one it has."""
+        """Moves a block to a lower address; the two places may overlap."""
         block, old = record.block, record.extent
         if old is None:
             return
@@ -169,13 +169,13 @@ class Compactor:
         self._sliding = None
         self._transfers.relocated(block.id)
         if record.fixed:
-            self._regions.divide_anew()  # the runs for what streams lie beside it
+            self._regions.divide_anew()  # the runs for streaming blocks are beside it
         self._counters.relocations += 1
 
     def finish(self) -> None:
-        """Finishes a move that an exception cut short: half of the bytes may be at either place.
+        """Finishes a move that an exception interrupted, with half of the bytes at either place.
 
-        The allocator is not told: its owner makes it anew from where the blocks are.
+        The allocator is not updated: its owner rebuilds it from the places of the blocks.
         """
         slide = self._sliding
         if slide is None:
@@ -188,10 +188,11 @@ class Compactor:
         self._sliding = None
 
     def _move(self, slide: _Slide) -> None:
-        """Copies what is left of a block's bytes.
+        """Copies the remaining bytes of a block.
 
-        The two places may overlap, so a piece that has been written cannot be read again: it is
-        kept until the next one is. Cut short anywhere, this can go on with the slide kept last.
+        The two places may overlap, so a piece whose source was overwritten cannot be read again: it
+        is kept until the next one is. After an interruption this continues with the slide kept
+        last.
         """
         source, target = slide.source.bytes, slide.target.bytes
         begin, piece = slide.begin, slide.piece

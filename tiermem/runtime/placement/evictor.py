@@ -38,7 +38,7 @@ class Room(NamedTuple):
 
     Attributes:
         extent: The place.
-        left: The block evicted for it, where its place was handed over without being freed.
+        left: The block evicted for it, if its place was handed over without being freed.
     """
 
     extent: Extent
@@ -46,7 +46,7 @@ class Room(NamedTuple):
 
 
 class Left(Protocol):
-    """Bytes of HBM left by a block that is gone, of which there may be aliases."""
+    """Bytes of HBM of a block that has left, of which there may be aliases."""
 
     @property
     def extent(self) -> Extent:
@@ -60,17 +60,17 @@ class Left(Protocol):
 
 
 class Evictor:
-    """Hands out HBM, evicting what is needed last.
+    """Allocates HBM, evicting the blocks that are needed last.
 
-    A block that is leased, fixed, under way or aliased stays.
+    A block that is leased, fixed, in transfer or aliased stays.
 
     Attributes:
         regions: The regions of HBM in which blocks stay and through which others stream.
         rules: Decide which blocks may leave.
         order: The blocks in HBM by their next use.
-        ring: Hands HBM out in a ring, where a loop writes what it streams.
+        ring: Allocates HBM in a ring, for loops that write the blocks they stream.
         largest_later: Bytes of the largest block that may be needed while others are in use.
-        places: How often room was had; how often it was needed, at least.
+        places: Counts successful allocations; at least as often, room was needed.
         more: Makes HBM larger by so many bytes, and returns whether it could.
     """
 
@@ -103,36 +103,36 @@ class Evictor:
 
     @property
     def residents(self) -> frozenset[int]:
-        """Blocks that shall stay while the present loop goes on."""
+        """Blocks that should stay during the present loop."""
         return self.regions.residents
 
     @property
     def _streams(self) -> bool:
-        """Whether blocks stream past what stays: through slots, or in a ring."""
+        """Whether blocks stream beside those that stay, through slots or in a ring."""
         return self.regions.slot > 0 or self.ring.uses > 0
 
     def keep(self, residents: frozenset[int], slot: int) -> None:
-        """Makes blocks residents, and divides HBM for that; see :meth:`Regions.keep`."""
+        """Makes blocks residents, and divides HBM accordingly; see :meth:`Regions.keep`."""
         if self.regions.keep(residents, slot):
             self._settling.try_again()
 
     def rearrange(self, loop: object) -> None:
-        """Evicts what lies in the wrong region, once a loop has come round.
+        """Evicts blocks that are in the wrong region, after a round of the loop.
 
-        It comes back to the right one when it is used.
+        They are fetched into the right one when they are used.
 
         Args:
-            loop: What is going on; nothing moves until it goes on for a second round.
+            loop: The current loop; nothing moves before its second round.
         """
         misplaced, loose = self._settling.misplaced(loop, streams=self._streams)
-        for record in misplaced:  # dirty ones are written first, and go at a later round
+        for record in misplaced:  # dirty ones are written first, and leave in a later round
             if record.in_hbm is State.VALID and self.rules.let_loose(record):
                 self.evict(record)
-        if loose:  # within the device that takes a small part of what fetching it anew would
+        if loose:  # a copy within the device costs far less than a fetch
             self.pack()
 
     def pack(self) -> None:
-        """Slides the blocks that are there to stay together, so that the others fit beside them."""
+        """Slides the blocks that stay together, so that the others fit beside them."""
         self.transfers.settle_all()
         self._compactor.pack(self.regions.border)
 
@@ -146,13 +146,13 @@ class Evictor:
         """Makes room for a block.
 
         Args:
-            block: What needs it.
-            position: Uses until then, for a fetch ahead, which may not wait and may not evict
-                what is needed sooner; None where it is needed now.
+            block: The block.
+            position: Uses until it is needed, for a prefetch, which must not wait and must not
+                evict what is needed sooner; None if it is needed now.
 
         Raises:
-            CapacityError: If it is needed now and cannot be had.
-            StorageError: If what must leave cannot be written.
+            CapacityError: If it is needed now and there is no room.
+            StorageError: If a block to be evicted cannot be written.
         """
         self.places += 1
         self.order.left.clear()
@@ -171,31 +171,31 @@ class Evictor:
                 return room
         extent = self._search(block, size, position, parts, last)
         if extent is None:
-            self.places -= 1  # nothing came of it
+            self.places -= 1  # no room was found
             return None
         return Room(extent)
 
     def place_in_ring(self, block: Block, position: int) -> Extent | None:
-        """Makes room for a block where the ring has come to, if nothing there is needed soon.
+        """Makes room for a block at the ring's position, if nothing there is needed soon.
 
         Args:
-            block: What needs it.
-            position: Uses until then.
+            block: The block.
+            position: Uses until it is needed.
         """
         self.order.left.clear()
         size = align_up(block.nbytes)
         return self._next_in_ring(size, position) if self.ring.uses else None
 
     def place_for_good(self, block: Block) -> Extent | None:
-        """Makes room at the lowest address at which all that is there can leave.
+        """Makes room for a permanent block, at the lowest address where all blocks can leave.
 
-        What stays for good so lies side by side: in the holes between, no slot could be had.
+        So permanent blocks are side by side: a hole between them would be too small for a slot.
 
         Args:
-            block: What will never leave.
+            block: The block, which will never leave.
 
         Returns:
-            Its place; None where that cannot be had, so that any other will have to do.
+            Its place; None if there is none, so that any other place has to do.
         """
         hbm, size = self.table.hbm, align_up(block.nbytes)
         start, victims = 0, list[int]()
@@ -212,11 +212,11 @@ class Evictor:
         try:
             self.clear(victims, wait=True)
         except (CapacityError, StorageError):
-            return None  # it stays where it is until it can be written
+            return None  # it stays until it can be written
         return hbm.take_at(start, size)
 
     def _next_in_ring(self, nbytes: int, position: int | None) -> Extent | None:
-        """Makes room where the ring has come to, if nothing there is needed soon."""
+        """Makes room at the ring's position, if nothing there is needed soon."""
         found = self.ring.next_run(nbytes, position)
         if found is None or (found[1] and not self.clear(found[1], wait=position is None)):
             return None
@@ -233,16 +233,16 @@ class Evictor:
         parts: list[tuple[int, int]],
         last: list[Record],
     ) -> Extent | None:
-        """Finds a free place, or makes one; see :meth:`place`.
+        """Finds a free place, or creates one; see :meth:`place`.
 
-        Every round either returns, raises, evicts a block, ends a transfer, or finds a block in use
-        or without a home to be written to.
+        Every iteration either returns, raises, evicts a block, ends a transfer, or finds a block
+        that is in use or has no home to be written to.
 
         Args:
-            block: What needs it.
-            size: Bytes that it needs.
+            block: The block.
+            size: Its size in bytes.
             position: As for :meth:`place`.
-            parts: The runs of HBM that it belongs in.
+            parts: The runs of HBM for such blocks.
             last: The block that is needed last, if that is known.
         """
         hbm, resorts = self.table.hbm, 0
@@ -254,11 +254,11 @@ class Evictor:
                 continue
             window, last = self._window(size, position, parts, last), []
             anywhere = position is None or block.id in self.residents
-            # where nothing streams, it is in nobody's way anywhere
+            # if nothing streams, it may be anywhere
             dearest = FAILING if self._streams else RESIDENT
             dear = window is None or window.cost >= dearest
             if dear and anywhere and parts != [(0, hbm.capacity)]:
-                parts = [(0, hbm.capacity)]  # better there than where another stays
+                parts = [(0, hbm.capacity)]  # better there than in the place of another resident
                 continue
             if window is not None:
                 used, failing = hbm.used, len(self.transfers.failing)
@@ -276,10 +276,10 @@ class Evictor:
     def _hand_over(
         self, record: Record, size: int, parts: Sequence[tuple[int, int]]
     ) -> Room | None:
-        """Evicts the block needed last if that makes just the place wanted.
+        """Evicts the block that is needed last, if that yields exactly the place that is wanted.
 
         This is the case in a loop that streams through slots of one size. The result is that of the
-        search for a window, without the search, and the place is handed over without being freed.
+        search for a window, without searching, and the place is handed over without being freed.
 
         Args:
             record: The block, which may leave.
@@ -304,12 +304,12 @@ class Evictor:
         parts: Sequence[tuple[int, int]],
         known: list[Record],
     ) -> Window | None:
-        """Finds what to evict: around the blocks needed last, or, failing that, anywhere.
+        """Finds what to evict: around the blocks that are needed last, otherwise anywhere.
 
         Args:
-            size: Bytes wanted.
+            size: Bytes that are needed.
             position: As for :meth:`place`.
-            parts: The runs of HBM in which they are wanted.
+            parts: The runs of HBM to search.
             known: The block that is needed last, if that is known.
         """
         hbm, order = self.table.hbm, self.order
@@ -317,7 +317,7 @@ class Evictor:
         best: Window | None = None
         tried: list[Record] = []
         last: list[Record] = []
-        for most in (1, _CANDIDATES):  # as a rule the first one will do
+        for most in (1, _CANDIDATES):  # usually the first one is enough
             last = known if known and most == 1 else order.last(most, position)
             for record in last:
                 extent = record.extent
@@ -330,7 +330,7 @@ class Evictor:
                     best = window
                 alone = best is not None and best.cost < WANTED and len(best.victims) == 1
                 if best is not None and alone and not self._dirty(best.victims[0]):
-                    return best  # one clean block, needed last: nothing is cheaper by much
+                    return best  # one clean block, needed last: hardly anything is cheaper
         if best is not None and best.cost >= WANTED:
             best = None  # others may do, further from what is needed last
         if best is None and (position is None or last):
@@ -340,7 +340,7 @@ class Evictor:
         return best
 
     def _part_of(self, offset: int, parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Returns the bounds of the run of HBM that an offset is in, or behind."""
+        """Returns the bounds of the run of HBM that contains an offset, or precedes it."""
         return parts[max(0, bisect_right(parts, (offset, self.table.hbm.capacity)) - 1)]
 
     def _dirty(self, offset: int) -> bool:
@@ -348,14 +348,14 @@ class Evictor:
         return record is not None and record.in_hbm is State.DIRTY
 
     def _last_resort(self, block: Block, tried: int) -> int:
-        """Makes room where no block can leave: waits, joins gaps, collects cycles that hold views.
+        """Makes room if no block can leave: waits, joins gaps, collects cycles that hold views.
 
         Args:
-            block: What needs room now.
-            tried: How many resorts have been tried for it.
+            block: The block that needs room now.
+            tried: How many of these resorts have been tried for it.
 
         Returns:
-            How many have been tried now.
+            How many have been tried after this call.
 
         Raises:
             CapacityError: If there is none left.
@@ -373,9 +373,9 @@ class Evictor:
         return tried + 1
 
     def _gather(self, nbytes: int, keep: Record | None = None) -> None:
-        """Makes one gap of ``nbytes`` by evicting and moving blocks, but for ``keep``."""
+        """Makes one gap of ``nbytes`` by evicting and moving blocks, except ``keep``."""
         stretch = self._compactor.best_stretch(nbytes, keep)
-        if stretch is None and keep is None:  # it is needed: what could not go home is tried again
+        if stretch is None and keep is None:  # it is needed: failed write-backs are retried
             stretch = self._compactor.best_stretch(nbytes, failing=True)
         if stretch is not None:
             self.clear(stretch.leaving, wait=True)
@@ -386,13 +386,13 @@ class Evictor:
         return not (record.leases or record.fixed) and self.rules.is_held(record)
 
     def tidy(self, record: Record, later: int) -> None:
-        """Moves a block out of the middle before it is leased, where it would be in the way.
+        """Moves a block out of the middle before it is leased, if it would be in the way.
 
-        A block in use can often not be moved any more; so it has to lie where what is needed
-        beside it still finds a place.
+        A block in use often cannot be moved. So it has to be where the blocks that are needed
+        at the same time still find a place.
 
         Args:
-            record: A block in HBM that nothing holds.
+            record: A block in HBM that has no lease.
             later: Bytes of the largest block that may be needed while it is in use.
         """
         extent = record.extent
@@ -407,18 +407,18 @@ class Evictor:
     # -- out -------------------------------------------------------------
 
     def clear(self, victims: Sequence[int], *, wait: bool) -> bool:
-        """Evicts the blocks at these offsets; returns whether all that could be has been done.
+        """Evicts the blocks at these offsets; returns whether all that was possible has been done.
 
-        One that has no room at home (that is in a checkpoint, and it was written) is the end of
-        it the first time: it counts as failing, so that others leave before it from then on.
+        If a modified block of a checkpoint finds no room for a new home, this stops the
+        first time: the block counts as failing, so that others are evicted before it from then on.
 
         Args:
             victims: Offsets.
             wait: Whether to wait for write-backs; otherwise they are only begun.
 
         Raises:
-            CapacityError: If one is waited for that counts as failing, and has no room at home.
-            StorageError: If one is waited for that cannot be written.
+            CapacityError: If a failing block is waited for that has no room for a home.
+            StorageError: If a block is waited for that cannot be written.
         """
         loose, pending = [], []
         for offset in victims:
@@ -449,7 +449,7 @@ class Evictor:
         return True
 
     def evict(self, record: Record, *, free: bool = True) -> None:
-        """Takes a clean block out of HBM.
+        """Evicts a clean block.
 
         Args:
             record: The block.
@@ -469,17 +469,17 @@ class Evictor:
         """Discards a block's data; aliases of the bytes keep them as they are.
 
         Args:
-            record: The block, at rest and not leased.
-            gone: Whether the block itself goes as well.
+            record: The block; it is not in transfer and not leased.
+            gone: Whether the block itself is removed, too.
         """
         block_id = record.block.id
         self.rules.unpoint(record)
         self.order.note_change(block_id)
         slot = self.slots.current.get(block_id)
         seen = slot is not None and slot.aliased and (gone or not record.fixed)
-        keep = seen and record.annexed is None  # whose place is none of HBM
+        keep = seen and record.annexed is None  # an annexed block has no place in HBM
         if keep and slot is not None:
-            self._orphans.append(slot)  # first: cut short, the bytes must stay all the same
+            self._orphans.append(slot)  # first: if interrupted, the bytes must stay as well
         if gone:
             if record.fixed:
                 self.regions.divide_anew()
@@ -490,22 +490,22 @@ class Evictor:
             self.transfers.leave(block_id, seen=seen)
 
     def leave_behind(self, extent: Extent, parts: Sequence[Left]) -> None:
-        """Frees the place of a block that has left while it had aliases, but for parts of it.
+        """Frees the place of a block that has left while it had aliases, except for parts of it.
 
         Args:
             extent: The place.
             parts: Parts that stay as long as they have aliases.
         """
-        self._orphans.extend(parts)  # first: cut short, the bytes must stay all the same
+        self._orphans.extend(parts)  # first: if interrupted, the bytes must stay as well
         self._orphans = [left for left in self._orphans if left.extent != extent]
         self.table.reclaim(extent)
         for part in parts:
             self.table.adopt(part.extent)
 
     def repair(self) -> None:
-        """Makes table, slots and what is kept beside them agree after an exception anywhere.
+        """Makes table, slots and orphaned places consistent after an exception anywhere.
 
-        Every lease is left as it is.
+        Leases are not changed.
         """
         self._compactor.finish()
         self.table.repair(slot.extent for slot in self._orphans if slot.aliased)
@@ -519,7 +519,7 @@ class Evictor:
         self.regions.reset()
 
     def reclaim_lost(self) -> None:
-        """Frees what was kept because a transfer might write there; nothing is under way now."""
+        """Frees places that were kept as a transfer might write there; none is in progress."""
         seen = {slot.extent for slot in self._orphans}
         for extent in self.table.orphans():
             if extent not in seen:
@@ -528,7 +528,7 @@ class Evictor:
     def reap(self) -> bool:
         """Frees places without block and without aliases; returns whether there were any.
 
-        They were left by blocks that are gone, or allocated for a block that never got them
+        They belonged to blocks that are gone, or were allocated for a block that did not get them
         because of a Ctrl-C in between.
         """
         gone = [slot for slot in self._orphans if not slot.aliased]

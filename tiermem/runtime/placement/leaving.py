@@ -1,4 +1,4 @@
-"""Which blocks may leave HBM, in which order, and which may be moved: one place for these rules."""
+"""Which blocks may leave HBM, in which order, and which may be moved: all of these rules."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tiermem.runtime.placement.regions import Regions
 
 
 class Why(enum.Enum):
-    """The reason for which a block would leave HBM.
+    """The reason why a block would leave HBM.
 
     Attributes:
-        NEEDED: Its place, for a block that compute waits for.
-        AHEAD: Its place, for a block that is fetched ahead of its use.
-        WRITTEN: Nothing yet: it is written home early, so that its place can be had at once.
+        NEEDED: Its place is needed for a block that compute waits for.
+        AHEAD: Its place is needed for a prefetch.
+        WRITTEN: It is only written home early, so that its place can be used at once later.
     """
 
     NEEDED = "needed"
@@ -30,18 +30,18 @@ class Why(enum.Enum):
 _VALID, _DIRTY = State.VALID, State.DIRTY
 _NEEDED, _AHEAD, _WRITTEN = Why.NEEDED, Why.AHEAD, Why.WRITTEN
 RESIDENT = 1e12
-"""Price of what shall stay while the present loop goes on: it would come up again in each round."""
+"""Price of a block that should stay during the present loop: each round would fetch it again."""
 WANTED = 1e15
-"""Price of what a parameter that holds no lease expects to find: as a rule it is used next."""
+"""Price of a block to which a parameter without lease points: usually it is used next."""
 FAILING = 1e18
-"""Price of what could not be written home: an error, unless it can be now."""
+"""Price of a block that could not be written home: an error, unless it now can be written."""
 
 
 class LeaveRules:
     """Decides whether blocks may leave or be moved; under the manager's lock.
 
     Attributes:
-        unseen: Leases under way whose slots no caller has received yet, by block.
+        unseen: Leases that are being taken, whose slots no caller has yet, by block.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LeaveRules:
 
         Args:
             slots: Slots of the blocks in HBM.
-            regions: Knows which blocks are in HBM to stay.
+            regions: Knows which blocks stay in HBM.
             failing: Blocks whose last write-back failed.
             holders: The holders that point parameters at blocks, by block.
         """
@@ -66,16 +66,16 @@ class LeaveRules:
         self._holders = holders
 
     def may_leave(self, record: Record, why: Why) -> bool:
-        """Whether a block in HBM may leave, as far as the block itself goes.
+        """Whether a block in HBM may leave, as far as the block itself is concerned.
 
-        When it is used next is for the caller to weigh. Parameters that point at it without
-        holding it are no reason to stay: :meth:`let_loose` points them elsewhere.
+        The caller takes its next use into account. Parameters that point at it without a lease
+        are no reason to stay: :meth:`let_loose` points them elsewhere.
 
         Args:
             record: The block.
-            why: The reason. A block that is leased, fixed, under way or aliased stays in any case;
-                one that is wanted (:attr:`Slot.wanted`), cannot be written home, or is there to
-                stay leaves only for a block that is needed now.
+            why: The reason. A block that is leased, fixed, in transfer or aliased always stays;
+                one that is wanted (:attr:`Slot.wanted`), cannot be written home, or is a resident
+                leaves only for a block that is needed now.
         """
         state = record.in_hbm
         if record.leases or record.fixed or (state is not _VALID and state is not _DIRTY):
@@ -103,7 +103,7 @@ class LeaveRules:
         return self._current[record.block.id].wanted
 
     def is_failing(self, block_id: int) -> bool:
-        """Whether the last try to write a block home failed."""
+        """Whether the last attempt to write a block home failed."""
         return block_id in self._failing
 
     def is_held(self, record: Record) -> bool:
@@ -114,11 +114,11 @@ class LeaveRules:
     def let_loose(self, record: Record, *, wanted: bool = True) -> bool:
         """Points unused parameters elsewhere; returns whether the block then has no aliases.
 
-        Asked once more just before a block leaves: an alias may hide behind a parameter's.
+        Called again just before a block leaves: a parameter's reference may hide another alias.
 
         Args:
             record: The block.
-            wanted: Whether a block that is wanted (:attr:`Slot.wanted`) is let loose as well.
+            wanted: Whether a block that is wanted (:attr:`Slot.wanted`) is included.
         """
         if record.leases or record.fixed or record.extent is None:
             return False
@@ -138,7 +138,7 @@ class LeaveRules:
             holder.settle_views()
 
     def unpoint(self, record: Record) -> None:
-        """Points a block's parameters elsewhere, where nothing holds them to it."""
+        """Points a block's parameters elsewhere, if no lease holds them there."""
         slot = self._current.get(record.block.id)
         if slot is not None and slot.pointed:
             holder = self._holders.get(record.block.id)
@@ -146,7 +146,7 @@ class LeaveRules:
                 holder.unpoint()
 
     def repoint(self, record: Record, old: Slot, new: Slot) -> None:
-        """Points a block's parameters at its new place, where they pointed at the old one."""
+        """Points a block's parameters at its new place, if they pointed at the old one."""
         holder = self._holders.get(record.block.id)
         if holder is not None and (old.pointed or holder.leases()):
             holder.repoint(new)
@@ -172,32 +172,32 @@ class LeaveRules:
 
 
 def _is_aliased(slot: Slot) -> bool:
-    """What :attr:`Slot.aliased` says, but of parameters, which point elsewhere by now."""
+    """Like :attr:`Slot.aliased` without parameters, which already point elsewhere."""
     readers = slot.sight.reading_baseline + len(slot.sight.read)
     writers = slot.baseline + slot.pointed
     return use_count(slot.storage) > writers or use_count(slot.reading) > readers
 
 
 class LeavingOrder:
-    """Says which of the blocks that may leave go first, by their next use, and at what price.
+    """Determines which blocks leave first, by their next use, and at what price.
 
-    It keeps a queue by next use in step with the planner, without looking at every block.
+    It keeps a queue by next use that follows the planner, without checking every block.
 
     Attributes:
-        left: The blocks evicted for the room asked for last, and their offsets.
-        note_change: Notes that a block was used, or has come into HBM or left it: its next use is
-            another, or none that matters.
+        left: The blocks evicted for the last request, and their offsets.
+        note_change: Notes that a block was used, or has come into HBM or left it, so that its next
+            use has changed.
     """
 
     def __init__(
         self, table: ResidencyTable, planner: Planner, regions: Regions, rules: LeaveRules
     ) -> None:
-        """Starts with nothing known.
+        """Starts without a queue.
 
         Args:
             table: The blocks in HBM.
             planner: Knows the next uses.
-            regions: Knows which blocks are in HBM to stay; they are not in the queue.
+            regions: Knows which blocks stay in HBM; these are not in the queue.
             rules: Decide which blocks may leave.
         """
         self._table = table
@@ -211,7 +211,7 @@ class LeavingOrder:
         self.note_change: Callable[[int], None] = self._stale.add
 
     def lose_track(self) -> None:
-        """Notes that blocks come and go unannounced: the queue is rebuilt at the next question."""
+        """Notes that blocks will change without notice: the next query rebuilds the queue."""
         self._queue.schedule = None
 
     def repair(self) -> None:
@@ -220,12 +220,12 @@ class LeavingOrder:
         self.lose_track()
 
     def last(self, most: int, position: int | None) -> list[Record]:
-        """Returns up to ``most`` blocks that may leave, the one used last first.
+        """Returns up to ``most`` blocks that may leave, the one that is used last first.
 
         Args:
             most: How many to look for.
             position: Uses until their place is needed, before which none of them is used; None
-                where it is needed now.
+                if it is needed now.
         """
         self._catch_up()
         get, may_leave = self._table.get, self._rules.may_leave
@@ -247,7 +247,7 @@ class LeavingOrder:
         return found
 
     def price(self, offset: int, position: int | None) -> float | None:
-        """What evicting the block at ``offset`` costs; None where it has to stay.
+        """What evicting the block at ``offset`` costs; None if it has to stay.
 
         Args:
             offset: Where the block begins.
@@ -269,11 +269,11 @@ class LeavingOrder:
         return price
 
     def unused_until(self, offset: int, position: int) -> bool:
-        """Whether the block at an offset may leave, and is not used again soon.
+        """Whether the block at an offset may leave and is not used soon.
 
         Args:
             offset: Where it begins.
-            position: Of the schedule, up to which it is not used.
+            position: Position in the schedule up to which it is not used.
         """
         record = self._table.at(offset)
         if record is None or not self._rules.may_leave(record, _AHEAD):
@@ -282,7 +282,7 @@ class LeavingOrder:
         return planner.schedule.next_use(record.block.id, planner.cursor) > position
 
     def _catch_up(self) -> None:
-        """Orders the blocks in HBM by the present schedule."""
+        """Orders the blocks in HBM by the current schedule."""
         queue, planner, residents = self._queue, self._planner, self._regions.residents
         if queue.schedule is planner.schedule and planner.cursor >= self._reached:
             get = self._table.get

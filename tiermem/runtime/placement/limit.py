@@ -1,15 +1,15 @@
-"""How many bytes of HBM there are: what was asked for, or what the device has to spare.
+"""How many bytes of HBM may be used: the budget, or what the device has to spare.
 
-A budget is a limit. Memory comes behind its addresses as blocks come there, and where the device
-has no more, blocks make do with what there is. Where the limit is to be found out (``hbm="auto"``)
-it begins at half of what is free. Once a loop has come round, torch keeps whatever memory its
-activations take at their peak, so all that is still free then, but for a margin, is added. Where
-torch runs out of memory, HBM goes back to the least with which the program runs: the error has
-been raised, the step can be made again, and it has the rest of the device. From then on it is
-found out anew, with twice the margin. Where torch's allocator does not tell, a quarter of the
-device is left alone from the start.
+A budget is a limit. Memory is mapped at addresses as blocks are placed there, and if the device
+has no more, blocks use what there is. If the limit is to be determined (``hbm="auto"``),
+it begins at half of the free memory. After a round of the loop, torch holds all the memory that its
+activations take at their peak. So all memory that is then free, except for a margin, is added. If
+torch runs out of memory, HBM shrinks to the minimum with which the program runs: the error has
+been raised, the step can be repeated, and it has the rest of the device. From then on the limit is
+determined again, with twice the margin. If torch's allocator does not report out-of-memory errors,
+a quarter of the device is left free from the start.
 
-The limit changes as a pass begins, when hardly anything is in use; it may grow at any time.
+The limit changes when a pass begins, when hardly anything is in use; it may grow at any time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tiermem.runtime.placement.evictor import Evictor
 from tiermem.storage.arena import Arena
 
 _LEAST_MARGIN = 256 << 20
-_MARGIN = 32  # of the device's memory: one part is left alone
+_MARGIN = 32  # one part of the device's memory is left free
 _MOST_MARGIN = 4  # likewise, however often torch has run out
-_WORTH = 32  # of the limit: a change by less than one part is not worth other plans
+_WORTH = 32  # a change by less than one part of the limit is not worth new plans
 _MOST_KEYS = 64
 
 
@@ -34,23 +34,23 @@ class HbmLimit:
     """Sets the capacity of HBM.
 
     Attributes:
-        most: What it never passes, in bytes.
-        least: What is known to be needed at one time, in bytes.
-        open: Whether the limit is to be found out.
+        most: Upper bound of the limit, in bytes.
+        least: Bytes that are known to be needed at one time.
+        open: Whether the limit is to be determined.
         give_way: Callbacks that free permanent places that can be spared.
     """
 
     def __init__(
         self, evictor: Evictor, arena: Arena, room: DeviceRoom | None, *, most: int, open: bool
     ) -> None:
-        """Leaves the capacity as it is.
+        """Stores its arguments; does not change the capacity.
 
         Args:
-            evictor: Whose HBM it is; this works under its lock.
-            arena: The memory behind it.
-            room: What the device has besides; None where that cannot be known.
-            most: Bytes that it never passes.
-            open: Whether the limit is to be found out.
+            evictor: The evictor of this HBM; everything here works under its lock.
+            arena: The memory of HBM.
+            room: The device's memory, which others use, too; None if that is unknown.
+            most: Upper bound of the limit, in bytes.
+            open: Whether the limit is to be determined.
         """
         self.most = most // 4096 * 4096
         self.least = 0
@@ -85,22 +85,22 @@ class HbmLimit:
             give()
 
     def more(self, nbytes: int) -> bool:
-        """Makes HBM larger by a block for which there is no room; returns whether it could."""
+        """Enlarges HBM for a block for which there is no room; returns whether it could."""
         hbm = self._table.hbm
         size = align_up(nbytes)
         if hbm.walled or hbm.capacity + size > self.most:
-            return False  # the device has no more, or may not be asked for it
+            return False  # the device has no more, or must not be asked
         self._resize(min(self.most, hbm.capacity + align_up(size, self._unit)))
         return True
 
     def follow(self, key: Hashable) -> bool:
-        """Adjusts the limit as a pass begins, where there is reason to.
+        """Adjusts the limit when a pass begins, if there is a reason.
 
         Args:
             key: Name of the pass.
 
         Returns:
-            Whether HBM has another size now, or less in it.
+            Whether the size of HBM has changed, or blocks have left it.
         """
         hbm, room = self._table.hbm, self._room
         if not self._begun:
@@ -119,9 +119,9 @@ class HbmLimit:
         return self._comes_round(key) and self._adjust(short=False)
 
     def begin(self) -> None:
-        """Adds what models have left on the device as they were wrapped, if it is to be found out.
+        """Adds what wrapping the models has freed on the device, if the limit is to be determined.
 
-        What is little beside the limit is not worth another division of HBM.
+        An amount that is small compared with the limit is not worth dividing HBM again.
         """
         hbm = self._table.hbm
         if self._room is not None and self.open:
@@ -135,7 +135,7 @@ class HbmLimit:
         self._rounds = 0
 
     def _comes_round(self, key: Hashable) -> bool:
-        """Whether a loop has come round so often that it is time to look: 1, 2, 4, 8 times."""
+        """Whether the loop has had 1, 2, 4, 8, ... rounds, so that the limit is checked."""
         if key not in self._seen and len(self._seen) < _MOST_KEYS:
             self._seen.add(key)
             return False
@@ -147,10 +147,10 @@ class HbmLimit:
         """Sets the limit to what the device can spare, if it differs by enough.
 
         Args:
-            short: Whether the device had no memory for what the limit allows.
+            short: Whether the device had less memory than the limit allows.
 
         Returns:
-                Whether the limit was set anew.
+            Whether the limit was changed.
         """
         hbm, room = self._table.hbm, self._room
         spare = self._arena.mapped
@@ -161,7 +161,7 @@ class HbmLimit:
             self._shrink(min(wanted, hbm.capacity))
             return True
         if self._table.nbytes <= min(wanted, hbm.capacity):
-            return False  # all blocks fit in any case
+            return False  # all blocks fit anyway
         if wanted - hbm.capacity > hbm.capacity // _WORTH:
             self._resize(wanted)
             return True
@@ -171,7 +171,7 @@ class HbmLimit:
         return False
 
     def _floor(self) -> int:
-        """Returns the bytes with which the program runs, however slowly."""
+        """Returns the bytes with which the program runs at all."""
         fixed = self._table.fixed_nbytes()
         largest = max((align_up(record.block.nbytes) for record in self._table), default=0)
         return min(self.most, align_up(max(self.least, fixed + 2 * largest), self._unit))
@@ -180,14 +180,14 @@ class HbmLimit:
         self._table.hbm.resize(capacity)
 
     def _shrink(self, end: int) -> None:
-        """Sets the end of HBM to ``end``, or behind what is in use; unmaps the rest."""
+        """Sets the end of HBM to ``end``, or after what is in use; unmaps the rest."""
         evictor, hbm = self._evictor, self._table.hbm
         self.make_way()
         evictor.transfers.settle_all()
         evictor.reap()
         hbm.open_walls()
         behind = [extent.offset for extent in hbm.extents() if extent.end > end]
-        with suppress(StorageError):  # a block that cannot be written stays where it is
+        with suppress(StorageError):  # a block that cannot be written stays
             evictor.clear(behind, wait=True)
         end = max([end, *(extent.end for extent in hbm.extents())])
         self._resize(end)
@@ -196,7 +196,7 @@ class HbmLimit:
         self.trim()
 
     def trim(self) -> None:
-        """Gives back the memory of places where no block is."""
+        """Unmaps the memory of places without a block."""
         self._evictor.transfers.settle_all()
         self._evictor.reap()
         for gap in self._table.hbm.gaps():

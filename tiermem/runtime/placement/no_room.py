@@ -1,4 +1,4 @@
-"""Errors for a block that finds no room in HBM: what is in its way, and what budget would do."""
+"""Errors for a block that finds no room in HBM: what is in its way, which budget is enough."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MANY = (
     "; what needs many weights at once (views of them in a list, torch.func, an average) works "
     "inside `with tier.materialize(model)`"
 )
-"""What to do where a program keeps more weights in use than HBM has room for."""
+"""What to do if a program keeps more weights in use than HBM has room for."""
 
 
 def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> CapacityError:
-    """Returns the error of a block that does not fit beside what cannot leave.
+    """Returns the error for a block that does not fit beside the blocks that cannot leave.
 
     Args:
         block: The block.
-        table: Where the blocks are.
+        table: The residency table.
         slots: Their slots, which count aliases.
     """
     held, weights, beside = [], 0, 0
@@ -44,7 +44,7 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
     capacity = table.hbm.capacity
     least = sum(entry[0] for entry in held) + align_up(block.nbytes)
     pieces = ""
-    if least <= capacity:  # it would fit if what is free lay together
+    if least <= capacity:  # it would fit if the free space was contiguous
         pieces = ", and what is free lies in pieces between blocks that cannot be moved"
         least = capacity + align_up(block.nbytes)
         beside += align_up(block.nbytes)
@@ -69,11 +69,11 @@ def too_small(block: Block, table: ResidencyTable, slots: SlotCache) -> Capacity
 
 
 def too_much_for_good(blocks: Sequence[Block], there: int, capacity: int) -> CapacityError:
-    """Returns the error of blocks at home in HBM that do not fit.
+    """Returns the error for blocks with HBM as home that do not fit.
 
     Args:
-        blocks: Which were to be added.
-        there: Bytes taken for good before them.
+        blocks: The blocks to be added.
+        there: Bytes that permanent blocks took before.
         capacity: The budget.
     """
     largest = max(blocks, key=lambda block: block.nbytes)

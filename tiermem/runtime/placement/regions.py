@@ -1,4 +1,4 @@
-"""How HBM is divided between what stays and what streams past it."""
+"""How HBM is divided between blocks that stay and blocks that stream."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Regions:
     """Divides HBM into the region of blocks that stay and runs for blocks that stream.
 
     Attributes:
-        residents: Blocks that shall stay while the present loop goes on.
-        border: Offset where the part of what stays begins.
+        residents: Blocks that should stay during the present loop.
+        border: Offset where the region of residents begins.
         parts: Bounds of the runs of HBM that other blocks stream through.
-        slot: Bytes of the largest block that streams through slots; 0 where none does.
-        changes: How often what is in HBM for good has changed.
+        slot: Bytes of the largest block that streams through slots; 0 if none does.
+        changes: How often the set of permanent blocks in HBM has changed.
     """
 
     def __init__(self, table: ResidencyTable) -> None:
@@ -33,25 +33,25 @@ class Regions:
         self.parts = [(0, self.border)]
 
     def reset(self) -> None:
-        """Gives all of HBM to streaming, until :meth:`keep` is called again."""
+        """Uses all of HBM for streaming, until :meth:`keep` is called again."""
         self.border = self._capacity = self._table.hbm.capacity
         self.slot = 0
         self.parts = [(0, self.border)]
         self.residents = frozenset()
 
     def keep(self, residents: frozenset[int], slot: int) -> bool:
-        """Divides HBM anew.
+        """Divides HBM again.
 
-        What stays lies at the end, side by side. The rest is used in slots of one size, which
-        hold whole blocks, one or several: blocks of many sizes would leave holes too small for
-        the next. Or each size has slots of its own.
+        Residents are at the end, side by side. The rest is used in slots of one size, each of
+        which holds one or several whole blocks: blocks of many sizes would leave holes too small
+        for the next. Or each size has its own slots.
 
         Args:
             residents: Blocks that shall stay from now on.
             slot: Bytes of the largest of the others.
 
         Returns:
-            Whether that is another division than before.
+            Whether the division has changed.
         """
         capacity = self._table.hbm.capacity
         if (residents, slot, capacity) == (self.residents, self.slot, self._capacity):
@@ -66,24 +66,24 @@ class Regions:
         return True
 
     def divide_anew(self) -> None:
-        """Notes that more or less is in HBM for good: :meth:`keep` divides the rest anew."""
+        """Notes that the permanent blocks have changed: :meth:`keep` divides the rest again."""
         self._capacity = -1
         self.changes += 1
 
     def parts_for(self, block: Block) -> list[Part]:
-        """Returns the bounds of the runs of HBM that a block belongs in."""
+        """Returns the bounds of the runs of HBM where a block may be placed."""
         if block.id in self.residents:
             return [(self.border, self._table.hbm.capacity)]
         return self.parts
 
     def stays(self, record: Record) -> bool:
-        """Whether a block is there to stay, and need not be written as long as it does."""
+        """Whether a block stays in HBM, so that it need not be written home."""
         extent = record.extent
         shall = record.block.id in self.residents
         return shall and extent is not None and extent.offset >= self.border
 
     def misplaced(self, record: Record) -> bool:
-        """Whether a block in HBM lies, in whole or in part, where it does not belong."""
+        """Whether a block in HBM is outside the runs where it belongs, at least in part."""
         extent = record.extent
         if extent is None:
             return False
@@ -93,21 +93,21 @@ class Regions:
 
     @property
     def kept(self) -> int:
-        """Bytes of the blocks that are there to stay."""
+        """Bytes of the blocks that stay in HBM."""
         records = map(self._table.get, self.residents)
         return sum(r.block.nbytes for r in records if r is not None and self.stays(r))
 
     @property
     def complete(self) -> bool:
-        """Whether all that shall stay is in HBM, wherever."""
+        """Whether all residents are in HBM, at any place."""
         records = map(self._table.get, self.residents)
         return all(r is None or r.extent is not None for r in records)
 
     def rest_fits(self, placed: Sequence[Record]) -> bool:
-        """Whether residents that are not in their region yet fit between those that are.
+        """Whether the residents that are not in their region yet fit between those that are.
 
         Args:
-            placed: Those that are, by offset.
+            placed: The residents in their region, by offset.
         """
         there = {record.block.id for record in placed}
         runs, start = [], self.border
@@ -119,7 +119,7 @@ class Regions:
         return all_fit(self._sizes(self.residents - there), runs)
 
     def runs(self) -> list[Part]:
-        """Returns the runs below the border in which nothing lies for good, ascending."""
+        """Returns the runs below the border without permanent blocks, ascending."""
         fixed = sorted((r.extent.offset, r.extent.end) for r in self._table if r.fixed and r.extent)
         runs, start = [], 0
         for offset, end in fixed:

@@ -1,10 +1,10 @@
-"""Handing HBM out in a ring: what has been there longest leaves first.
+"""Allocating HBM in a ring: the block that has been there longest leaves first.
 
-In a loop that writes what it streams (steps of an optimizer), what was just used has the furthest
-next use of all, and by that rule it would leave first. But it has just begun to go down, and so its
-place is free last: copies up would wait for copies down, and compute for both, with most of HBM
-idle. What has been there longest is down already. Where HBM holds a small part of the loop, hardly
-a byte more moves.
+In a loop that writes the blocks it streams (steps of an optimizer), the block that was just used
+has the furthest next use, and by that rule it would leave first. But its copy home has just begun,
+so its place is free last: copies to HBM would wait for copies home, and compute for both, with most
+of HBM idle. The block that has been there longest is already home. If HBM holds a small part of the
+loop, hardly a byte more moves.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Ring:
     """Finds the next place in HBM, in the order of addresses, and the blocks to evict from it.
 
     Attributes:
-        uses: What is used again within so many uses stays; 0 where HBM is not handed out so.
-        at: Where the next place begins at the earliest: who takes one moves it on behind that.
+        uses: A block that is used again within so many uses stays; 0 if there is no ring.
+        at: Lowest offset of the next place; whoever takes a place advances it.
     """
 
     def __init__(
@@ -33,10 +33,10 @@ class Ring:
         """Begins at the first byte.
 
         Args:
-            table: Where the blocks are.
+            table: The residency table.
             planner: Knows when blocks are used again.
-            regions: The ring ends where the region of what stays begins.
-            order: Says which blocks may leave.
+            regions: The ring ends where the region of residents begins.
+            order: Knows which blocks may leave.
         """
         self.uses = 0
         self._hbm = table.hbm
@@ -48,14 +48,14 @@ class Ring:
         self._starts: dict[Schedule, int] = {}
 
     def begin(self, uses: int, number: int, schedule: Schedule) -> None:
-        """Begins a pass, where one of the same schedule has begun before.
+        """Begins a pass where an earlier one with the same schedule began.
 
-        So blocks come to the same places in every round, where their slots are known already.
+        So blocks get the same places in every round, for which slots already exist.
 
         Args:
-            uses: What is used again within so many uses stays; 0 for no ring.
-            number: Of the pass; only its first call moves the ring.
-            schedule: What comes.
+            uses: A block that is used again within so many uses stays; 0 for no ring.
+            number: Number of the pass; only the first call for it moves the ring.
+            schedule: The schedule of the pass.
         """
         self.uses = uses
         if not uses or number == self._pass:
@@ -66,16 +66,16 @@ class Ring:
             del self._starts[next(iter(self._starts))]
 
     def next_run(self, nbytes: int, position: int | None) -> tuple[int, list[int]] | None:
-        """Returns where the next place of ``nbytes`` begins, and whom to evict from it.
+        """Returns where the next place of ``nbytes`` begins, and which blocks to evict from it.
 
-        That is nobody where it is free: as a rule it is what a larger block has left behind it.
+        There are none if it is free, usually as the rest of a larger place.
 
         Args:
-            nbytes: Bytes wanted.
-            position: Uses until they are needed; None for now.
+            nbytes: Size of the place.
+            position: Uses until it is needed; None if now.
 
         Returns:
-            Its offset, and those of the blocks; None where a block there is needed soon, or may
+            Its offset, and those of the blocks; None if a block there is needed soon, or must
             not leave.
         """
         end = self._regions.border  # the first byte behind the ring

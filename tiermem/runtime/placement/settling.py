@@ -1,4 +1,4 @@
-"""Which blocks lie in the wrong region of HBM once a loop has come round."""
+"""Which blocks are in the wrong region of HBM after a round of a loop."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _MOST_LOOPS = 16
 
 
 class Settling:
-    """Finds the blocks to evict so that residents come to lie side by side in their region."""
+    """Finds the blocks to evict so that residents get side by side in their region."""
 
     def __init__(self, table: ResidencyTable, regions: Regions) -> None:
-        """Starts with no loop known.
+        """Starts without a loop.
 
         Args:
-            table: Where the blocks are.
+            table: The residency table.
             regions: Which region each block belongs in.
         """
         self._table = table
@@ -26,7 +26,7 @@ class Settling:
         self._loops: dict[object, None] = {}
 
     def try_again(self) -> None:
-        """Allows as many attempts as at first: HBM has been divided anew."""
+        """Allows as many attempts as at first, since HBM has been divided again."""
         self._attempts = 0
 
     def repair(self) -> None:
@@ -36,20 +36,20 @@ class Settling:
         self._streamed = False
 
     def misplaced(self, loop: object, *, streams: bool) -> tuple[list[Record], bool]:
-        """Returns the blocks that should leave now, to come back to the region they belong in.
+        """Returns the blocks that should leave now, to be fetched into the right region later.
 
-        A block that is in use stays, and has another chance at the next round.
+        A block that is in use stays; it is checked again in the next round.
 
         Args:
-            loop: The loop under way; no block has to leave before its second round.
-            streams: Whether blocks stream past what stays. Until they do, in this loop or another,
-                it is in nobody's way wherever it lies.
+            loop: The current loop; no block has to leave before its second round.
+            streams: Whether blocks stream beside residents. Until they do, in this loop or another,
+                a resident may be anywhere.
 
         Returns:
-            Those blocks, and whether residents lie with gaps in which the other ones do not fit.
+            Those blocks, and whether the gaps between residents are too small for the missing ones.
         """
         self._streamed |= streams
-        if loop not in self._loops:  # a loop of several passes has a schedule for each
+        if loop not in self._loops:  # a loop of several passes has one schedule for each
             self._loops[loop] = None
             if len(self._loops) > _MOST_LOOPS:
                 del self._loops[next(iter(self._loops))]

@@ -1,4 +1,4 @@
 """Services on top of the manager: sweeps, saved tensors, steps on the host, experts, checks.
 
-They work through the manager, as its users do.
+They use the manager in the same way as its other users.
 """

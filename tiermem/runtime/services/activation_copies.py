@@ -1,4 +1,4 @@
-"""Copies of saved tensors: one of them, their order, and which have bytes in HBM."""
+"""Copies of saved tensors: the copy, their order, and which have bytes in HBM."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tiermem.transfer.file.mover import FileTransfer
 
 
 class Copy:
-    """A run of bytes of one storage, below HBM, and in HBM as long as need be.
+    """A run of bytes of one storage, below HBM, and in HBM as long as necessary.
 
     Attributes:
         ident: Never reused.
         low: First byte within the storage.
         nbytes: Bytes.
         name: For messages and tables.
-        weak: The storage, without holding it.
-        place: Where the copy is; None where it could not be written.
+        weak: A weak reference to the storage.
+        place: Where the copy is; None if it could not be written.
         source: The storage, held.
-        fetched: The bytes in HBM again.
-        up: Event of the copy that brought them; from a file once that has been read.
-        reading: The file transfer that brings them.
-        tail: Last bytes, which are no whole page and so not in the file.
-        root: The tensor that was saved, or the one it is a view of; dead where that is gone.
+        fetched: The bytes that were fetched to HBM.
+        up: Event of the copy that fetched them; for a file, after it has been read.
+        reading: The file transfer that fetches them.
+        tail: The last bytes, less than a page, which are not in the file.
+        root: The saved tensor, or the base if it is a view; a dead reference if that was freed.
         version: The version of its contents that was copied.
     """
 
@@ -55,7 +55,7 @@ class Copy:
         self, dropped: deque[Any], storage: torch.UntypedStorage, low: int, nbytes: int, name: str
     ) -> None:
         self.dropped = dropped
-        self.ident = -1  # until it has a place in the order
+        self.ident = -1  # until it has a position in the order
         self.low = low
         self.nbytes = nbytes
         self.name = name
@@ -73,7 +73,7 @@ class Copy:
         """Returns the storage that was saved, if it is still alive."""
         if self.source is not None:
             return self.source
-        # returns None where it is gone, whatever its annotation says
+        # returns None if it is gone, in spite of its annotation
         found = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         return cast("torch.UntypedStorage | None", found)
 
@@ -88,9 +88,9 @@ class Copy:
 
 
 class SavingOrder:
-    """The order in which tensors were saved: backward asks for them the other way round.
+    """The order in which tensors were saved: backward uses them in reverse order.
 
-    A tensor that is saved again moves up.
+    A tensor that is saved again gets a later position.
     """
 
     __slots__ = ("_bytes", "_copies", "_next", "_seqs")
@@ -106,7 +106,7 @@ class SavingOrder:
         return max(len(self._copies), len(self._seqs))
 
     def add(self, copy: Copy) -> None:
-        """Gives a copy the next position; one that is new is known by it from now on."""
+        """Gives a copy the next position, by which a new copy is identified from now on."""
         seq = self._next
         self._next += 1
         if copy.ident < 0:
@@ -119,17 +119,17 @@ class SavingOrder:
     def add_again(self, copy: Copy) -> None:
         """Gives a copy that has a position the next one instead."""
         before = self._seqs[copy.ident]
-        self.add(copy)  # first: cut short after it, the copy has a position still
+        self.add(copy)  # first: if interrupted after it, the copy still has a position
         self._copies.pop(before, None)
 
     def remove(self, ident: int) -> None:
-        """Takes a copy out, where it is there."""
+        """Removes a copy, if it is there."""
         seq = self._seqs.pop(ident, None)
         if seq is not None:
             self._copies.pop(seq, None)
 
     def position(self, copy: Copy) -> int:
-        """Returns where a copy is."""
+        """Returns the position of a copy."""
         return self._seqs[copy.ident]
 
     def back(self, seq: int, most: int) -> tuple[int, Copy | None, int]:
@@ -137,11 +137,11 @@ class SavingOrder:
 
         Args:
             seq: The position.
-            most: How many positions without a copy are passed over at most.
+            most: How many positions without a copy may be skipped.
 
         Returns:
-            Where the first one is, the copy, and how many may be passed over still; None for the
-            copy, and the last position that was not looked at, where there is none so near.
+            The position of the first one, the copy, and how many more may be skipped; if there is
+            none so near, the last position that was not checked, and None for the copy.
         """
         copies = self._copies
         while seq >= 0 and most > 0:
@@ -153,17 +153,17 @@ class SavingOrder:
         return seq, None, most
 
     def between(self, seq: int, later: int) -> int:
-        """Returns the bytes that were saved from one position on, before another one."""
+        """Returns the bytes that were saved from one position up to another one."""
         return self._copies[later][1] - self._copies[seq][1]
 
     def copies(self) -> list[Copy]:
-        """Returns the copies there are, in order."""
+        """Returns the existing copies, in order."""
         found = (weak() for _, (weak, _) in sorted(self._copies.items()))
         return [copy for copy in found if copy is not None]
 
 
 class CopiesInHbm:
-    """Copies that have bytes in HBM for one reason, the first to come there first.
+    """Copies that have bytes in HBM for one reason, in the order in which they were added.
 
     Attributes:
         nbytes: Bytes of all of them.
@@ -180,18 +180,18 @@ class CopiesInHbm:
         return len(self._copies)
 
     def add(self, copy: Copy) -> None:
-        """Enters a copy as the last."""
+        """Adds a copy as the last."""
         self._copies[copy.ident] = (ref(copy), copy.nbytes)
         self.nbytes += copy.nbytes
 
     def remove(self, ident: int) -> None:
-        """Takes a copy out, where it is there."""
+        """Removes a copy, if it is there."""
         found = self._copies.pop(ident, None)
         if found is not None:
             self.nbytes -= found[1]
 
     def take_first(self) -> Copy | None:
-        """Takes the first one out and returns it; None where it is gone."""
+        """Removes the first one and returns it; None if it no longer exists."""
         _, (weak, nbytes) = self._copies.popitem(last=False)
         self.nbytes -= nbytes
         return weak()
@@ -200,7 +200,7 @@ class CopiesInHbm:
         """Returns the first one that is not ``copy``, which becomes the last if it is the first.
 
         Returns:
-            By what it is known, and the copy; None where that is gone.
+            Its id, and the copy; None if that no longer exists.
         """
         ident = next(iter(self._copies))
         if ident == copy.ident:
@@ -209,5 +209,5 @@ class CopiesInHbm:
         return ident, self._copies[ident][0]()
 
     def repair(self) -> None:
-        """Counts the bytes anew."""
+        """Counts the bytes again."""
         self.nbytes = sum(nbytes for _, nbytes in self._copies.values())

@@ -1,14 +1,14 @@
-"""Copies of saved tensors below HBM: sent down in forward, brought up ahead in backward.
+"""Copies of saved tensors below HBM: made in forward, fetched ahead in backward.
 
-HBM here is memory of torch's own allocator, not of the arena: it came from there, and what
-comes up goes there again. Three rules keep it safe without the host ever waiting for a stream:
+HBM here is memory of torch's own allocator, not of the arena: saved tensors are allocated there,
+and so are fetched ones. Three rules keep it safe without the host ever waiting for a stream:
 
-1. The source of a copy down is held until the compute stream has been made to wait for the copy.
-   Its memory is allocated next on the same stream, and so is used after the copy.
-2. The target of a copy up is allocated on the compute stream and filled on the up stream, after an
-   event of the compute stream; it is neither read nor freed before compute waits for the copy.
-3. A copy that is collected enters itself in a queue, from whichever thread and at whatever moment
-   that happens; the queue is emptied where the next copy is asked for.
+1. The source of a copy from HBM is held until the compute stream waits for the copy.
+   Its memory is next allocated on the same stream, so it is reused only after the copy.
+2. The target of a copy to HBM is allocated on the compute stream and filled on the up stream, after
+   an event of the compute stream; it is neither read nor freed before compute waits for the copy.
+3. A copy that is garbage-collected adds itself to a queue, in whichever thread and at whatever
+   moment that happens; the queue is emptied when the next copy is requested.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["ActivationStore", "Copy"]
 _NOWHERE = Extent(0, 0)
 """For copy engines: the bytes are not in the HBM arena."""
 _GAP = 512
-"""Dead neighbours that a look-ahead steps over before it gives up."""
+"""How many dead neighbours a look-ahead skips before it stops."""
 
 
 def _afresh(error: StorageError) -> StorageError:
     """Returns an equal error object, without the traceback of the first.
 
-    A traceback holds the frames of a whole pass, and what was saved in it; the I/O thread may
-    have the error of a transfer until its next piece of work.
+    A traceback refers to the frames of a whole pass, and what was saved in it; the I/O thread may
+    keep the error of a transfer until its next job.
     """
     fresh = type(error).__new__(type(error))
     fresh.args = error.args
@@ -56,21 +56,21 @@ def _afresh(error: StorageError) -> StorageError:
 
 
 class ActivationStore:
-    """Copies storages below HBM, and brings them back when they are needed.
+    """Copies storages below HBM, and fetches them when they are needed.
 
     Every call is made under the manager's lock.
 
     Attributes:
-        window: Returns how many bytes may be in HBM beyond need: on the way down, or fetched
-            ahead.
-        pool: Where copies live below HBM.
+        window: Returns how many bytes may be in HBM beyond what is in use: being copied out, or
+            prefetched.
+        pool: Where copies are kept below HBM.
     """
 
     def __init__(self, manager: BlockManager, home: Home, window: Callable[[], int]) -> None:
         """Starts empty.
 
         Args:
-            manager: Whose tiers and transfers it uses.
+            manager: The manager whose tiers and transfers are used.
             home: ``"dram"`` or ``"nvme"``.
             window: See the attribute.
         """
@@ -99,16 +99,16 @@ class ActivationStore:
         return found if found is not None and found.covers(low, high) else None
 
     def again(self, copy: Copy) -> None:
-        """Notes that another tensor was saved that ``copy`` covers: backward needs it sooner."""
+        """Notes that another saved tensor is covered by ``copy``, so backward needs it sooner."""
         self._order.add_again(copy)
         self._looked_to = float("inf")
         self.counters.shared += 1
 
     def send(self, storage: torch.UntypedStorage, low: int, nbytes: int, name: str) -> Copy | None:
-        """Begins to copy bytes of a storage down, and holds the storage as long as that takes.
+        """Begins to copy bytes of a storage from HBM, and holds the storage until that is done.
 
         Returns:
-            The copy; None where there is no room for it, so that the tensor stays.
+            The copy; None if there is no room for it, so that the tensor stays.
         """
         body = nbytes if self.home == "dram" else nbytes // ALIGNMENT * ALIGNMENT
         place = self.pool.take(body, self.home, name) if body else None
@@ -151,7 +151,7 @@ class ActivationStore:
                 copy.tail = bytes_[body:].clone()
 
     def _trim_held(self) -> None:
-        """Frees the sources that are beyond the window, the oldest first."""
+        """Frees the sources beyond the window, the oldest first."""
         window = self.window()
         while self._held.nbytes > window and self._held:
             copy = self._held.take_first()
@@ -159,14 +159,14 @@ class ActivationStore:
                 self._let_go(copy)
 
     def _let_go(self, copy: Copy) -> None:
-        """Frees the source of a copy, once any reuse of its memory is ordered after the copy."""
+        """Frees the source of a copy, once reuse of its memory is ordered after the copy."""
         place = copy.place
         if place is None:
             return
         if place.transfer is not None:
             self._wait(place.transfer)
             self._landed(place.transfer)
-            if place.transfer.error is not None:  # it cannot leave, and so it stays
+            if place.transfer.error is not None:  # it cannot leave, so it stays
                 copy.place = None
                 self.pool.give_back(place)
                 self.counters.kept += 1
@@ -180,7 +180,7 @@ class ActivationStore:
             and use_count(source._cdata) == 1
             and sys.getrefcount(source) == 2  # other copies of the storage share this object
         ):
-            with torch.no_grad():  # nothing may read it any more; if something does, it shows
+            with torch.no_grad():  # nothing may read it any more; if something does, it is noticed
                 typed_view(source, torch.uint8, 0, (source.nbytes(),), (1,)).fill_(POISON)
 
     # -- up --------------------------------------------------------------
@@ -190,14 +190,14 @@ class ActivationStore:
         self._looked_to = float("inf")
 
     def open(self, copy: Copy) -> tuple[torch.UntypedStorage, int]:
-        """Brings a copy into HBM, ordered before whatever the current stream does next.
+        """Fetches a copy into HBM, ordered before the next work of the current stream.
 
         Returns:
-            A storage, and which byte of the one that was saved is its first.
+            A storage, and the byte of the saved storage at which it begins.
 
         Raises:
             StorageError: If its bytes cannot be read.
-            ClosedError: If they went with a manager that is closed.
+            ClosedError: If the manager is closed, so that they no longer exist.
         """
         self.reap()
         found = copy.alive()
@@ -219,7 +219,7 @@ class ActivationStore:
         return found, low
 
     def _look_ahead(self, copy: Copy) -> None:
-        """Begins to fetch what was saved before ``copy``, as far as the window goes."""
+        """Begins to fetch what was saved before ``copy``, as far as the window allows."""
         window = self.window()
         if not window:
             return
@@ -244,7 +244,7 @@ class ActivationStore:
             seq -= 1
 
     def _fetch(self, copy: Copy, *, urgent: bool) -> None:
-        """Begins to bring a copy up."""
+        """Begins to fetch a copy."""
         manager, place = self.manager, copy.place
         if place is None:
             raise RuntimeError(f"{copy.name!r} is nowhere")
@@ -272,11 +272,11 @@ class ActivationStore:
         self._fetched.add(copy)
 
     def _arrive(self, copy: Copy, *, again: bool) -> None:
-        """Makes compute wait for a copy up; for files, the host.
+        """Makes compute wait for a copy to HBM, or the host wait for a file.
 
         Args:
-            copy: Which.
-            again: Whether a read that failed is made once more: a fetch ahead says nothing.
+            copy: The copy.
+            again: Whether a failed read is repeated, since errors of prefetches are not raised.
         """
         self.manager.parts.copy.use(copy.up)
         reading = copy.reading
@@ -298,7 +298,7 @@ class ActivationStore:
         self._arrive(copy, again=False)
 
     def _trim_fetched(self, current: Copy) -> None:
-        """Frees what was fetched long ago: a graph that is kept would hold all of it."""
+        """Frees what was fetched long ago; otherwise a graph that is kept would hold all of it."""
         limit = 4 * self.window()
         while self._fetched.nbytes > limit and len(self._fetched) > 1:
             ident, copy = self._fetched.first_but(current)
@@ -319,7 +319,7 @@ class ActivationStore:
     # -- the end ---------------------------------------------------------
 
     def reap(self) -> None:
-        """Frees the memory of dropped copies. Called where compute is submitted."""
+        """Frees the memory of dropped copies. Called where compute work is submitted."""
         self.collect()
         waiting: list[tuple[Any, Event | None, FileTransfer | None]] = []
         for what, event, transfer in self._leaving:
@@ -333,7 +333,7 @@ class ActivationStore:
         self._leaving = waiting
 
     def collect(self) -> None:
-        """Frees the places of dropped copies; what they have in HBM waits for ``reap``."""
+        """Frees the places of dropped copies; their bytes in HBM are freed by ``reap``."""
         while self._dropped:
             ident, place, source, fetched, up, reading = self._dropped.popleft()
             self._order.remove(ident)
@@ -348,7 +348,7 @@ class ActivationStore:
             self.pool.give_back(place)
 
     def repair(self) -> None:
-        """Counts anew what is held and fetched, after an exception anywhere."""
+        """Counts again what is held and fetched, after an exception anywhere."""
         self.collect()
         self.pool.repair()
         self._held.repair()
@@ -356,7 +356,7 @@ class ActivationStore:
         self._looked_to = float("inf")
 
     def copies(self) -> list[Copy]:
-        """Returns the copies there are, in the order of saving."""
+        """Returns the existing copies, in the order of saving."""
         self.collect()
         return self._order.copies()
 

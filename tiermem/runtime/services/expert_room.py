@@ -1,6 +1,6 @@
-"""The expert room: one block at home in HBM, divided into seats for pieces of experts.
+"""The expert room: one block with HBM as home, divided into seats for pieces of experts.
 
-It takes of HBM what other blocks leave, and is given back as soon as one of them needs it.
+It takes HBM that other blocks leave free, and is given back as soon as one of them needs it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _NAME = "expert room"
 _SHRINK = 0.5
 _LEAST = 1 / 64
 _LONGEST = 256
-"""Passes after which a share that has been made smaller is tried larger again, at the most."""
+"""Maximal number of passes after which a share that was reduced is increased again."""
 _FAR_LARGER = 2
-"""Blocks that may be far larger than others, and are there one at a time: embedding and head."""
+"""Blocks that may be far larger than others, and are used one at a time: embedding and head."""
 _SLOTS = 3
-"""Of the other blocks: one is used, one comes and one leaves."""
+"""Slots for the other blocks: one is used, one is being fetched and one leaves."""
 _SPARE = 64
-"""Part of HBM that is left beside all other blocks, for what is made in between."""
+"""One such part of HBM is left free beside all other blocks, for temporary use."""
 
 
 class ExpertRoom:
-    """The room, while it is there; under the manager's lock.
+    """The expert room, if there is one; under the manager's lock.
 
     Attributes:
-        block: Its block; None where there is no room.
-        banks: By the bytes of a seat.
-        bank_of: By stack and tensor.
-        seats: By the address of their first byte.
-        device: Where they are; not known before there was a room.
-        share: Of what other blocks leave it takes at most this share.
+        block: Its block; None if there is no room.
+        banks: Banks by the bytes of a seat.
+        bank_of: Bank by stack and tensor.
+        seats: Seats by the address of their first byte.
+        device: The device of the seats; unknown before the first room.
+        share: The room takes at most this share of what other blocks leave free.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -54,17 +54,17 @@ class ExpertRoom:
         self.seats: dict[int, Seat] = {}
         self.device = self._parts.device
         self.share = 1.0
-        self._quiet = 0  # passes since the room last gave way, or grew
+        self._quiet = 0  # passes since the room was last given back, or grew
         self._patience = 4
         self._capacity = self._gradients = 0
         self._whole: frozenset[int] = frozenset()
 
     def suits(self, whole: frozenset[int], gradients: int | None) -> bool:
-        """Whether a room made so far leaves enough for a pass; one that is made now will.
+        """Whether an existing room leaves enough for a pass; a new room always does.
 
         Args:
-            whole: Stacks, by the id of their blocks, that come up whole in it.
-            gradients: Bytes of gradients that backward will bring; None where it is not known.
+            whole: Stacks, by the id of their blocks, that are copied whole in the pass.
+            gradients: Bytes of gradients that backward will add; None if unknown.
         """
         capacity, wider = self._parts.table.hbm.capacity, not whole <= self._whole
         more = gradients is not None and gradients > self._gradients
@@ -77,11 +77,11 @@ class ExpertRoom:
     def make(
         self, stacks: Iterable[Stack], worth: Callable[[Any], float], *, tensors: bool = False
     ) -> bool:
-        """Makes the room; returns whether there is space for it.
+        """Creates the room; returns whether there is space for it.
 
         Args:
-            stacks: Of which it has seats for pieces.
-            worth: Returns what having a piece there is worth.
+            stacks: The stacks for whose pieces it has seats.
+            worth: Returns the value of having a piece there.
             tensors: Whether it is for whole tensors.
         """
         stacks = list(stacks)
@@ -101,7 +101,7 @@ class ExpertRoom:
         parts.table[block.id].still = True  # seats know their addresses
         self.block = block
         parts.table.give_way.add(block.id)
-        given = small_pieces(stacks) if tensors else counts  # rows of whole tensors have the rest
+        given = small_pieces(stacks) if tensors else counts  # rows of whole tensors take the rest
         self._divide(parts.slots.current[block.id].extent, counts, given, worth)
         for stack in stacks:
             for tensor in range(len(stack.block.tensors)):
@@ -113,8 +113,8 @@ class ExpertRoom:
         """Returns how many seats it would have, by their bytes; None without space.
 
         Args:
-            stacks: Of which it has seats for pieces.
-            tensors: Whether it is for whole tensors: for each size, a place for at least one.
+            stacks: The stacks for whose pieces it has seats.
+            tensors: Whether it is for whole tensors: for each size, room for at least one.
         """
         stacks = list(stacks)
         sizes = sizes_of(stacks, tensors=tensors)
@@ -123,7 +123,7 @@ class ExpertRoom:
         return None if self.share <= _LEAST else share_out(room, sizes)
 
     def give_back(self) -> None:
-        """Gives the room back; nothing is seated there, and no copy to it is under way."""
+        """Gives the room back; no piece is seated there, and no copy to it is in progress."""
         room, parts = self.block, self._parts
         if room is None:
             return
@@ -133,14 +133,14 @@ class ExpertRoom:
         keep = slot.bytes.detach() if seen else None  # so that the bytes stay as they are
         self._manager.remove_blocks([room])
         self._forget()
-        if keep is not None and parts.table.get(room.id) is None:  # else all is closed
+        if keep is not None and parts.table.get(room.id) is None:  # otherwise the manager is closed
             parts.evictor.leave_behind(slot.extent, seen)
 
     def shrink(self) -> None:
-        """Halves the share that the room takes when it is made again.
+        """Halves the share that the next room takes.
 
-        What needed room may have been one of a kind: some passes later the share is doubled, each
-        time after twice as many, as that gives up all that is seated.
+        The need for the space may have been a single event: after some passes the share is doubled
+        again, each time after twice as many, as that drops all seated pieces.
         """
         self.share *= _SHRINK
         self._quiet, self._patience = 0, min(2 * self._patience, _LONGEST)
@@ -154,7 +154,7 @@ class ExpertRoom:
         return True
 
     def repair(self) -> None:
-        """Gives the room back after an exception anywhere; nothing is under way."""
+        """Gives the room back after an exception anywhere; no operation is in progress."""
         table = self._parts.table
         if self.block is not None and table.get(self.block.id) is None:
             self._forget()
@@ -171,7 +171,7 @@ class ExpertRoom:
         given: Mapping[int, int],
         worth: Callable[[Any], float],
     ) -> None:
-        """Divides the room into banks of seats, the first of which are given to pieces."""
+        """Divides the room into banks of seats, and assigns the first seats of each to pieces."""
         offset, before = whole.offset, self._parts.copy.guards(whole)
         with outside_inference():
             for size, count in counts.items():
@@ -186,18 +186,18 @@ class ExpertRoom:
                 self.banks[size] = Bank(seats, Seats(given.get(size, 0), size, worth))
 
     def _spare(self, stacks: Iterable[Stack], least: int) -> int:
-        """Returns the bytes of HBM that are not needed for other blocks; 0 where all fit.
+        """Returns the bytes of HBM that are not needed for other blocks; 0 if all fit.
 
         Args:
             stacks: The stacks.
-            least: Bytes of the fewest seats.
+            least: Bytes of the smallest number of seats.
         """
         table = self._parts.table
         if table.nbytes <= table.hbm.capacity:
             return 0
         others = sorted(beside(table, {stack.block.id for stack in stacks} - self._whole))
         room, gradients = table.hbm.capacity - table.fixed_nbytes(), self._gradients
-        # what fits is to stay; else it needs a few slots
+        # blocks that fit stay; otherwise a few slots are needed
         rest = room - sum(others) - gradients - room // _SPARE
         largest = others[-1] if others else 0
         slots = largest + _SLOTS * max(others[:-_FAR_LARGER], default=0)
@@ -207,7 +207,7 @@ class ExpertRoom:
 
 
 def beside(table: ResidencyTable, by_rows: Collection[int]) -> list[int]:
-    """Returns the bytes of the weights and buffers that may move, but for some stacks."""
+    """Returns the bytes of the weights and buffers that may move, except some stacks."""
     return [
         align_up(record.block.nbytes)
         for record in table

@@ -1,13 +1,13 @@
-"""Experts of mixtures, each brought into HBM by itself where their layers' blocks do not fit.
+"""Experts of mixtures, copied to HBM one by one if their layers' blocks do not fit.
 
 A *stack* is a block whose tensors hold one row for each expert of a layer. One row of one of these
-tensors is a *piece*. The block stays as it is below HBM; pieces are copied out of its home into
-seats of HBM (:mod:`tiermem.core.experts`), all of which lie in one block, the *expert room*, whose
-home is HBM. It is made as a pass begins that uses pieces, of what other blocks leave of HBM, and
-given back as soon as another block needs room: pieces are copies, and nothing is lost.
+tensors is a *piece*. The block stays below HBM; pieces are copied from its home into
+seats in HBM (:mod:`tiermem.core.experts`), all of which are in one block, the *expert room*, whose
+home is HBM. It is created when a pass begins that uses pieces, from HBM that other blocks leave
+free, and given back as soon as another block needs room: pieces are copies, so nothing is lost.
 
-A piece is valid until the block is written. Callers that write through the tensors they get find
-out from their use, and write the block; a seat is taken as long as one of these tensors is alive.
+A piece is valid until the block is written. Callers that write through the tensors they get detect
+that from their use, and write the block; a seat is occupied as long as one of these tensors exists.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from tiermem.runtime.services.piece_copies import PieceCopies
 from tiermem.transfer.copy import Event
 
 _GUESS_FROM = 0.6
-"""Share of recent guesses that must have been right for a guess to be worth a copy."""
+"""Share of recent predictions that must have been right for a prediction to be worth a copy."""
 _WORTH_WHOLE = 2.0  # more than any expert's
 
 
 def _place(coming: tuple[int, deque[tuple[int, Piece]]]) -> int:
-    """Returns where in a call's order the first of a tensor's pieces is."""
+    """Returns the position in a call's order of a tensor's first piece."""
     return coming[1][0][0]
 
 
@@ -53,12 +53,12 @@ class ExpertStore:
     """The stacks of one manager, and the expert room; under the manager's lock.
 
     Attributes:
-        stacks: By the id of their blocks.
+        stacks: The stacks by the id of their blocks.
         open: Whether there is an expert room.
         room: That room.
-        whole: Stacks, by the id of their blocks, that come up whole in the pass under way.
-        tensors: Brings up whole tensors, in passes that use them so.
-        way: Decides which way forwards without gradients go.
+        whole: Stacks, by the id of their blocks, that are copied whole in the current pass.
+        tensors: Copies whole tensors, in passes that use them so.
+        way: Decides how the experts of forwards without gradients are copied.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -72,10 +72,10 @@ class ExpertStore:
         self._uses: list[Use] = []
         self._guesses: dict[Piece, None] = {}
         self._last: Use | None = None
-        self._lent: list[Seat] = []  # whose readers may not all be submitted
-        self._read: Seat | None = None  # one of those whose readers are, but not yet marked
-        self._reads: list[Event] = []  # shared by these: where the events will be
-        self._changes = 0  # of what is seated
+        self._lent: list[Seat] = []  # their readers may not all be submitted
+        self._read: Seat | None = None  # the one whose readers are submitted but not yet marked
+        self._reads: list[Event] = []  # shared by these: receives the events
+        self._changes = 0  # changes of what is seated
         self.whole: frozenset[int] = frozenset()
         self.tensors = WholeTensors(parts)
         self.way = ExpertWay(manager, self.stacks, self.room)
@@ -92,7 +92,7 @@ class ExpertStore:
         return self.room.block is not None
 
     def add(self, block: Block, experts: int) -> Stack | None:
-        """Enters a stack; None where its tensors are not laid out row by row."""
+        """Adds a stack; returns None if its tensors are not laid out row by row."""
         stack = stack_of(block.id, block, experts)
         if stack is not None:
             self.close()
@@ -100,7 +100,7 @@ class ExpertStore:
         return stack
 
     def remove(self, block_id: int) -> None:
-        """Takes a stack out, where it is one."""
+        """Removes a stack, if the block is one."""
         stack = self.stacks.get(block_id)
         if stack is not None:
             self.close()
@@ -111,28 +111,28 @@ class ExpertStore:
 
     @property
     def goes(self) -> Way:
-        """Which way the pass under way goes."""
+        """How the experts are copied in the current pass."""
         if not self.open:
             return Way.LAYERS
         return Way.TENSORS if self.tensors else Way.EACH
 
     def by_rows(self, block_id: int) -> bool:
-        """Whether a block is a stack whose rows come up by themselves in the pass under way."""
+        """Whether a block is a stack whose rows are copied one by one in the current pass."""
         return self.open and block_id in self.stacks and block_id not in self.whole
 
     def prepare(
         self, whole: Collection[int], gradients: int | None = None, *, way: Way = Way.EACH
     ) -> Way:
-        """Makes the expert room as a pass begins, gives it back, or leaves it as it is.
+        """Creates the expert room when a pass begins, gives it back, or keeps it.
 
         Args:
-            whole: Stacks, by the id of their blocks, that come up whole: gradients are taken of
-                them.
-            gradients: Bytes of those that backward will bring into HBM; None where it is not known.
-            way: Which way all stacks go, if none of them is in ``whole``.
+            whole: Stacks, by the id of their blocks, that are copied whole since their gradients
+                are computed.
+            gradients: Bytes of gradients that backward will add to HBM; None if unknown.
+            way: How all stacks are copied, if none of them is in ``whole``.
 
         Returns:
-            Which way they go: one by one where there is no room for whole tensors.
+            How they are copied: one by one if there is no room for whole tensors.
         """
         parts, stacks = self._parts, self.stacks.values()
         if not stacks or parts.copy.capturing():
@@ -148,7 +148,7 @@ class ExpertStore:
         if not self.open and way is Way.TENSORS:
             if self.room.make(stacks, self._worth, tensors=True):
                 self.tensors.lay_out(stacks, self.room.banks)
-            if not self.tensors:  # other blocks have come, or this room was given away too often
+            if not self.tensors:  # blocks were added, or this room was given back too often
                 self.close()
                 self.way.refuse(way)
                 way = Way.EACH
@@ -160,11 +160,11 @@ class ExpertStore:
         return way
 
     def begin_pass(self) -> None:
-        """Begins the copies of whole tensors; those of other blocks, used sooner, have begun."""
+        """Begins the copies of whole tensors; those of blocks that are used sooner have begun."""
         self.tensors.begin()
 
     def close(self) -> None:
-        """Gives the expert room back, with all that is seated."""
+        """Gives the expert room back, with all seated pieces."""
         if self.open:
             for seat in self.room.seats.values():
                 self._copies.settle(seat)
@@ -172,7 +172,7 @@ class ExpertStore:
             self.room.give_back()
 
     def repair(self) -> None:
-        """Gives the expert room back after an exception anywhere; nothing is under way."""
+        """Gives the expert room back after an exception anywhere; no operation is in progress."""
         self._uses.clear()
         self.tensors.repair()
         self._forget_seated()
@@ -180,7 +180,7 @@ class ExpertStore:
         self.way.reset()
 
     def give_way(self) -> bool:
-        """Closes the expert room for a block that has no place; returns whether that freed any."""
+        """Closes the expert room for a block without a place; returns whether that freed space."""
         if not self.open:
             return False
         self.close()
@@ -214,12 +214,12 @@ class ExpertStore:
     def usable(self, stack: Stack) -> bool:
         """Whether pieces of a stack can be copied now: whether its home copy is current.
 
-        The block's deferred work is done before, and a dirty copy is written home.
+        The block's deferred work is done first, and a dirty copy is written home.
         """
         parts = self._parts
         if not self.open or parts.copy.capturing() or stack.block.id not in self.stacks:
             return False
-        parts.deferred.pay(stack.block.id)  # for which the room may be given back
+        parts.deferred.pay(stack.block.id)  # the room may be given back for it
         return self.open and self._at_home(stack)
 
     def _at_home(self, stack: Stack) -> bool:
@@ -241,7 +241,7 @@ class ExpertStore:
         return True
 
     def _drop(self, stack: Stack) -> None:
-        """Drops all pieces of a stack, which was written."""
+        """Drops all pieces of a stack that was written."""
         self._changes += 1
         for bank in self.room.banks.values():
             pieces = [p for p in bank.who.seated if isinstance(p, Piece)]
@@ -252,17 +252,17 @@ class ExpertStore:
                 self._copies.settle(seat)
                 if not seat.aliased:
                     bank.who.give_up(piece)
-                else:  # stays as it was for its readers; no longer found by its piece
+                else:  # it stays for its readers, but is no longer found by its piece
                     bank.who.rename(piece, object())
         self._copies.forget_places(stack)
         stack.guessed.clear()
 
     def begin(self, use: Use, expected: Sequence[int] = ()) -> None:
-        """Enters what a call will ask for, and begins the copies for which there are seats.
+        """Notes what a call will ask for, and begins the copies for which there are seats.
 
         Args:
             use: The call.
-            expected: Experts that the stack that comes next will probably choose, the surest first.
+            expected: Experts that the next stack will probably choose, the most probable first.
         """
         stack, last = use.stack, self._last
         self._last = use
@@ -276,7 +276,7 @@ class ExpertStore:
         self.enter(use, expected)
 
     def enter(self, use: Use, expected: Sequence[int] = ()) -> None:
-        """Counts what a call chooses, and begins its copies."""
+        """Counts the choices of a call, and begins its copies."""
         stack, counters, coming = use.stack, self._parts.counters, use.coming
         seated, away = self._seated(stack), set[int]()
         for place, piece in enumerate(use.wanted):
@@ -307,12 +307,12 @@ class ExpertStore:
                 self._uses.remove(use)
 
     def end(self, use: Use) -> None:
-        """Ends a call: what was not asked for may leave; copies for guesses of the next begin."""
+        """Ends a call: pieces not asked for may leave; copies predicted for the next call begin."""
         if use in self._uses:
             self._uses.remove(use)
         after = use.stack.after
         if use.again or after is None or (use.saved and after.number <= use.stack.number):
-            return  # backward comes next, and resumes what was saved
+            return  # backward is next, and resumes what was saved
         if not self.tensors and self.open and after.found != self._changes:
             self._guess(after)
 
@@ -327,17 +327,17 @@ class ExpertStore:
     def rows(
         self, use: Use, stack: Stack, tensor: int, experts: Sequence[int]
     ) -> list[torch.Tensor] | None:
-        """Returns pieces, to be read by what is submitted to the current stream next.
+        """Returns pieces, to be read by the work that is next submitted to the current stream.
 
         Args:
             use: The call that asks.
-            stack: The layer.
+            stack: The stack.
             tensor: Which tensor of its block.
             experts: Which experts; no more than there are seats.
 
         Returns:
-            A tensor for each, of the shape of a row, or of all of a tensor that has no rows of its
-            own; None where no seat can be had.
+            A tensor for each, with the shape of a row, or of the whole tensor if it has no rows;
+            None if no seat is available.
 
         Raises:
             StorageError: If one cannot be read.
@@ -354,7 +354,7 @@ class ExpertStore:
             self._lent,
         )
         if use.coming:
-            self._go_on(use)  # seats may have come free since the last kernels were submitted
+            self._go_on(use)  # seats may be free since the last kernels were submitted
         found, seats, who, behind = [], bank.seats, bank.who, self._parts.copy.use
         for expert in experts:
             piece = pieces[expert]
@@ -378,19 +378,19 @@ class ExpertStore:
     def together(
         self, use: Use, stack: Stack, tensor: int, experts: Sequence[int]
     ) -> list[torch.Tensor] | None:
-        """Returns pieces for a copy of them that is submitted before the lock is let go.
+        """Returns pieces for a copy of them that is submitted before the lock is released.
 
-        Nobody else has these tensors: they do not count as views, and nobody writes them.
+        Nobody else has these tensors: they do not count as views and are not written.
 
         Args:
             use: The call that asks.
-            stack: The layer.
+            stack: The stack.
             tensor: Which tensor of its block.
             experts: Which experts, in the order of the copy.
 
         Returns:
-            A tensor for each, of the shape of one row of a stack; None where there are not seats
-            for all of them at once.
+            A tensor for each, with the shape of one row of a stack; None if there are not enough
+            seats for all of them at once.
 
         Raises:
             StorageError: If one cannot be read.
@@ -398,7 +398,7 @@ class ExpertStore:
         if not self.open or (use not in self._uses and not self.usable(stack)):
             return None
         if self._read is not None and stack.quiet < QUIET:
-            self._note_released()  # else once something is to be copied: a later event will do
+            self._note_released()  # otherwise when something is copied: a later event is enough
         if use.coming:
             self._go_on(use)
         bank, pieces, form = (
@@ -422,7 +422,7 @@ class ExpertStore:
             if event is not None and event.waiter != stream:
                 copy.hold_up(stream, event)
         bank.who.used(*asked)
-        if use.coming or use.again:  # else they are kept until the call ends: nothing needs room
+        if use.coming or use.again:  # otherwise they stay until the call ends: nothing needs room
             for piece in asked:
                 use.wanted.pop(piece, None)
             if use.again and not use.wanted and use in self._uses:
@@ -433,7 +433,7 @@ class ExpertStore:
             return [seat.look(*form) for seat in there]
 
     def _seats_of(self, bank: Bank, pieces: Sequence[Piece], use: Use) -> list[Seat]:
-        """Returns where pieces are, as :meth:`_seat_of` does; none where not all have seats."""
+        """Returns where pieces are, as :meth:`_seat_of` does; none unless all have seats."""
         found = list[Seat]()
         try:
             for piece in pieces:
@@ -441,14 +441,14 @@ class ExpertStore:
                 if seat is None:
                     return []
                 found.append(seat)
-                seat.inside = True  # stays while the others come
+                seat.inside = True  # it stays while the others are fetched
             return found[:]
         finally:
             for seat in found:
                 seat.inside = False
 
     def _seat_of(self, bank: Bank, piece: Piece, use: Use) -> Seat | None:
-        """Returns where a piece is, its copy at least begun, its read from a file over."""
+        """Returns a piece's seat, with its copy at least begun, or its file read complete."""
         use.wanted.pop(piece, None)
         asked = False
         while True:
@@ -472,11 +472,11 @@ class ExpertStore:
                 return seat
             bank.who.give_up(piece)
             self._changes += 1
-            if asked:  # the error of a read ahead of its use is ignored: the read is made again
+            if asked:  # the error of a read ahead is ignored: the read is repeated
                 raise error
 
     def seats_for(self, stack: Stack, tensor: int) -> int:
-        """Returns how many pieces of a tensor can be looked at together."""
+        """Returns how many pieces of a tensor can be used at the same time."""
         bank = self.room.bank_of.get((stack.number, tensor))
         return 0 if bank is None else len(bank.seats)
 
@@ -487,14 +487,14 @@ class ExpertStore:
     # -- inside ----------------------------------------------------------
 
     def _note_released(self) -> None:
-        """Notes, for seats without views, the events after which their last readers are done."""
+        """Notes, for seats without views, the events after which their last readers have ended."""
         lent, free = list[Seat](), list[Seat]()
         for seat in self._lent:
             (lent if seat.aliased else free).append(seat)
         one = free[0] if free else self._read
         if one is None:
             return
-        self._lent[:] = lent  # in place: rows() is at it
+        self._lent[:] = lent  # in place: rows() uses it
         now = self._parts.copy.guards(one.extent)
         for seat in free:
             seat.released = now
@@ -503,7 +503,7 @@ class ExpertStore:
             self._read, self._reads = None, []
 
     def _seated(self, stack: Stack) -> list[dict[Hashable, int]]:
-        """Returns what is seated where pieces of a stack are, by tensor."""
+        """Returns what is seated in the banks of a stack's pieces, by tensor."""
         number, bank_of = stack.number, self.room.bank_of
         return [bank_of[number, tensor].who.seated for tensor in range(len(stack.sizes))]
 
@@ -511,7 +511,7 @@ class ExpertStore:
         return self.room.bank_of[piece.stack, piece.tensor]
 
     def _go_on(self, use: Use) -> bool:
-        """Begins the copies of what is wanted next; returns whether there were seats for all."""
+        """Begins the copies of what is needed next; returns whether there were seats for all."""
         coming, open_ones, number = use.coming, dict(use.coming), use.stack.number
         while open_ones:
             tensor, pieces = min(open_ones.items(), key=_place)
@@ -527,14 +527,14 @@ class ExpertStore:
         return not coming
 
     def _expect(self, stack: Stack, experts: Sequence[int]) -> None:
-        """Begins the copies of experts that a router called early has chosen, if mostly right."""
+        """Begins the copies of experts that an early router call has chosen, if mostly right."""
         stack.popularity.expected = list(experts)
         if stack.popularity.foreseen >= FORESEEN and self.usable(stack):
             rows = [stack.pieces[index] for index in stack.rows]
             self.bring_guesses(stack, [row[expert] for expert in experts for row in rows])
 
     def _guess(self, stack: Stack) -> None:
-        """Begins the copies of what was chosen last, where that has foretold the next choice."""
+        """Begins the copies of the last choice, if that has predicted the next choice well."""
         if stack.popularity.repeats < _GUESS_FROM or not self.usable(stack):
             return
         changes = self._changes
@@ -545,7 +545,7 @@ class ExpertStore:
     def bring_guesses(self, stack: Stack, pieces: Iterable[Piece]) -> None:
         """Begins the copies of pieces that no call has asked for, as far as there are seats.
 
-        Not from a swap file, for which the host would wait.
+        Not from a swap file, as the host would wait for it.
         """
         record = self._parts.table[stack.block.id]
         if record.home is Tier.NVME and not self._parts.homes.read_only(record.home_extent):
@@ -567,7 +567,7 @@ class ExpertStore:
     def _bring(
         self, bank: Bank, piece: Piece, *, urgent: bool = False, guessed: bool = False
     ) -> int | None:
-        """Begins to copy a piece into a seat; returns which, None where none can be had."""
+        """Begins to copy a piece into a seat; returns its number, None if there is none."""
         if piece.expert != WHOLE and self.tensors:
             return None
         self._changes += 1
@@ -586,7 +586,7 @@ class ExpertStore:
         try:
             seat = seats[index]
             if seat.transfer is not None:
-                self._copies.settle(seat)  # a guess that was not used
+                self._copies.settle(seat)  # a prediction that was not used
             if self._lent or self._read is not None:
                 self._note_released()
             seat.piece, seat.use = piece, None
@@ -598,7 +598,7 @@ class ExpertStore:
         return index
 
     def _make_leave(self, bank: Bank, piece: Piece) -> int | None:
-        """Gives a piece the seat of one that was brought ahead: of a guess, or what is wanted last.
+        """Gives a piece the seat of a prefetched one: of a prediction, or the one needed last.
 
         The evicted piece is copied again when it is asked for.
         """

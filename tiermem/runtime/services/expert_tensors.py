@@ -1,8 +1,8 @@
 """Stacked tensors in HBM as a whole, row after row, in seats of the expert room.
 
-Where tokens choose all experts of every layer, nothing waits for a router: tensors are used in
-turn, and what is read next is copied as soon as there is room for some of it. Of the tensors of
-one size some stay; the rest share what is left (:func:`tiermem.core.experts.whole_tensors`).
+If tokens choose all experts of every layer, there is no need to wait for routers: tensors are used
+in turn, and the next one is copied as soon as there is room for a part of it. Of the tensors of one
+size some stay; the rest share the remaining seats (:func:`tiermem.core.experts.whole_tensors`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tiermem.runtime.services.piece_copies import copy_up, packed_part
 from tiermem.transfer.copy import Event
 
 _AT_ONCE = 64 << 20
-"""Bytes of one copy at most: what others wait for comes between."""
+"""Maximal bytes of one copy, so that urgent copies can be submitted in between."""
 
 
 @dataclass(eq=False)
 class _Run:
-    """Seats that follow each other and are used by the same tensors.
+    """Consecutive seats that are used by the same tensors.
 
     Attributes:
         seats: All of them.
         first: The number of the first in their bank.
         extent: Where they are in HBM.
-        released: Events behind their last readers.
+        released: Events after their last readers.
         what: The tensor that has rows there.
         stamp: Which bytes these were copied from.
-        events: Of the copies that brought them.
+        events: The events of the copies to the run.
         read: How many calls are about to read them.
     """
 
@@ -53,18 +53,18 @@ class _Run:
     read: int = 0
 
     def holds(self, tensor: Lent) -> bool:
-        """Whether it has the rows of a tensor, as they are at home."""
+        """Whether it has the rows of a tensor in their current version."""
         return self.what is tensor and self.stamp == tensor.stack.stamp
 
 
 @dataclass(eq=False)
 class Lent:
-    """A tensor of a stack, and where its rows are to be while it is used.
+    """A tensor of a stack, and where its rows are while it is used.
 
     Attributes:
         stack: The stack.
-        index: Which of the block's tensors.
-        number: In the order of use.
+        index: The tensor's index in the block.
+        number: Its number in the order of use.
         begin: The number of its first seat in the bank.
         runs: Its seats.
         next: Tensors that use some of these runs after it.
@@ -87,11 +87,11 @@ class Lent:
 
 
 def moved(stacks: Iterable[Stack], counts: Mapping[int, int]) -> int | None:
-    """Returns the bytes that a pass moves that uses tensors as wholes; None where it cannot.
+    """Returns the bytes that a pass moves if it uses whole tensors; None if it cannot.
 
     Args:
-        stacks: In the order of use.
-        counts: Seats by their bytes.
+        stacks: The stacks in the order of use.
+        counts: Numbers of seats, by their bytes.
     """
     total, stacks = 0, list(stacks)
     small = small_pieces(stacks)
@@ -108,7 +108,7 @@ def moved(stacks: Iterable[Stack], counts: Mapping[int, int]) -> int | None:
 
 
 def _by_size(stacks: Iterable[Stack]) -> dict[int, list[tuple[Stack, int]]]:
-    """Returns the tensors that have rows, by the bytes of a seat for one."""
+    """Returns the tensors that have rows, by the bytes of a seat."""
     found: dict[int, list[tuple[Stack, int]]] = {}
     for stack in stacks:
         for index in stack.rows:
@@ -117,10 +117,10 @@ def _by_size(stacks: Iterable[Stack]) -> dict[int, list[tuple[Stack, int]]]:
 
 
 class WholeTensors:
-    """Brings tensors up as wholes; under the manager's lock."""
+    """Copies whole tensors to HBM; under the manager's lock."""
 
     def __init__(self, parts: Parts) -> None:
-        """Starts with no tensor laid out."""
+        """Starts without a layout."""
         self._parts = parts
         self._tensors: dict[tuple[int, int], Lent] = {}
         self._postponed: dict[tuple[Lent, _Run], None] = {}
@@ -129,24 +129,25 @@ class WholeTensors:
         return bool(self._tensors)
 
     def clear(self) -> None:
-        """Forgets what is where, as the room is given back: only what is read keeps its seats."""
+        """Forgets the layout when the room is given back; what is being read keeps its seats."""
         for tensor in self._tensors.values():
             for run in tensor.runs:
                 _hold(run, run.read > 0)
         self._tensors, self._postponed = {}, {}
 
     def repair(self) -> None:
-        """Notes, after an exception anywhere, that nobody is about to read anything."""
+        """Notes, after an exception anywhere, that no thread is about to read."""
         for tensor in self._tensors.values():
             for run in tensor.runs:
                 run.read = 0
 
     def lay_out(self, stacks: Iterable[Stack], banks: Mapping[int, Bank]) -> None:
-        """Gives each tensor seats, which are empty; none where :func:`moved` finds no room.
+        """Gives each tensor seats, which are empty; none if :func:`moved` finds no room.
 
         Args:
-            stacks: In the order of use.
-            banks: Of seats, by the bytes of one; the first of each are for small pieces.
+            stacks: The stacks in the order of use.
+            banks: Banks of seats, by the bytes of one; the first seats of each are for small
+                pieces.
         """
         stacks = list(stacks)
         if moved(stacks, {size: len(bank.seats) for size, bank in banks.items()}) is None:
@@ -169,7 +170,7 @@ class WholeTensors:
                 self._tensors[tensor.stack.number, tensor.index] = tensor
 
     def begin(self) -> None:
-        """Begins the copies that were left to the begin of a pass."""
+        """Begins the copies that were left for the begin of a pass."""
         postponed, self._postponed = self._postponed, {}
         for tensor, run in sorted(postponed, key=lambda after: after[0].number):
             self._fill(tensor, run)
@@ -177,11 +178,12 @@ class WholeTensors:
     def lend(self, stack: Stack, index: int) -> tuple[Lent, torch.Tensor] | None:
         """Returns a whole tensor, to be read by what is submitted to the current stream next.
 
-        Its caller has seen that the stack's home is current, and calls :meth:`take_back` then.
+        The caller has checked that the stack's home is current, and calls :meth:`take_back`
+        after that.
 
         Returns:
-            What :meth:`take_back` is to be given, and the tensor; None where there is none in the
-            seats.
+            The argument for :meth:`take_back`, and the tensor; None if the tensor is not in
+            the seats.
         """
         tensor = self._tensors.get((stack.number, index))
         if tensor is None or self._parts.table[stack.block.id].home is not Tier.DRAM:
@@ -210,7 +212,7 @@ class WholeTensors:
         return any(run.read and not run.holds(tensor) for run in tensor.runs)
 
     def take_back(self, tensor: Lent) -> None:
-        """Notes that all that reads a tensor is submitted; begins the copies of what comes next."""
+        """Notes that all readers of a tensor are submitted; begins the next copies."""
         after = self._parts.copy.guards(tensor.extent)
         for run in tensor.runs:
             run.read -= 1
@@ -222,13 +224,13 @@ class WholeTensors:
         for other, run in tensor.next:
             if other.number > tensor.number:
                 self._fill(other, run)
-            else:  # of the next pass, if there is one: whoever waits for this one waits for less
+            else:  # copies for the next pass, if any; waiting for this one excludes them
                 self._postponed[other, run] = None
 
     # -- inside ----------------------------------------------------------
 
     def _divide(self, tensors: Sequence[Lent], seats: Sequence[Seat], experts: int) -> None:
-        """Divides the seats of a bank into runs, and says which tensors use them in turn."""
+        """Divides the seats of a bank into runs, and assigns them to tensors in turn."""
         edges = {edge for t in tensors for edge in (t.begin, t.begin + experts)}
         for first, last in pairwise(sorted(edges)):
             users = [t for t in tensors if t.begin <= first and last <= t.begin + experts]
@@ -245,7 +247,7 @@ class WholeTensors:
             tensor.next.sort(key=lambda after: (after[0].number <= tensor.number, after[0].number))
 
     def _usable(self, tensor: Lent) -> bool:
-        """Whether rows of a tensor can be copied ahead of their use, with nothing done before."""
+        """Whether rows of a tensor can be prefetched without other work before that."""
         parts, block_id = self._parts, tensor.stack.block.id
         record = parts.table.get(block_id)
         return (
@@ -259,7 +261,7 @@ class WholeTensors:
         )
 
     def _fill(self, tensor: Lent, run: _Run) -> None:
-        """Begins the copies of a tensor's rows to a run, if they are not there."""
+        """Begins the copies of a tensor's rows to a run, unless they are there."""
         if not run.read and not run.holds(tensor) and self._usable(tensor):
             self._copy(tensor, run)
 
@@ -272,7 +274,7 @@ class WholeTensors:
         begin = stack.begin_of(stack.piece(tensor.index, run.first - tensor.begin))
         released = (*run.released, *(event for event in run.events if event is not None))
         events = list[Event | None]()
-        run.what, run.events = None, events  # should a copy not begin
+        run.what, run.events = None, events  # in case a copy cannot be begun
         packed = packed_part(parts, stack, begin, run.extent.nbytes)
         if packed is not None:
             target = parts.slots.arena.bytes_of(run.extent)
@@ -286,6 +288,6 @@ class WholeTensors:
 
 
 def _hold(run: _Run, held: bool) -> None:
-    """Notes whether the bytes of a run are to outlive the expert room."""
+    """Notes whether the bytes of a run are kept after the expert room is given back."""
     for seat in run.seats:
         seat.inside = held

@@ -1,7 +1,8 @@
-"""Whether the experts of a kind of call come up one by one, by whole tensors or by whole layers.
+"""Whether the experts of a kind of call are copied one by one, as whole tensors or whole layers.
 
-Where tokens choose all of them there is nothing to choose. Whole tensors and layers come up beside
-the compute of others, whatever their routers will say. A whole layer is a block as any other then.
+If tokens choose all of them, there is no choice to wait for. Whole tensors and layers are copied
+during the compute of others, whatever their routers choose. Then a whole layer is an ordinary
+block.
 """
 
 from __future__ import annotations
@@ -24,39 +25,40 @@ from tiermem.runtime.services.expert_tensors import moved
 from tiermem.transfer.stamps import Stamp
 
 _ALL = 0.8
-"""Share of the experts that counts as all of them: the rest costs less than waits for routers."""
+"""Share of the experts that counts as all of them: copying all costs less than waiting."""
 _LATER = 0.45
-"""What a call that goes expert by expert takes at the least, of the first one that did: 0.53 to 0.7
+"""The least time of an expert-by-expert call, as a fraction of the first one: 0.53 to 0.7
 for five mixtures with 16,384 tokens on H200 machines."""
 _COMPUTES = 1.5
-"""Times the copies of whole tensors that a pass takes of which compute binds."""
+"""A pass is bound by compute if it takes so many times the copies of whole tensors."""
 _MANY = 16
-"""Tokens for each expert with which all experts are expected to be chosen, before it is known."""
+"""Tokens per expert with which all experts are expected to be chosen, before that is known."""
 _PIECE = 80e-6
-"""Seconds of the host for one tensor of one expert that comes up by itself and is read, what the
-model's own code takes included: on the slower ones of H100 and H200 machines, 50 us on others."""
+"""Host seconds for one tensor of one expert that is copied and read by itself, including the
+model's own code: on the slower H100 and H200 machines; 50 us on others."""
 _UNPACKED = 0.93
-"""Of the time of a pass by whole tensors that came up packed: what their copies take as they are,
-if compute binds that pass and kernels that unpack would only disturb it."""
+"""If a pass by whole tensors with packed copies is bound by compute, kernels that unpack only
+disturb it: copies without packing are then estimated to take this fraction of its time."""
 _PACKED = 2
-"""Passes by whole tensors that are timed to find that out."""
+"""Number of passes by whole tensors that are timed to find that out."""
 _MOST_KINDS = 64
 _MOST_TIMED = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Kind:
-    """Calls of a module with so many tokens.
+    """Calls of a module with a certain number of tokens.
 
     Attributes:
-        chosen: Share of the experts that the last one chose which was looked at; None before.
-        marks: Of each layer, which experts the first one chose, ``[experts]``, until they are read.
-        first: Seconds of the first one that went expert by expert.
-        trial: Which way is faster; None before one is begun.
-        moved: Bytes of stacks that a pass moves that goes the way which is tried.
-        grouped: Whether all stacks were used in grouped products as it was begun.
-        packed: Seconds of each pass by whole tensors that came up packed, as far as it was timed.
-        unpacks: Whether packed copies are used, of which the copies take a shorter time.
+        chosen: Share of the experts that the last checked call chose; None before.
+        marks: For each layer, which experts the first call chose, ``[experts]``, until they are
+            read.
+        first: Seconds of the first call that went expert by expert.
+        trial: Finds out which way is faster; None before it begins.
+        moved: Bytes of stacks that a pass moves on the way that is tried.
+        grouped: Whether all stacks were used in grouped products when the trial began.
+        packed: Seconds of each timed pass by whole tensors with packed copies.
+        unpacks: Whether packed copies are used, which take less time to copy.
     """
 
     chosen: float | None = None
@@ -82,21 +84,21 @@ class _Timed:
 
 
 class ExpertWay:
-    """Decides for calls without gradients; under the manager's lock.
+    """Decides the way for calls without gradients; under the manager's lock.
 
     Attributes:
-        looks: Whether it is to be noted what a call chooses that goes by whole tensors.
+        looks: Whether the choices of a call by whole tensors are to be noted.
     """
 
     def __init__(
         self, manager: BlockManager, stacks: Mapping[int, Stack], room: ExpertRoom
     ) -> None:
-        """Starts with nothing known.
+        """Starts without measurements.
 
         Args:
-            manager: Of the blocks.
-            stacks: Of experts, by the id of their blocks.
-            room: For pieces of them.
+            manager: The manager of the blocks.
+            stacks: Stacks of experts, by the id of their blocks.
+            room: The expert room.
         """
         self._room = room
         self._parts = manager.parts
@@ -111,20 +113,20 @@ class ExpertWay:
 
     @property
     def all_chosen(self) -> bool:
-        """Whether all experts are expected to be chosen in the call under way, or nearly so."""
+        """Whether all or nearly all experts are expected to be chosen in the current call."""
         return self._now is not None and (self._now.chosen or 0.0) >= _ALL
 
     @property
     def unpacks(self) -> bool:
-        """Whether the call under way uses packed copies of experts, if there are any."""
+        """Whether the current call uses packed copies of experts, if there are any."""
         return self._now is None or self._now.unpacks
 
     def choose(self, name: Hashable, tokens: int) -> Way:
-        """Returns which way a call goes.
+        """Returns the way of a call.
 
         Args:
-            name: Of calls that do the same, with as many tokens.
-            tokens: How many; 0 where it is not known.
+            name: Name of calls that do the same, with as many tokens.
+            tokens: Their number; 0 if unknown.
         """
         self._drop()
         clock = self._parts.pass_timer.clock
@@ -144,7 +146,8 @@ class ExpertWay:
         trial = None
         if self.all_chosen or (many and (kind.chosen is None or self._host_binds(kind))):
             trial = self._trial_of(kind, many=many)
-        # for one call among others it does not pay: what has settled would be brought up again
+        # for a single call among others a switch is not worth it: seated pieces would be copied
+        # again
         if trial is not None and not again and not (many and trial.way is Way.TENSORS):
             trial = None
         way = Way.EACH if trial is None else trial.way
@@ -156,10 +159,10 @@ class ExpertWay:
         return way
 
     def look(self, experts: int, choices: torch.Tensor) -> None:
-        """Notes what a layer's call chooses; the host waits for nothing.
+        """Notes the choices of a layer's call; the host does not wait.
 
         Args:
-            experts: Of the layer.
+            experts: The number of experts of the layer.
             choices: Indices of experts, of any shape.
         """
         if self._now is not None:
@@ -168,10 +171,10 @@ class ExpertWay:
             self._now.marks.append(mark)
 
     def refuse(self, way: Way) -> None:
-        """Notes that a call that begins cannot go the way that was chosen, even if it once could.
+        """Notes that the current call cannot go the chosen way, even if that was possible before.
 
         Args:
-            way: That way; the call goes expert by expert.
+            way: The chosen way; the call goes expert by expert.
         """
         if self._now is not None and self._now.trial is not None:
             self._now.trial.refuse(way)
@@ -181,8 +184,8 @@ class ExpertWay:
         """Notes that a call has ended.
 
         Args:
-            way: Which way it went.
-            key: Under which it is measured.
+            way: The way that it went.
+            key: The name under which it is measured.
         """
         kind, timed, self._now = self._now, self._open, None
         self.looks = False
@@ -190,7 +193,7 @@ class ExpertWay:
             stacks = self._stacks.values()
             chosen = sum(len(stack.popularity.last) for stack in stacks)
             kind.chosen = chosen / sum(stack.experts for stack in stacks)
-        if timed is None or way is not timed.way:  # the room has given way in between
+        if timed is None or way is not timed.way:  # the room was given back meanwhile
             self._stop_timing()
             return
         self._open = None
@@ -210,18 +213,18 @@ class ExpertWay:
     # -- inside ----------------------------------------------------------
 
     def _drop(self) -> None:
-        """Drops a call that has not come to its end."""
+        """Drops a call that has not ended."""
         self._now, self.looks = None, False
         self._stop_timing()
 
     def _stop_timing(self) -> None:
-        """Takes the time of the call under way no longer."""
+        """Stops timing the current call."""
         timed, self._open = self._open, None
         if timed is not None:
             self._parts.pass_timer.clock.free(timed.begin)
 
     def _read(self) -> None:
-        """Enters the calls that the device is done with."""
+        """Enters the calls that the device has completed."""
         clock = self._parts.pass_timer.clock
         while self._timed:
             timed = self._timed[0]
@@ -240,21 +243,21 @@ class ExpertWay:
             self._timed.popleft()
 
     def _may_unpack(self, kind: _Kind) -> bool:
-        """Whether it is still to be found out if packed copies make a pass by tensors faster."""
+        """Whether it is still to be tested if packed copies make a pass by tensors faster."""
         return len(kind.packed) < _PACKED and len(self._parts.transfers.packed) > 0
 
     def _note_packed(self, kind: _Kind, seconds: float) -> None:
-        """Enters a pass by whole tensors that came up packed, if there were packed copies then."""
+        """Enters a pass by whole tensors with packed copies, if there were packed copies then."""
         kind.packed.append(seconds)
         if len(kind.packed) == _PACKED:
             rate = self._parts.pass_timer.estimates.fastest(LINK_UP[Tier.DRAM])
             kind.unpacks = kind.moved / rate > _UNPACKED * min(kind.packed)
 
     def _trial_of(self, kind: _Kind, *, many: bool) -> Trial | None:
-        """Returns the trial of a kind of calls in which all experts are chosen, if it is worth one.
+        """Returns the trial for calls in which all experts are chosen, if it is worth one.
 
-        It begins anew where the module reads its weights otherwise than before. With many tokens
-        for each expert whole tensors have been the faster way wherever it was measured.
+        It begins again if the module reads its weights in another way than before. With many tokens
+        per expert, whole tensors have been the faster way in every measurement.
         """
         grouped = all(stack.grouped for stack in self._stacks.values())
         if kind.trial is None or kind.grouped is not grouped:
@@ -276,7 +279,7 @@ class ExpertWay:
     def _worth_a_trial(self, *, grouped: bool) -> tuple[Way, int]:
         """Returns the way that may be faster than one by one, and how many bytes of stacks move.
 
-        None is where a disk is read.
+        There is none if a disk is read.
         """
         stacks, table = self._stacks.values(), self._parts.table
         if any(table[stack.block.id].home is not Tier.DRAM for stack in stacks):
@@ -292,18 +295,18 @@ class ExpertWay:
         return (Way.LAYERS, total) if whole else (Way.EACH, 0)
 
     def _beside(self) -> int:
-        """Bytes of HBM beside all blocks but the stacks."""
+        """Bytes of HBM beside all blocks except the stacks."""
         table = self._parts.table
         others = beside(table, self._stacks.keys())
         return table.hbm.capacity - table.fixed_nbytes() - sum(others)
 
     def _least(self, timed: _Timed, seconds: float) -> float:
-        """Returns the seconds that a pass takes at the least, whichever way it goes.
+        """Returns the least seconds that a pass takes, whichever way it goes.
 
-        Those of the copies of the experts that HBM has no room for, or of compute, as far as it is
-        known: what is measured of passes that go expert by expert has waits for copies in it. And
-        a share of the first of them, of which the later ones are not known to take less. Where a
-        pass by whole tensors takes far longer than its copies, the rest is compute.
+        The maximum of three: the copies of the experts for which HBM has no room; compute, as far
+        as it is known, since passes that go expert by expert include waits for copies; and a share
+        of the first such pass, as later ones are not known to take less. If a pass by whole tensors
+        takes far longer than its copies, the rest is compute.
         """
         estimates, link = self._parts.pass_timer.estimates, LINK_UP[Tier.DRAM]
         nbytes = (timed.kind.chosen or 1.0) * sum(s.block.nbytes for s in self._stacks.values())

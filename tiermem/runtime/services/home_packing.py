@@ -1,7 +1,7 @@
-"""Has blocks written home packed, for loops that write what they bring up, and wait for copies.
+"""Writes blocks home packed, in loops that write the blocks they fetch and wait for copies.
 
-It needs the device's kernels, a little DRAM, and for as long as it goes on a little of HBM. It
-gives both back where a block has no place otherwise.
+It needs kernels on the device, a little DRAM, and a little HBM as long as it is on. It
+gives both back if a block has no place otherwise.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from tiermem.runtime.manager import BlockManager
 from tiermem.transfer.streams import PLACES
 
 SHARE = PACKED_TILE / TILE
-"""Of a block's bytes: what is copied."""
+"""Share of a block's bytes that is copied."""
 _NAME = "room to pack homes"
 _LEAST = 4 << 20
-"""Bytes of a block below which the launch of a kernel costs about what is saved."""
+"""Below this size of a block, launching a kernel costs about as much as is saved."""
 _OF_HBM, _LEAST_PLACE, _MOST_PLACE = 128, 4 << 20, 32 << 20
-"""Of HBM: what a place takes in which a piece of a home is packed, and its bytes."""
+"""A place for packing a piece of a home takes such a part of HBM, with a minimum and maximum in
+bytes."""
 
 
 class HomePacking:
     """Begins and ends the packing of homes; under the manager's lock.
 
     Attributes:
-        stays: Whether a block that has no place has to do without the room: what needs it may be
-            done later.
+        stays: Whether its room is kept even if a block has no place, since what needs the place may
+            be done later.
     """
 
     def __init__(self, manager: BlockManager) -> None:
-        """Packs nothing yet."""
+        """Starts with packing off."""
         self._manager = manager
         self._parts = parts = manager.parts
         self._block: Block | None = None
-        self._places = 0  # bytes of it in which homes are packed
+        self._places = 0  # its bytes in which homes are packed
         self._refused = False
         self.stays = False
         more = parts.evictor.more
@@ -50,20 +51,20 @@ class HomePacking:
 
     @property
     def is_on(self) -> bool:
-        """Whether what may be is written home packed."""
+        """Whether homes that may be packed are written packed."""
         return self._parts.transfers.packed_homes.packs
 
     @property
     def has_room(self) -> bool:
-        """Whether it has what packing takes."""
+        """Whether it has the memory that packing takes."""
         return self._block is not None
 
     def turn(self, *, on: bool) -> None:
-        """Has what may be written home packed from now on, or as it is; it has its room."""
+        """Switches packing of homes on or off; its room has been reserved."""
         self._parts.transfers.packed_homes.packs = on
 
     def can_be_packed(self, block: Block) -> bool:
-        """Whether a block has what can be packed, at home in DRAM, and enough of it."""
+        """Whether enough of a block, with its home in DRAM, can be packed."""
         record = self._parts.table[block.id]
         halves = sum(s.nbytes for s in block.tensors if s.dtype is torch.bfloat16)
         return (
@@ -74,10 +75,10 @@ class HomePacking:
         )
 
     def begin(self) -> bool:
-        """Has blocks written home packed from now on, unless HBM is small or was needed otherwise.
+        """Begins to write blocks home packed, unless HBM is small or was needed for other things.
 
         Returns:
-            Whether it is so.
+            Whether it has begun.
         """
         parts = self._parts
         if self.has_room or self._refused:
@@ -100,7 +101,7 @@ class HomePacking:
         slot = parts.slots.current[block.id]
         parts.copy.use_room(slot.bytes[: self._places], slot.extent)
         begun = parts.transfers.packed_homes.begin(slot.bytes[self._places :].data_ptr())
-        self._block = block  # last: cut short before it, repair() takes the room back
+        self._block = block  # last: if interrupted before, repair() takes the room back
         if not begun:
             self.give_way()
         return self.has_room
@@ -110,21 +111,21 @@ class HomePacking:
 
         Args:
             blocks: The blocks.
-            packed: Whether those are that can be.
+            packed: Whether those that can be packed are.
         """
         for block in blocks:
             self._parts.table[block.id].packs = packed and self.can_be_packed(block)
 
     def end(self) -> None:
-        """Unpacks all homes, and gives back what it has."""
+        """Unpacks all homes, and gives its memory back."""
         self._parts.transfers.packed_homes.end()
         self.give_way()
         self._refused = False
 
     def repair(self) -> None:
-        """Begins anew with its room, after an exception anywhere; nothing is under way."""
+        """Begins again with its room, after an exception anywhere; no operation is in progress."""
         parts, block = self._parts, self._block
-        has_dram = parts.transfers.packed_homes.has_dram  # else it was being given back
+        has_dram = parts.transfers.packed_homes.has_dram  # otherwise it was being given back
         if has_dram and block is not None and parts.table.get(block.id) is not None:
             slot = parts.slots.current[block.id]
             parts.copy.use_room(slot.bytes[: self._places], slot.extent)
@@ -135,7 +136,7 @@ class HomePacking:
         self._manager.remove_blocks([r.block for r in parts.table if r.block.name == _NAME])
 
     def give_way(self) -> bool:
-        """Gives its HBM back; homes are packed no more, and those that are stay so.
+        """Gives its HBM back; homes are no longer packed, and packed homes stay packed.
 
         Returns:
             Whether it had any.
@@ -150,7 +151,7 @@ class HomePacking:
         return True
 
     def _give_dram_back(self) -> bool:
-        """Gives its DRAM back, which a home needs: all homes are unpacked, and none is packed.
+        """Gives its DRAM back for a home that needs it: all homes are unpacked, none is packed.
 
         Returns:
             Whether it had any.

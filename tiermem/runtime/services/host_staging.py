@@ -1,8 +1,8 @@
 """Staging of blocks in files for host code: the next are read while the last are written.
 
-Host code works on one load of blocks after another, in one thread. Its staging is a part of the
-DRAM budget that holds four consecutive loads: two are read, one is worked on, one is written.
-Reads and writes go through the manager's file mover, as all others do.
+Host code processes one load of blocks after another, in one thread. Its staging is a part of the
+DRAM budget that holds four consecutive loads: two are read, one is processed, one is written.
+Reads and writes use the manager's file mover, like all others.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from tiermem.runtime.manager import BlockManager
 
 MOST_LOADS = 4
-"""Two that are read, one that is worked on, one that is written."""
+"""Two that are read, one that is processed, one that is written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """Blocks of files that are worked on together.
+    """Blocks in files that are processed together.
 
     Attributes:
         own: Those of this load alone.
-        shared: Those that are part of other loads as well; they stay from one to the next.
+        shared: Those that other loads have, too; they stay from one load to the next.
     """
 
     own: Sequence[Block]
@@ -53,8 +53,8 @@ class Order:
     """A load that was asked for.
 
     Attributes:
-        load: What.
-        homes: Where each block is in the files, and whether it holds data, by its id.
+        load: The load.
+        homes: For each block by its id, where it is in the files, and whether it holds data.
     """
 
     load: Load
@@ -72,9 +72,9 @@ class Cargo:
         pool: The pool.
         bytes: All of it, 1-D uint8.
         views: One tensor per spec.
-        read: The transfer that brings it; None where it held no data.
-        write: The transfer that takes it home.
-        dirty: Whether the files have other bytes.
+        read: The transfer that reads it; None if it held no data.
+        write: The transfer that writes it home.
+        dirty: Whether its bytes differ from the files.
     """
 
     block: Block
@@ -89,7 +89,7 @@ class Cargo:
 
     @property
     def moving(self) -> FileTransfer | None:
-        """The transfer under way, if there is one."""
+        """The current transfer, if there is one."""
         for transfer in (self.read, self.write):
             if transfer is not None and not transfer.finished:
                 return transfer
@@ -97,11 +97,11 @@ class Cargo:
 
 
 class Pool:
-    """A run of DRAM, handed out in pieces.
+    """A run of DRAM, allocated in pieces.
 
     Args:
         whole: The memory.
-        unit: Bytes that every piece takes at least, so that pieces of many sizes that stay for
+        unit: Minimal bytes of a piece, so that pieces of many sizes that stay for
             long leave no holes.
     """
 
@@ -123,38 +123,38 @@ class Pool:
         self._evictor.free(place)
 
     def keep_only(self, places: Iterable[Extent]) -> None:
-        """Sets which pieces are handed out, after an exception anywhere."""
+        """Sets which pieces are allocated, after an exception anywhere."""
         self._evictor.rebuild(places)
 
 
 class HostStage:
-    """Brings loads and takes them home again.
+    """Reads loads into staging and writes them home.
 
     :meth:`announce` and :meth:`settle` are called under the manager's lock, the others by the
-    thread that works.
+    thread that does the work.
 
-    An exception may come anywhere. Trusted are then the orders that were announced and not ended,
-    and the cargo; how often each block is wanted and what is free are recomputed from these by the
-    next call.
+    An exception may occur anywhere. After it, the orders that were announced and not ended and the
+    cargo are trusted; how often each block is wanted and what is free are recomputed from these by
+    the next call.
     """
 
     def __init__(self, manager: BlockManager, loads: Sequence[Load]) -> None:
         """Reserves the staging.
 
         Args:
-            manager: Whose blocks they are.
-            loads: In the order in which they will be worked on.
+            manager: The manager of the blocks.
+            loads: The loads in the order in which they will be processed.
 
         Raises:
-            CapacityError: If the DRAM budget does not hold the largest load.
+            CapacityError: If the DRAM budget has no room for the largest load.
         """
         self._manager = manager
         manager.parts.transfers.need_mover()
         self._lock = threading.Lock()
         self._cargo: dict[int, Cargo] = {}
         self._orders: dict[Order, None] = {}  # announced, and not ended
-        self._users: Counter[int] = Counter()  # how many of them want each block
-        self._torn = False  # whether a change under the lock was cut short
+        self._users: Counter[int] = Counter()  # how many of them need each block
+        self._torn = False  # whether a change under the lock was interrupted
         self._ahead: deque[Order] = deque()
         self._moves: list[FileTransfer] = []
         self._reserved: list[Extent] = []
@@ -167,11 +167,11 @@ class HostStage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of DRAM that it takes."""
+        """Bytes of DRAM that it occupies."""
         return sum(extent.nbytes for extent in self._reserved)
 
     def close(self) -> None:
-        """Frees the memory; nothing is in it."""
+        """Frees the memory, which is empty."""
         while self._reserved:
             self._manager.parts.homes.release(Tier.DRAM, self._reserved.pop())
 
@@ -193,7 +193,7 @@ class HostStage:
         return Order(load, homes)
 
     def announce(self, order: Order) -> None:
-        """Announces a load, to be worked on after those before; a second call does nothing."""
+        """Announces a load, to be processed after earlier ones; a second call does nothing."""
         if order in self._orders:
             return
         with self._lock:
@@ -205,10 +205,10 @@ class HostStage:
             self._torn = False
 
     def settle(self, blocks: Iterable[Block]) -> None:
-        """Waits until the files have what was done to blocks.
+        """Waits until the files have all changes of blocks.
 
         Raises:
-            StorageError: If one cannot be written. It is kept here, and settling tries again.
+            StorageError: If one cannot be written. It is kept here, and the next call tries again.
         """
         ids = [block.id for block in blocks]
         with self._lock:
@@ -239,7 +239,7 @@ class HostStage:
                 raise each.write.error
 
     def at_home(self, blocks: Iterable[Block]) -> bool:
-        """Whether the files have everything that was done to blocks."""
+        """Whether the files have all changes of blocks."""
         with self._lock:
             self._begin_change()
             self._reap()
@@ -249,10 +249,10 @@ class HostStage:
     # -- in the thread that works ----------------------------------------
 
     def bring(self, order: Order) -> dict[int, Cargo]:
-        """Returns a load, once it is there; meanwhile others are read ahead.
+        """Returns a load when it has been read; meanwhile others are read ahead.
 
         Raises:
-            StorageError: If it cannot be read, or what is in its way cannot be written.
+            StorageError: If it cannot be read, or a block in its way cannot be written.
         """
         wanted = set(order.homes)
         while True:
@@ -272,7 +272,7 @@ class HostStage:
             if transfer is not None:
                 self._mover.wait(transfer, hurry=False)
         while under_way := [t for each in cargo.values() if (t := each.moving) is not None]:
-            with self._lock:  # what is written meanwhile makes room for what comes next
+            with self._lock:  # writes that end meanwhile make room for the next reads
                 others = [t for each in self._cargo.values() if (t := each.moving) is not None]
             self._mover.wait_any([*under_way, *others])
             with self._lock:
@@ -286,7 +286,7 @@ class HostStage:
         return cargo
 
     def write_home(self, order: Order, written: Collection[int]) -> None:
-        """Begins to write home a load that has been worked on; a second call does nothing.
+        """Begins to write home a load that has been processed; a second call does nothing.
 
         Args:
             order: The load.
@@ -296,7 +296,7 @@ class HostStage:
             if order not in self._orders:
                 return
             self._begin_change()
-            for block_id in order.homes:  # before anything of it may leave
+            for block_id in order.homes:  # before any block of it may leave
                 each = self._cargo[block_id]
                 each.dirty = each.dirty or block_id in written
             self._end(order)
@@ -309,11 +309,11 @@ class HostStage:
             self._torn = False
 
     def give_up(self, order: Order) -> None:
-        """Drops a load that was not worked on, or whose work failed; the files still have it.
+        """Drops a load that was not processed, or whose work failed; the files still have it.
 
         The thread has undone its own changes to blocks shared with other loads.
         """
-        for block_id in order.homes:  # no read may be under way into memory that is freed
+        for block_id in order.homes:  # no read may be in progress into memory that is freed
             each = self._cargo.get(block_id)
             while each is not None and (transfer := each.moving) is not None:
                 self._mover.wait(transfer, hurry=False)
@@ -365,9 +365,9 @@ class HostStage:
         )
 
     def _begin_change(self) -> None:
-        """Repairs what a call before left half done; the caller resets ``_torn`` at its own end."""
+        """Repairs what an earlier call left half done; the caller resets ``_torn`` at its end."""
         if self._torn:
-            self._mover.wait_all()  # what was asked for and is not known may land in free memory
+            self._mover.wait_all()  # reads that are not recorded may write to free memory
             self._users = Counter(i for order in self._orders for i in order.homes)
             self._ahead = deque(order for order in self._ahead if order in self._orders)
             for pool in (self._own, self._shared):
@@ -375,14 +375,14 @@ class HostStage:
         self._torn = True
 
     def _end(self, order: Order) -> None:
-        """Forgets an order that was worked on, or is not to be."""
+        """Forgets an order that was processed, or will not be."""
         if order in self._ahead:
             self._ahead.remove(order)
         del self._orders[order]
         self._users.subtract(list(order.homes))
 
     def _read_ahead(self) -> None:
-        """Begins to read what comes next, as far as there is room."""
+        """Begins to read the next loads, as far as there is room."""
         while self._ahead and self._begin(self._ahead[0]):
             self._ahead.popleft()
 
@@ -412,16 +412,16 @@ class HostStage:
         return True
 
     def _make_room(self, wanted: set[int]) -> FileTransfer | None:
-        """Finds what is in the way of a load.
+        """Determines what is in the way of a load.
 
         Returns:
-            What to wait for, or None if something has left.
+            The transfer to wait for, or None if a block has left.
 
         Raises:
-            StorageError: If what is in the way cannot be written.
+            StorageError: If a block in the way cannot be written.
         """
         others = [each for block_id, each in self._cargo.items() if block_id not in wanted]
-        for each in others:  # those that are written leave by themselves
+        for each in others:  # those being written leave by themselves
             if each.write is not None and not each.write.finished:
                 return each.write
         for each in others:
@@ -440,7 +440,7 @@ class HostStage:
         cargo.write = self._mover.write(cargo.home, cargo.bytes, label=cargo.block.name)
 
     def _reap(self) -> None:
-        """Ends finished transfers, and drops cargo that is home and not wanted."""
+        """Ends finished transfers, and drops cargo that is home and not needed."""
         for block_id, each in list(self._cargo.items()):
             write = each.write
             if write is not None and write.finished and write.error is None:

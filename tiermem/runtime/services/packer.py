@@ -1,6 +1,6 @@
-"""Makes packed copies of homes in DRAM, for passes that wait for copies up from there.
+"""Creates packed copies of homes in DRAM, for passes that wait for copies from there to HBM.
 
-It needs the device's kernels, DRAM to spare, and for a moment a little of HBM.
+It needs kernels on the device, spare DRAM, and a little HBM while it runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tiermem.transfer.packing import PIECE, home_nbytes, is_spoiled, room_nbytes
 
 _NAME = "packing room"
 _OF_SPARE = 2
-"""Part of the DRAM that no home has taken which packed copies may take."""
+"""Packed copies may take one such part of the DRAM that is not taken by homes."""
 _LEAST = 4 << 20
-"""Bytes of a block below which the launch of a kernel costs about what a packed copy saves."""
+"""Below this size of a block, launching a kernel costs about as much as a packed copy saves."""
 _LEAST_SHARE = 0.9
-"""Of a block's bytes: what has the dtype that can be packed."""
+"""Least share of a block's bytes that has the dtype that can be packed."""
 _AT_ONCE = 1 << 30
-"""Bytes that are packed before the host looks at what has come of it."""
+"""Bytes that are packed before the host checks the results."""
 
 
 class Wanted(NamedTuple):
@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         block: The block.
-        rows: First byte and bytes of each tensor of which rows come up by themselves, in order.
+        rows: First byte and bytes of each tensor whose rows are copied one by one, in order.
     """
 
     block: Block
@@ -56,27 +56,27 @@ class Packer:
     """Makes packed copies; under the manager's lock."""
 
     def __init__(self, manager: BlockManager, piece: int = PIECE) -> None:
-        """Makes none yet.
+        """Starts without packed copies.
 
         Args:
-            manager: Of the blocks.
-            piece: Tiles that are packed at once.
+            manager: The manager of the blocks.
+            piece: How many tiles are packed at once.
         """
         self._piece = piece
         self._manager = manager
         self._parts = manager.parts
 
     def pack(self, wanted: Iterable[Wanted]) -> int:
-        """Makes packed copies of blocks, as far as there is DRAM and it makes them smaller.
+        """Creates packed copies of blocks, as far as there is DRAM and it makes them smaller.
 
-        The host waits for the device. Nothing is done where all blocks fit in HBM, or where there
+        The host waits for the device. Nothing is done if all blocks fit in HBM, or if there
         are no kernels.
 
         Args:
-            wanted: The blocks, those first that matter most.
+            wanted: The blocks, the most important ones first.
 
         Returns:
-            How many blocks have one now that had none.
+            How many blocks got a packed copy.
         """
         parts = self._parts
         if parts.copy.capturing() or parts.table.all_fit:
@@ -111,14 +111,14 @@ class Packer:
                         made, pending = made + self._enter(begun), 0
                 made += self._enter(begun)
             finally:
-                if begun:  # an exception came in between
+                if begun:  # an exception was raised in between
                     parts.copy.synchronize()
                 while begun:
                     parts.homes.release(Tier.DRAM, begun.pop().extent)
         return made
 
     def repair(self) -> None:
-        """Gives the room back that a run had which an exception cut short; nothing is under way."""
+        """Gives back the room of a run that an exception interrupted; none is in progress."""
         table = self._parts.table
         self._manager.remove_blocks([r.block for r in table if r.block.name == _NAME])
 
@@ -126,7 +126,7 @@ class Packer:
 
     @contextmanager
     def _room(self) -> Iterator[tuple[torch.Tensor, Extent] | None]:
-        """Yields device bytes to work with, inside ``with``; None without space."""
+        """Yields device memory to work with, inside ``with``; None without space."""
         parts, least = self._parts, self._parts.limit.least
         shape = TensorShape(_NAME, (room_nbytes(self._piece),), (1,), torch.uint8, 1)
         try:
@@ -145,7 +145,7 @@ class Packer:
             self._manager.remove_blocks([block])
 
     def _can_be(self, record: Record | None) -> bool:
-        """Whether a block has what can be packed, at home in DRAM."""
+        """Whether a block, with its home in DRAM, has data that can be packed."""
         if record is None or record.block in self._parts.transfers.packed:
             return False
         block = record.block
@@ -160,7 +160,7 @@ class Packer:
         )
 
     def _begin(self, packing: CopyPacker, begun: _Begun) -> None:
-        """Begins to pack a block, once its home has its bytes."""
+        """Begins to pack a block, once its home is up to date."""
         parts, record = self._parts, begun.record
         parts.copy.wait(parts.transfers.home_ready.get(record.block.id))
         if record.home_extent is not None:
@@ -171,7 +171,7 @@ class Packer:
         packing.pack(home, parts.homes.arena.bytes_of(begun.extent), begun.parts)
 
     def _enter(self, begun: list[_Begun]) -> int:
-        """Enters what has been packed, and frees what cannot be; empties ``begun``."""
+        """Enters packed copies, and frees those that were of no use; empties ``begun``."""
         parts, made = self._parts, 0
         parts.copy.synchronize()
         while begun:

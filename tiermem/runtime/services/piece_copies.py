@@ -1,4 +1,4 @@
-"""How a piece of an expert gets into its seat: from DRAM, a swap file or checkpoint files."""
+"""How a piece of an expert is copied into its seat: from DRAM, a swap file or checkpoints."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def copy_up(
     stack: Stack,
     released: Sequence[Event],
 ) -> Event | None:
-    """Submits a copy of a part of a stack's home in DRAM, behind what was copied there last.
+    """Submits a copy of a part of a stack's home in DRAM, ordered after earlier copies to it.
 
     Args:
-        parts: Of the manager.
+        parts: The parts of the manager.
         target: Bytes in HBM.
         source: Bytes of the home, or its packed form.
-        stack: Whose home it is.
-        released: Events behind the last readers of ``target``.
+        stack: The stack of the home.
+        released: Events after the last readers of ``target``.
 
     Returns:
         Its event.
@@ -53,10 +53,10 @@ def copy_up(
 
 
 def packed_part(parts: Parts, stack: Stack, begin: int, nbytes: int) -> Packed | None:
-    """Returns the packed form of a part of a stack; None where the pass under way uses none.
+    """Returns the packed form of a part of a stack; None if the current pass uses none.
 
     Args:
-        parts: Of the manager.
+        parts: The parts of the manager.
         stack: The stack.
         begin: First byte of the part.
         nbytes: How many.
@@ -68,7 +68,7 @@ def packed_part(parts: Parts, stack: Stack, begin: int, nbytes: int) -> Packed |
 
 
 class PieceCopies:
-    """Begins copies of pieces, takes up their ends, and knows the addresses that pieces have."""
+    """Begins copies of pieces, completes them, and knows the addresses of pieces in files."""
 
     def __init__(self, parts: Parts, stacks: Callable[[], Iterable[Stack]]) -> None:
         """Begins nothing yet.
@@ -82,18 +82,18 @@ class PieceCopies:
         parts.homes.owners.append(self._owned)
 
     def begin(self, seat: Seat, stack: Stack, piece: Piece, *, urgent: bool) -> None:
-        """Begins to copy a piece into a seat, in which nothing is under way.
+        """Begins to copy a piece into a seat to which no copy is in progress.
 
         Args:
-            seat: Where to.
-            stack: Whose piece it is.
-            piece: What.
+            seat: The target.
+            stack: The stack of the piece.
+            piece: The piece.
             urgent: Whether a caller waits for it.
         """
         parts, source = self._parts, None
         record = parts.table.of(stack.block.id)
         begin, nbytes = stack.begin_of(piece), stack.sizes[piece.tensor]
-        # what nothing has read may still be unpacked there, on a stream of its own
+        # a piece that was never read may still be unpacked there, on another stream
         before = seat.event
         released = seat.released if before is None else (*seat.released, before)
         if record.home is Tier.DRAM and record.home_extent is not None:
@@ -132,14 +132,14 @@ class PieceCopies:
         return None
 
     def forget_places(self, stack: Stack) -> None:
-        """Gives back the addresses in files that pieces of a stack have."""
+        """Gives back the addresses in files of a stack's pieces."""
         for extent in stack.places.values():
             if self._parts.homes.holds(Tier.NVME, extent):
                 self._parts.homes.release(Tier.NVME, extent)
         stack.places.clear()
 
     def _place(self, stack: Stack, piece: Piece, record: Record, begin: int, nbytes: int) -> Extent:
-        """Returns an address in checkpoint files of just a piece."""
+        """Returns an address in checkpoint files of this piece only."""
         found = stack.places.get(piece)
         if found is None:
             sources = self._parts.homes.open_sources()
@@ -149,7 +149,7 @@ class PieceCopies:
         return found
 
     def _from_swap(self, name: str, home: Extent, begin: int, nbytes: int) -> torch.Tensor:
-        """Reads bytes of a block's swap file into host memory; whole chunks, as they are checked.
+        """Reads bytes of a block's swap file into host memory, in whole chunks (for checksums).
 
         Raises:
             StorageError: If they cannot be read.
@@ -173,7 +173,7 @@ class PieceCopies:
 
 
 def _cut(source: SourceRange, begin: int, end: int) -> SourceRange | None:
-    """Returns the part of a range that is between two bytes of a block, as a target of its own."""
+    """Returns the part of a range between two bytes of a block, as a separate target."""
     first, last = max(begin, source.target), min(end, source.target + source.nbytes)
     if first >= last:
         return None

@@ -1,7 +1,7 @@
-"""Pieces of experts that autograd has saved: which they are, and having them again in backward.
+"""Pieces of experts that autograd has saved: which they are, and fetching them in backward.
 
-Nothing is kept in HBM for it: the call notes what was saved of it, and backward copies those pieces
-into seats anew, the last one first.
+Nothing is kept in HBM for them: the call notes what was saved, and backward copies those pieces
+into seats again, the last one first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class SavedExperts:
         self._resumed: dict[Use, Use] = {}
 
     def shown(self, address: int) -> tuple[Use, Piece] | None:
-        """Returns the piece that views of a storage show, and the call that was given them.
+        """Returns the piece that views of a storage show, and the call that got them.
 
         Args:
             address: The first byte of the storage.
 
         Returns:
-            None where it is no seat, or one with bytes that are a piece's no more.
+            None if the storage is not a seat, or its bytes are no longer those of the piece.
         """
         store = self._store
         seat = store.room.seats.get(address)
@@ -34,9 +34,9 @@ class SavedExperts:
         return seat.use, seat.piece
 
     def resume(self, use: Use) -> Use:
-        """Returns the use that backward makes of what was saved of a call.
+        """Returns the use with which backward reads what was saved of a call.
 
-        The first time its copies begin, and those for the call before it.
+        The first time, its copies begin, and those for the call before it.
         """
         again = self._resumed.get(use)
         if again is None:
@@ -52,7 +52,7 @@ class SavedExperts:
         return again
 
     def end_backward(self) -> None:
-        """Ends what backward has resumed: what was not asked for may leave."""
+        """Ends the resumed uses of a backward: pieces that were not asked for may leave."""
         for use in self._resumed.values():
             self._store.end(use)
         self._resumed.clear()

@@ -1,8 +1,8 @@
 """Shadows: second places in DRAM for blocks, so that a change of a block can be undone.
 
-A block that is changed provisionally gets its shadow for a home before it is written; the former
-home keeps the bytes from before. To the table, to transfers and to the evictor it is a block like
-any other. The change is then either confirmed, which costs nothing, or undone.
+A block that is changed provisionally gets its shadow as its home before it is written; the former
+home keeps the former bytes. For the table, transfers and the evictor it is an ordinary
+block. The change is then either confirmed, which costs nothing, or undone.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 class Shadows:
-    """Shadows of blocks, out of DRAM that no home needs; under the manager's lock.
+    """Shadows of blocks, in DRAM that no home needs; under the manager's lock.
 
-    Whether a shadow holds the former bytes of its block, or nothing of use, follows from one set.
+    Whether a shadow holds the former bytes of its block, or is free, follows from one set.
     """
 
     def __init__(self, manager: BlockManager, give_up: Callable[[], bool]) -> None:
         """Starts without shadows.
 
         Args:
-            manager: Of the blocks.
-            give_up: Called where a home needs room; calls :meth:`release` if it can be spared,
-                and returns whether that gave any.
+            manager: The manager of the blocks.
+            give_up: Called when a home needs room; calls :meth:`release` if the shadows can be
+                spared, and returns whether that freed any.
         """
         self._manager = manager
         self._spare: dict[int, Extent] = {}
-        # blocks whose spare place holds what they were; entered without a call
+        # blocks whose shadow holds their former bytes; entered without a call
         self._turned: dict[int, None] = {}
         self._give_up = give_up
         manager.parts.homes.owners.append(self._owned)
@@ -52,18 +52,18 @@ class Shadows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of DRAM that they take."""
+        """Bytes of DRAM that they occupy."""
         return sum(extent.nbytes for extent in self._spare.values())
 
     def can_have(self, *records: Record) -> bool:
-        """Whether blocks may have one: they are at home in DRAM, where they can be evicted to."""
+        """Whether blocks may have one: their home is DRAM, to which they can be evicted."""
         for record in records:
             if record.home is not Tier.DRAM or not record.defined or record.fixed:
                 return False
         return True
 
     def reserve(self, blocks: Iterable[Block]) -> bool:
-        """Reserves a shadow for each of some blocks, of those that :meth:`can_have` one.
+        """Reserves a shadow for each of some blocks, which :meth:`can_have` one.
 
         Returns:
             Whether there was room for all of them.
@@ -78,10 +78,10 @@ class Shadows:
         return True
 
     def turn(self, blocks: Iterable[Block]) -> None:
-        """Keeps the bytes of blocks as they are now; later writes go to their shadows.
+        """Keeps the present bytes of blocks; later writes go to their shadows.
 
         Args:
-            blocks: They are leased, and have their shadows.
+            blocks: They are leased, and have shadows.
         """
         manager, transfers = self._manager, self._manager.parts.transfers
         records = [
@@ -91,17 +91,17 @@ class Shadows:
             if record.at_home is not State.VALID:
                 transfers.copy_home(record)
         for record in records:
-            # the copy to the former home may have been submitted long ago and not been made yet:
-            # it would take the bytes that are written from now on
+            # the copy to the former home may have been submitted long ago and not have run yet:
+            # it would copy the bytes that are written from now on
             transfers.copy.use(transfers.home_ready.get(record.block.id))
             if record.home_extent is not None:
                 manager.parts.table.exchange_home(record.block.id, self._spare, self._turned)
 
     def turn_lent(self, blocks: Iterable[Block]) -> None:
-        """Gives blocks their shadows for homes; what borrowed them still reads the former ones.
+        """Makes shadows the homes of blocks; code that borrowed them reads the former ones.
 
         Args:
-            blocks: They are lent to host code, and have their shadows.
+            blocks: They are lent to host code, and have shadows.
         """
         table = self._manager.parts.table
         for block in blocks:
@@ -110,9 +110,9 @@ class Shadows:
                 table.exchange_lent(block.id, self._spare, self._turned)
 
     def put_back(self) -> None:
-        """Restores the former bytes of every changed block; leased blocks are passed over.
+        """Restores the former bytes of every changed block; leased blocks are skipped.
 
-        Cut short, it may be called again, and has to be before the blocks are used.
+        If interrupted, it may be called again, and has to be before the blocks are used.
         """
         manager, table = self._manager, self._manager.parts.table
         for block_id in [i for i in self._turned if table.get(i) is None]:
@@ -129,9 +129,9 @@ class Shadows:
         self._turned = {}
 
     def release(self) -> bool:
-        """Frees all shadows that hold nothing of use; returns whether there were any.
+        """Frees all shadows that are not needed; returns whether there were any.
 
-        That of a block which is lent may still be read: it holds what the block was.
+        The shadow of a lent block may still be read: it holds the former bytes.
         """
         manager = self._manager
         spare = [i for i in self._spare if i not in self._turned and not self._is_lent(i)]
@@ -169,7 +169,7 @@ class Shadows:
         return record is not None and self._manager.host_loans.borrowers(record.block) > 0
 
     def _ask(self, block_id: int) -> None:
-        """Asks whoever needs what a shadow has, before it is written or freed."""
+        """Notifies those who need the bytes of a shadow, before it is written or freed."""
         keeper = self._manager.parts.homes.keeper
         if keeper is not None:
             keeper.before_reuse(block_id, self._spare[block_id])

@@ -1,4 +1,4 @@
-"""A sweep over blocks: the next is fetched and the last is written while one is worked on."""
+"""A sweep over blocks: the next is fetched and the last is written while one is processed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 class BlockSweep:
-    """Keeps the links busy while one step of a sweep is worked on.
+    """Keeps the links busy while one step of a sweep is processed.
 
-    What a step has written would otherwise be written back only when its room is needed, and the
-    next step would wait for that. Where everything fits in HBM nothing has to leave it, and
+    What a step has written would otherwise be written home only when its room is needed, and the
+    next step would wait for that. If everything fits in HBM, no block has to leave, and
     nothing is written.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         """Compares the bytes of all blocks with the room in HBM."""
         self._manager = manager
-        # as in the prefetcher: on the CPU a copy from DRAM hides behind nothing
+        # as in the prefetcher: on the CPU a copy from DRAM does not overlap with compute
         self._dram = manager.parts.device.type == "cuda"
         self.leaves = not manager.parts.table.all_fit
 
     def sweeping(self) -> AbstractContextManager[None]:
-        """Makes reads and writes share the disk evenly, also where one of them is waited for."""
+        """Makes reads and writes share the disk evenly, even if one of them is waited for."""
         return self._manager.parts.transfers.sharing_disk()
 
     def fetch(self, blocks: Sequence[Block]) -> None:
@@ -51,13 +51,13 @@ class BlockSweep:
     def write(
         self, blocks: Sequence[Block], *, gradients: bool = False, staying: bool = False
     ) -> None:
-        """Begins to write back what has been written and does not stay.
+        """Begins to write home blocks that are dirty and do not stay.
 
         Args:
-            blocks: What is not used any more for now.
-            gradients: Whether gradients, too, where that costs nothing: those of a step are about
-                to be forgotten, and on the CPU a copy to DRAM hides behind nothing.
-            staying: Whether what stays in HBM is written as well.
+            blocks: Blocks that are not used for now.
+            gradients: Whether gradients are included, if that costs nothing: those of a step will
+                soon be forgotten, and on the CPU a copy to DRAM does not overlap with compute.
+            staying: Whether blocks that stay in HBM are written, too.
         """
         manager, why = self._manager, Why.NEEDED if staying else Why.WRITTEN
         if not self.leaves or (gradients and not self._dram):

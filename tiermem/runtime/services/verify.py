@@ -12,9 +12,9 @@ from tiermem.runtime.transfers.comparing import same_bytes
 
 
 def differs_from_home(manager: BlockManager, block: Block) -> bool:
-    """Whether a leased block that counts as clean was written all the same.
+    """Whether a leased block that counts as clean has been written.
 
-    Modes that trace, or that make fake tensors, take no part in that.
+    Modes that trace or create fake tensors are disabled for this.
 
     Raises:
         StorageError: If its home is a file that cannot be read.

@@ -1,4 +1,4 @@
 """Transfers between the tiers, and the deferred work of blocks.
 
-Begins, polls and ends copies, reads and writes, and tells the table; does not decide which.
+Begins, polls and ends copies, reads and writes, and updates the table; does not decide which.
 """

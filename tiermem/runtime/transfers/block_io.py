@@ -32,7 +32,7 @@ class BlockIo:
         return [view_of(host, spec) for spec in block.tensors]
 
     def views(self, block: Block) -> list[torch.Tensor]:
-        """Returns a block's tensors as they lie, or copies of what is in a file.
+        """Returns a block's tensors in place, or copies of what is in a file.
 
         The block must not move while they are read: the caller holds the manager's lock, and has
         done the block's deferred work.
@@ -44,13 +44,13 @@ class BlockIo:
         return [view_of(found, spec) for spec in block.tensors]
 
     def whole(self, block: Block) -> torch.Tensor:
-        """Returns a block's bytes as they lie, 1-D uint8; see :meth:`views`."""
+        """Returns a block's bytes in place, 1-D uint8; see :meth:`views`."""
         return self._bytes_of(block)[0]
 
     def clone(self, block: Block, device: torch.device) -> list[torch.Tensor]:
-        """Returns copies of a block's tensors, each in memory of its own.
+        """Returns copies of a block's tensors, each in its own memory.
 
-        There is no second copy of what is in HBM or at home in DRAM.
+        Bytes in HBM or in a DRAM home are copied once only.
 
         Args:
             block: The block; it holds data.
@@ -63,7 +63,7 @@ class BlockIo:
         return [view_of(found, spec).to(device, copy=True) for spec in block.tensors]
 
     def _bytes_of(self, block: Block) -> tuple[torch.Tensor, bool]:
-        """Returns a block's current bytes, and whether they are the caller's alone."""
+        """Returns a block's current bytes, and whether only the caller has them."""
         transfers = self._transfers
         record = transfers.table[block.id]
         if record.in_hbm is State.FILLING:
@@ -84,7 +84,7 @@ class BlockIo:
 
         Raises:
             StorageError: If they cannot be read.
-            InvariantError: If the block's home is no file.
+            InvariantError: If the block's home is not a file.
         """
         transfers = self._transfers
         record = transfers.table[block.id]
@@ -99,9 +99,9 @@ class BlockIo:
         """Copies bytes of the home copy over a leased HBM copy that was changed wrongly.
 
         Args:
-            block: The block, at home below HBM, where its bytes are those of before.
+            block: The block; its home is below HBM, and has the former bytes.
             begin: The first byte.
-            end: The first after it.
+            end: The end, exclusive.
 
         Raises:
             StorageError: If they cannot be read; it may be called again.
@@ -117,7 +117,7 @@ class BlockIo:
         slot.bytes[begin:end].copy_(home[begin:end])
 
     def write_home(self, block: Block, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Writes a block that holds no data yet straight to its home.
+        """Writes a block that holds no data yet directly to its home.
 
         Args:
             block: The block; its home is not HBM.

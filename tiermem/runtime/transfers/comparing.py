@@ -13,14 +13,14 @@ _CHUNK = 4 << 20
 
 
 def same_bytes(block: Block, here: torch.Tensor, home: torch.Tensor) -> bool:
-    """Whether two copies of a block have the same bytes in its tensors, and whatever in between.
+    """Whether two copies of a block have the same bytes in its tensors; padding is ignored.
 
-    Next to no memory is taken for that, on the device or elsewhere.
+    It takes hardly any memory, on the device or elsewhere.
 
     Args:
         block: The block.
-        here: The one copy, 1-D uint8; whoever writes it has been waited for.
-        home: The other one, which is brought to where ``here`` is.
+        here: One copy, 1-D uint8; its writers have been waited for.
+        home: The other one, which is copied to the device of ``here``.
     """
     with outside_inference(), torch.no_grad():
         same = torch.ones((), dtype=torch.bool, device=here.device)
@@ -30,7 +30,7 @@ def same_bytes(block: Block, here: torch.Tensor, home: torch.Tensor) -> bool:
 
 
 def _runs(block: Block) -> Iterator[tuple[int, int]]:
-    """Yields the bytes of its tensors, begin and end, in runs of a chunk; not those in between."""
+    """Yields the bytes of its tensors, begin and end, in runs of a chunk; without padding."""
     for spec in block.tensors:
         last = spec.offset + spec.nbytes
         for begin in range(spec.offset, last, _CHUNK):

@@ -1,4 +1,4 @@
-"""Deferred work of blocks: done before the next look at their bytes, and not sooner."""
+"""Deferred work of blocks: done before the next access to their bytes, and not sooner."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Protocol
 
 
 class Elsewhere(Protocol):
-    """Work under way in another thread."""
+    """Work in progress in another thread."""
 
     def succeeded(self) -> bool:
-        """Whether it is over, and well."""
+        """Whether it has ended without an error."""
         ...
 
     def finish(self) -> None:
-        """Waits until it has been done, well or not."""
+        """Waits until it has been done, with or without an error."""
         ...
 
     def wait(self) -> None:
-        """Waits until it is over, well or not; what has not begun is not done any more."""
+        """Waits until it has ended; what has not begun is not done any more."""
         ...
 
 
@@ -31,11 +31,12 @@ class Deferred:
     Attributes:
         name: For messages.
         blocks: Ids of the blocks that it reads or writes, in the order in which it uses them.
-        work: Does it; whole, or not at all where it raises. Called once more after it was done, as
-            an exception may have it, it does nothing.
-        elsewhere: What goes on in another thread, to be taken up by ``work``; None where that
-            does it all.
-        writes: Ids of the tensors that are written there, of blocks that others may write beside.
+        work: Does it; completely, or not at all if it raises. A second call after it was done,
+            which exceptions may cause, does nothing.
+        elsewhere: Work in another thread whose results ``work`` takes over; None if ``work``
+            does everything.
+        writes: Ids of the tensors that are written there, in blocks whose other tensors may be
+            used.
     """
 
     name: str
@@ -53,9 +54,9 @@ class DeferredWork:
 
     Attributes:
         owed: The work of each block that has any, by id.
-        standing: Work that may stand over many passes, by block: only a look at the block itself
-            asks for it, and the plans of passes need not know of it.
-        elsewhere: What goes on in other threads, in the order in which it was registered.
+        standing: Work that may remain over many passes, by block: only an access to the block
+            itself requires it, and the plans of passes need not know about it.
+        elsewhere: Work in other threads, in the order in which it was registered.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class DeferredWork:
 
     @property
     def here(self) -> bool:
-        """Whether there is deferred work that is not under way in another thread already."""
+        """Whether there is deferred work that is not in progress in another thread already."""
         return any(debt.elsewhere is None for owed in self.owed.values() for debt in owed)
 
     def add(self, debt: Deferred, *, first: bool = False) -> None:
@@ -81,7 +82,7 @@ class DeferredWork:
 
         Args:
             debt: The work.
-            first: Whether it comes before what is registered already.
+            first: Whether it is done before the work that is already registered.
         """
         for block_id in dict.fromkeys(debt.blocks):
             owed = self.owed.setdefault(block_id, [])
@@ -90,23 +91,24 @@ class DeferredWork:
             self.elsewhere.append(debt)
 
     def stand(self, debt: Deferred) -> None:
-        """Registers work that may stand over many passes; its blocks have no other such work.
+        """Registers work that may remain over many passes; its blocks have no other such work.
 
         Args:
-            debt: The work; it cancels itself as it begins, and stands again where it fails.
+            debt: The work; it cancels itself when it begins, and registers itself again if it
+                fails.
         """
         for block_id in debt.blocks:
             self.standing[block_id] = debt
 
     def cancel(self, debt: Deferred) -> None:
-        """Forgets a piece of work that need not be done any more."""
+        """Forgets a piece of work that is no longer needed."""
         self._strike(debt)
         for block_id in debt.blocks:
             if self.standing.get(block_id) is debt:
                 del self.standing[block_id]
 
     def that_take_up(self, elsewhere: Elsewhere) -> list[Deferred]:
-        """Returns the pieces of work that take up what goes on elsewhere."""
+        """Returns the pieces of work that take over the results of ``elsewhere``."""
         owed = (debt for found in self.owed.values() for debt in found)
         return list({id(d): d for d in owed if d.elsewhere is elsewhere}.values())
 
@@ -121,10 +123,10 @@ class DeferredWork:
             standing.work()
 
     def pay_before_loan(self, block_id: int, writes: frozenset[int]) -> None:
-        """Does the deferred work that cannot be left to the time after a loan of the block.
+        """Does the deferred work that cannot wait until after a loan of the block.
 
-        That is all that uses the block in HBM, and what another thread does to the same tensors;
-        beside its work on other tensors the block can be lent once more.
+        That is all work that uses the block in HBM, and work of another thread on the same tensors;
+        during its work on other tensors the block can be lent again.
 
         Args:
             block_id: The block.
@@ -134,12 +136,12 @@ class DeferredWork:
         self._settle([d for d in owed if d.elsewhere is None or not writes.isdisjoint(d.writes)])
 
     def pay_standing(self) -> None:
-        """Does all work that may stand over many passes."""
+        """Does all work that may remain over many passes."""
         while self.standing:
             next(iter(self.standing.values())).work()
 
     def collect(self) -> None:
-        """Takes up what other threads have finished, in the order in which it was registered.
+        """Takes over the results of other threads, in the order in which the work was registered.
 
         So its blocks can be prefetched. Work that failed waits for the next access.
         """
@@ -152,7 +154,7 @@ class DeferredWork:
                 self._settle([debt])  # and nothing else, which might have to be waited for
 
     def finish(self, block_id: int) -> None:
-        """Waits for what other threads do to a block, and takes up all that is over by then.
+        """Waits for other threads' work on a block, and takes over all results available by then.
 
         Work that failed waits for the next access.
         """
@@ -162,13 +164,13 @@ class DeferredWork:
         self.collect()
 
     def wait(self) -> None:
-        """Waits for other threads without taking their work up: the blocks are not used again."""
+        """Waits for other threads without taking over results: the blocks are not used again."""
         for debt in self.elsewhere:
             if debt.elsewhere is not None:
                 debt.elsewhere.wait()
 
     def order(self, block_ids: Iterable[int]) -> list[int]:
-        """Returns in which order blocks are used if those of ``block_ids`` are, one after another.
+        """Returns the order in which blocks are used if those of ``block_ids`` are, one by one.
 
         The deferred work of one of them uses its blocks first.
         """
@@ -196,7 +198,7 @@ class DeferredWork:
             raise
 
     def _owe_again(self, deferred: Sequence[Deferred]) -> None:
-        """Registers work again that was cut short; what was done by then does nothing again."""
+        """Registers interrupted work again; what was already done then does nothing."""
         for debt in deferred:
             self._strike(debt)
             self.add(debt)
@@ -204,7 +206,7 @@ class DeferredWork:
                 self._paying.remove(debt)
 
     def repair(self) -> None:
-        """Registers again work that an exception interrupted; nothing of it is under way."""
+        """Registers work again that an exception interrupted; none of it is in progress."""
         self._owe_again(list(self._paying))
 
     def _strike(self, debt: Deferred) -> None:

@@ -1,4 +1,4 @@
-"""What has left HBM since it was last looked at."""
+"""Blocks that have left HBM since this was last read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 
 class Departures:
-    """A log of departures from HBM: all changes of what is in HBM are entered, one reader reads it.
+    """A log of departures from HBM: all changes in HBM are entered, and there is one reader.
 
-    Of a block that has left both attributes are changed in line.
+    For a block that has left, both attributes are updated in line.
 
     Attributes:
         count: Grows whenever a block leaves HBM or changes its place there; compare it with an
@@ -24,11 +24,11 @@ class Departures:
         self.unread: set[int] = set()
 
     def add_move(self) -> None:
-        """Enters that a block has changed its place in HBM, or another has come into its place."""
+        """Notes that a block has changed its place in HBM, or another has come into its place."""
         self.count += 1
 
     def add_home(self, block_id: int) -> None:
-        """Enters that a block's home copy is to be fetched (again): it was lent or written."""
+        """Notes that a block's home copy is to be fetched (again): it was lent or written."""
         self.unread.add(block_id)
 
     def read(self) -> set[int]:
@@ -37,9 +37,9 @@ class Departures:
         return unread
 
     def skip(self) -> None:
-        """Drops what was added and not read: the reader looks at everything anyway."""
+        """Drops unread entries: the reader checks everything anyway."""
         self.unread.clear()
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Takes out blocks that do not exist any more."""
+        """Removes blocks that do not exist any more."""
         self.unread.difference_update(block_ids)

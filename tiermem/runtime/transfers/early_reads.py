@@ -1,4 +1,4 @@
-"""Reads that begin before HBM has room: from a file into spare DRAM, and up from there later."""
+"""Reads that begin before HBM has room: from a file into spare DRAM, and later to HBM."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _MOST_VICTIMS = 4
 class ReadAhead:
     """Reads blocks from files before HBM has room for them.
 
-    A disk that works only while HBM has a free slot stands still while the device computes, and
-    between two passes. So what comes next by the schedule is read into DRAM that no home
-    needs, and goes up as soon as there is room. It stays there until its place is wanted for
-    something that is used sooner: a block that comes back before that is not read again. The
-    residency table knows nothing of it: these bytes are a copy of a home that is valid, to be
-    lost at any time.
+    If a disk worked only while HBM has a free slot, it would be idle while the device computes, and
+    between two passes. So the next blocks of the schedule are read into DRAM that no home
+    needs, and copied to HBM as soon as there is room. They stay in DRAM until their place is needed
+    for a block that is used sooner: a block that is used again before that is not read again. The
+    residency table does not know about it: these bytes are a copy of a valid home, and may be
+    dropped at any time.
 
-    A plan may share that DRAM out (:meth:`share`): some blocks have places of their own there, so
-    that they are read once, and what else streams is read straight into HBM. Without a plan
-    whatever is used soonest has a place.
+    A plan may divide that DRAM (:meth:`share`): some blocks have places of their own there, so
+    that they are read once, and others that stream are read directly into HBM. Without a plan
+    the blocks that are used soonest have places.
 
     Attributes:
-        staged: By block.
-        parked: The reads that have no place yet, one at most; by block.
-        reading: Reads whose end has not been taken up yet.
-        begun: How many reads into DRAM it has begun so far.
+        staged: Staged copies by block.
+        parked: The reads that have no place yet, at most one; by block.
+        reading: Reads whose end has not been processed yet.
+        begun: How many reads into DRAM have begun so far.
         nbytes: Bytes of DRAM that it has.
-        unsettled: Whether a plan's places are still to be taken.
+        unsettled: Whether a plan's places are still to be allocated.
     """
 
     def __init__(self, homes: Homes, wait: Callable[[FileTransfer], None]) -> None:
-        """Takes places from ``homes``, under whose owner's lock every call is made.
+        """Takes places from ``homes``; every call is made under the manager's lock.
 
         Args:
             homes: Lends spare DRAM, and reclaims it.
@@ -83,16 +83,17 @@ class ReadAhead:
     ) -> None:
         """Sets how spare DRAM is used from now on; copies that do not fit that are dropped.
 
-        What has been read already of the blocks that are kept is not read again: it stays where it
-        is, unless it lies in the way of the rest. Of what was read before the first plan, what has
-        not gone up yet does so from where it is; the places of the plan are taken after that.
+        What has already been read of the blocks that are kept is not read again: it stays where it
+        is, unless it is in the way of the rest. What was read before the first plan and has
+        not been copied to HBM yet is copied from where it is; after that the plan's places are
+        allocated.
 
         Args:
-            kept: Bytes of the blocks that have places of their own; None where the order of use
+            kept: Bytes of the blocks that have places of their own; None if the order of use
                 alone decides.
-            mover: Makes the reads under way, some of which are no longer wanted.
-            inside: Blocks that stay in HBM. Copies of them that are here already stay as well,
-                while there is room: another plan may want them.
+            mover: Makes the reads in progress, some of which are no longer needed.
+            inside: Blocks that stay in HBM. Existing copies of them stay as well,
+                while there is room: another plan may need them.
         """
         wanted = None if kept is None else (kept, inside)
         if wanted == self._shared:
@@ -111,25 +112,26 @@ class ReadAhead:
             self.lay_out(mover)
 
     def _hasten(self, mover: FileMover | None) -> None:
-        """Cancels reads that are no longer wanted: urgent ones could delay them for ever."""
+        """Cancels reads that are no longer needed: urgent ones could delay them for ever."""
         for entry in self._dying:
             if mover is not None and entry.transfer is not None and not entry.transfer.finished:
                 self._cancelled.add(entry.transfer)
                 mover.cancel(entry.transfer)
 
     def _adopt(self, block_id: int) -> None:
-        """Makes the place that a block has its own."""
+        """Makes a block's present place its own."""
         self._places[block_id] = self.staged[block_id].extent
 
     def lay_out(self, mover: FileMover | None = None) -> bool:
-        """Allocates the places that a plan wants, once the transfers of earlier ones have ended.
+        """Allocates the places of a plan, once the transfers of earlier ones have ended.
 
-        All at once: taken one by one, as what was there before goes, they would lie with holes
-        between them. Where what has stayed of it makes such holes, it goes as well: first what
-        stays in HBM, then everything, to begin from a clean sheet. Returns whether that is done.
+        All at once: if they were allocated one by one, as earlier places become free, there would
+        be holes between them. If earlier copies that stay cause such holes, they are dropped as
+        well: first those of blocks that stay in HBM, then all. Returns whether the places have been
+        allocated.
 
         Args:
-            mover: Makes the reads under way.
+            mover: Makes the reads in progress.
         """
         self._drop_risen()
         if self._shared is None or self._is_clearing():
@@ -138,32 +140,32 @@ class ReadAhead:
             for inside in (True, False):
                 goes = self._adopted(inside=inside)
                 if goes and not self._clear(goes, mover):
-                    return False  # they are being read or copied, or have not gone up: later
+                    return False  # they are being read or copied, or not in HBM yet: later
                 if goes and self._take_places(self._shared[0]):
                     break
         self.unsettled = False
         return True
 
     def begin_pass(self) -> None:
-        """Notes that a pass begins: what has waited for a use for a whole one waits no longer."""
+        """Notes that a pass begins: a copy that was not used for a whole pass no longer waits."""
         for block_id, entry in list(self.staged.items()):
             entry.passes += entry.leaves
             if entry.passes > 1:
                 self.drop(block_id)
 
     def _is_clearing(self) -> bool:
-        """Whether something that has no place by the plan is still on its way."""
+        """Whether a copy without a place in the plan is still in transfer."""
         if any(entry.transfer is not None for entry in self._dying):
             return True
         return any(entry.leaves for entry in self.staged.values())
 
     def _adopted(self, *, inside: bool) -> list[int]:
-        """Returns the blocks that keep the places they had: those that stay in HBM, or all."""
+        """Returns the blocks that keep their earlier places: those that stay in HBM, or all."""
         kept = self._shared[0] if self._shared is not None else {}
         return [b for b in self._places if b in self.staged and not (inside and b in kept)]
 
     def _let_go(self, block_id: int) -> None:
-        """Drops a block, or has it go once it has gone up, where it was read before any plan."""
+        """Drops a block, or has it dropped after its copy to HBM if it precedes any plan."""
         entry = self.staged[block_id]
         entry.leaves = True
         begun = entry.transfer is not None and entry.transfer.started_ns
@@ -171,7 +173,7 @@ class ReadAhead:
             self.drop(block_id)
 
     def _clear(self, block_ids: Sequence[int], mover: FileMover | None) -> bool:
-        """Drops blocks, with the places that nothing is in yet; returns whether all are gone."""
+        """Drops blocks, with their empty places; returns whether all are gone."""
         for block_id in block_ids:
             del self._places[block_id]
             self._let_go(block_id)
@@ -184,14 +186,14 @@ class ReadAhead:
         return not self._is_clearing()
 
     def _drop_risen(self) -> None:
-        """Drops what has no place by the plan and has gone up."""
+        """Drops blocks without a place in the plan that have been copied to HBM."""
         for block_id, entry in list(self.staged.items()):
             if entry.leaves and entry.risen:
                 self.drop(block_id)
         self._bury()
 
     def _take_places(self, kept: Mapping[int, int]) -> bool:
-        """Takes places for the blocks that have none; returns whether all have one."""
+        """Allocates places for the blocks that have none; returns whether all have one."""
         for block_id in sorted(kept, key=lambda block: (-kept[block], block)):
             if block_id in self._places:
                 continue
@@ -201,7 +203,7 @@ class ReadAhead:
         return kept.keys() <= self._places.keys()
 
     def _forget_places(self) -> None:
-        """Gives places up; those in use are free when what is in them is over."""
+        """Gives places up; those in use are freed when their transfers have ended."""
         used = {entry.extent for entry in (*self._dying, *self.staged.values())}
         extents = set(self._places.values()) - used
         self._places.clear()
@@ -227,11 +229,11 @@ class ReadAhead:
         """Begins to read a block whose home is a file, if there is a place for it.
 
         Args:
-            record: A block whose data are at home only.
+            record: A block whose data are only at home.
             mover: Reads it.
-            schedule: What comes next.
-            cursor: Where in it the compute is.
-            position: Of the use that it is for; only what is used later makes way.
+            schedule: The order of the next uses.
+            cursor: The position of the compute in it.
+            position: The position of the use; only blocks that are used later are dropped for it.
 
         Returns:
             Whether the read has begun.
@@ -250,7 +252,7 @@ class ReadAhead:
         target = self._homes.arena.bytes_of(Extent(extent.offset, home.nbytes))
         try:
             entry.transfer = mover.read(home, target, label=block.name, in_place=True)
-        except Exception:  # nothing was begun
+        except Exception:  # no read was begun
             del self.staged[block.id]
             self._queue.remove(block.id)
             self._give_back(extent)
@@ -260,10 +262,10 @@ class ReadAhead:
         return True
 
     def park(self, record: Record, mover: FileMover) -> None:
-        """Begins to read a block into what staging has to spare, until HBM has room for it.
+        """Begins to read a block into free staging chunks, until HBM has room for it.
 
-        The disk would stand still meanwhile: between two reads straight into HBM lie the use of a
-        block, which makes the room, and the way back to the disk.
+        Otherwise the disk would be idle: between two reads directly into HBM there are the use of a
+        block, which makes the room, and the latency of the disk.
         """
         home = record.home_extent
         if home is None:
@@ -286,7 +288,7 @@ class ReadAhead:
         return entry.transfer
 
     def has_place(self, block_id: int) -> None:
-        """Hands the read of a block over: it has a place in HBM now."""
+        """Hands over the read of a block that now has a place in HBM."""
         self.parked.pop(block_id, None)
 
     def _unpark(self, block_id: int) -> None:
@@ -297,7 +299,7 @@ class ReadAhead:
                 entry.mover.cancel(entry.transfer)
 
     def take_landed(self) -> list[tuple[Record, FileTransfer]]:
-        """Returns the reads that have ended since the last call, and were wanted."""
+        """Returns the reads that have ended since the last call, and are still needed."""
         done = [entry for entry in self.reading if entry[1].finished]
         if done:
             self.reading = [entry for entry in self.reading if not entry[1].finished]
@@ -327,39 +329,39 @@ class ReadAhead:
         return self._is_at_home(entry, record)
 
     def _is_at_home(self, entry: Staged | Parked, record: Record) -> bool:
-        """Whether the home still is where it was read, and has not been written since."""
+        """Whether the home is the one that was read, and has not been written since."""
         if record.home_extent != entry.home:
             return False
         return self._homes.version(entry.home) == entry.version
 
     def at_rest(self, record: Record) -> Extent | None:
-        """Returns where in DRAM the bytes of a block are, all of them; None if not all are."""
+        """Returns where in DRAM a block's bytes are; None unless all of them are there."""
         entry = self.look(record)
         if entry is None or entry.transfer is None or not entry.transfer.finished:
             return None
         return Extent(entry.extent.offset, record.block.nbytes)
 
     def lose_track(self) -> None:
-        """Notes that uses go unseen from now on: who is used last is looked up anew, if asked."""
+        """Notes that uses are not reported from now on: the last use is looked up if needed."""
         if self._queue.schedule is not None:
             self._queue = NextUseQueue()
             for block_id in self.staged:
                 self._queue.put(block_id, 0)
 
     def copied(self, block_id: int, event: Event | None) -> None:
-        """Notes that a copy to HBM was submitted, which ends when ``event`` has passed."""
+        """Notes that a copy to HBM was submitted; ``event`` marks its end."""
         entry = self.staged[block_id]
         entry.copied, entry.risen = event, True
 
     def used(self, block_id: int, cursor: int) -> None:
-        """Notes that a block was used: its next use is another."""
+        """Notes that a block was used, so that its next use has changed."""
         if block_id in self.staged:
             self._queue.put(block_id, cursor)
 
     # -- out -------------------------------------------------------------
 
     def drop(self, block_id: int) -> None:
-        """Forgets a block; its place is free when nothing reads or writes it any more."""
+        """Forgets a block; its place is freed when no transfer uses it any more."""
         if self.parked:
             self._unpark(block_id)
         entry = self.staged.pop(block_id, None)
@@ -371,13 +373,13 @@ class ReadAhead:
     def drop_all(self) -> bool:
         """Frees its DRAM; returns whether there was any.
 
-        What is under way is waited for only where there is nothing else to give up.
+        Transfers in progress are waited for only if nothing else can be freed.
         """
         before = self.nbytes
         for block_id in list(self.staged):
             self.drop(block_id)
         if self._shared is not None:
-            self._shared = ({}, frozenset())  # until the next plan, for what is left
+            self._shared = ({}, frozenset())  # until the next plan, for what remains
             self._forget_places()
         if before and self.nbytes == before:
             for entry in self._dying:
@@ -389,9 +391,9 @@ class ReadAhead:
         return self.nbytes < before
 
     def reset(self) -> None:
-        """Forgets everything, after an exception anywhere; nothing is being read any more.
+        """Forgets everything, after an exception anywhere; no read is in progress.
 
-        Its places are the caller's to free. What it had are copies, to be read again.
+        The caller frees the places. They held copies, which can be read again.
         """
         for entries in (self.staged, self._places, self._cancelled):
             entries.clear()
@@ -409,7 +411,7 @@ class ReadAhead:
             self._unpark(block_id)
 
     def settle(self) -> None:
-        """Waits for every read under way."""
+        """Waits for every read in progress."""
         for _, transfer in self.reading:
             self._wait(transfer)
         for entry in self.parked.values():

@@ -1,4 +1,4 @@
-"""Blocks that begin with what checkpoint files have: read to their homes, several at a time."""
+"""Blocks that are filled from checkpoint files: read to their homes, several at a time."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tiermem.transfer.file.mover import FileTransfer
 class FileFills:
     """Reads checkpoint files past the page cache, into homes or into memory of the caller's.
 
-    What is read is read as blocks are that stay in the files: in batches, through the staging
-    chunks, with the same checks. Its addresses in the store of checkpoints last as long as a call.
+    The reads are like those of blocks that stay in the files: in batches, through the staging
+    chunks, with the same checks. Its addresses in the checkpoint store exist during a call only.
     """
 
     def __init__(self, transfers: Transfers) -> None:
@@ -28,9 +28,9 @@ class FileFills:
         self._transfers = transfers
 
     def fill(self, wanted: Sequence[tuple[Block, StoredBlock]]) -> None:
-        """Reads blocks that hold no data yet straight to their homes in DRAM or HBM.
+        """Reads blocks that hold no data yet directly to their homes in DRAM or HBM.
 
-        All of them are asked for at once: the disk goes from one to the next.
+        All of them are requested at once, so the disk is never idle in between.
 
         Args:
             wanted: Each block, and where the files have its tensors. Those whose home is HBM are
@@ -55,7 +55,7 @@ class FileFills:
                 under_way.append((block, extent, reading))
             for _, _, reading in under_way:
                 transfers.wait_or_raise(reading)
-        except Exception:  # after a BaseException a repair waits for what is under way
+        except Exception:  # after a BaseException a repair waits for reads in progress
             self._stop([reading for _, _, reading in under_way])
             raise
         for block, extent, reading in under_way:
@@ -76,7 +76,7 @@ class FileFills:
         return transfers.homes.bytes_of(record.home_extent), ()
 
     def _filled(self, block: Block, reading: FileTransfer) -> None:
-        """Enters a block that has come."""
+        """Enters a block that has been read."""
         transfers = self._transfers
         record = transfers.table[block.id]
         if record.home is Tier.DRAM:
@@ -90,8 +90,8 @@ class FileFills:
         """Reads runs of bytes of the files into fresh memory of the host.
 
         Args:
-            ranges: Where they lie, and where each goes.
-            nbytes: How many there are in all.
+            ranges: Their ranges in the files, and their targets.
+            nbytes: The total number of bytes.
 
         Returns:
             A 1-D uint8 tensor of ``nbytes``.
@@ -109,7 +109,7 @@ class FileFills:
             try:
                 self._transfers.wait_or_raise(reading)
             finally:
-                if reading.finished:  # else a repair waits for it, and forgets its address
+                if reading.finished:  # otherwise a repair waits for it, and forgets its address
                     self._store().forget(extent)
         return whole[:nbytes]
 
@@ -118,7 +118,7 @@ class FileFills:
 
     @contextmanager
     def _until_asked(self, extent: Extent) -> Iterator[None]:
-        """Gives an address up where an error keeps it from being read."""
+        """Gives an address up if an error prevents the read."""
         try:
             yield
         except Exception:
@@ -132,7 +132,7 @@ class FileFills:
         return sources
 
     def _stop(self, reading: Sequence[FileTransfer]) -> None:
-        """Ends reads under way, and gives up their addresses."""
+        """Ends reads in progress, and gives up their addresses."""
         transfers = self._transfers
         for transfer in reading:
             with suppress(Exception):

@@ -1,8 +1,8 @@
-"""Packed copies of homes in DRAM, from which blocks come up in three quarters of the time.
+"""Packed copies of homes in DRAM, from which blocks are fetched in three quarters of the time.
 
-A packed copy is made beside a home, which stays as it is; see :mod:`tiermem.core.packing`. It is
-used as long as the home has the bytes that it was made of. So everything that reads or writes homes
-goes on as if there were none, and DRAM that homes need is taken from packed copies first.
+A packed copy is created beside a home, which is not changed; see :mod:`tiermem.core.packing`. It is
+used as long as the home has the bytes from which it was made. So everything that reads or writes
+homes works as if there were none, and DRAM that homes need is taken from packed copies first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PackedCopy:
     Attributes:
         packed: What a device copies and unpacks.
         extent: Where it is in DRAM.
-        stamp: Which bytes it was made of.
+        stamp: The version of the bytes from which it was made.
     """
 
     packed: Packed
@@ -37,15 +37,15 @@ class PackedCopy:
 
 
 class PackedCopies:
-    """The packed copies there are; under the manager's lock.
+    """The existing packed copies; under the manager's lock.
 
-    Each extent is at one place here at a time: cut short in between, it is nobody's, and the
-    repair of homes frees it.
+    Each extent is referred to from one place here at a time: after an interruption in between, it
+    is unowned, and the repair of homes frees it.
 
     Attributes:
-        used: Those that the pass under way uses, by the id of their blocks.
-        by_rows: Whether parts of blocks come up by themselves, for which the pass waits: experts,
-            of which more bytes move than of what a schedule has.
+        used: Those that the current pass uses, by block id.
+        by_rows: Whether parts of blocks (experts) are copied by themselves and waited for; then
+            more bytes move than those in the schedule.
     """
 
     def __init__(self, table: ResidencyTable, homes: Homes, copy: CopyEngine) -> None:
@@ -54,7 +54,7 @@ class PackedCopies:
         self._homes = homes
         self._copy = copy
         self._copies: dict[int, PackedCopy] = {}
-        self._stale: list[Extent] = []  # copies from there may be under way
+        self._stale: list[Extent] = []  # copies from there may be in progress
         self.used: dict[int, PackedCopy] = {}
         self.by_rows: Callable[[], bool] = bool
         homes.owners.append(self._owned)
@@ -66,7 +66,7 @@ class PackedCopies:
 
     @property
     def hold_dram(self) -> bool:
-        """Whether there are any, or DRAM of those that were given up; else a pass uses none."""
+        """Whether there are any, or DRAM of those that were given up; otherwise passes use none."""
         return bool(self._copies or self._stale)
 
     def __contains__(self, block: Block) -> bool:
@@ -74,22 +74,22 @@ class PackedCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of DRAM that they take."""
+        """Bytes of DRAM that they occupy."""
         return sum(extent.nbytes for _, extent in self._owned())
 
     def add(self, block: Block, copy: PackedCopy) -> None:
-        """Enters the packed copy of a block that has none, to be used from the next pass on."""
+        """Adds the packed copy of a block that has none; it is used from the next pass on."""
         self._copies[block.id] = copy
 
     def begin(self, load: int, *, link_binds: bool) -> None:
         """Notes that a pass begins, and decides whether it uses packed copies.
 
         Args:
-            load: Its tokens, rounded; 0 where they are not known.
-            link_binds: Whether copies of what its schedule has are what it waits for.
+            load: Its tokens, rounded; 0 if unknown.
+            link_binds: Whether the pass waits for the copies in its schedule.
         """
         use = link_binds or (load <= _MOST_BY_ROWS and self.by_rows())
-        if not use:  # else they are looked at as they are used
+        if not use:  # otherwise they are checked when they are used
             self.drop_stale()
         self.free_stale()
         wanted = self._copies if use else {}
@@ -98,7 +98,7 @@ class PackedCopies:
             self.used.update(wanted)
 
     def of(self, record: Record) -> Packed | None:
-        """Returns the packed copy of a block in the pass under way; None without one."""
+        """Returns the packed copy of a block in the current pass; None without one."""
         copy = self.used.get(record.block.id)
         if copy is None:
             return None
@@ -120,14 +120,14 @@ class PackedCopies:
                 self._give_up(block_id)
 
     def free_stale(self) -> None:
-        """Gives back the DRAM of what was given up, once nothing is copied from there any more."""
+        """Frees the DRAM of packed copies that were given up, once no copy from there runs."""
         if self._stale:
             self._copy.synchronize()
         while self._stale:
             self._homes.release(Tier.DRAM, self._stale.pop())
 
     def release(self) -> bool:
-        """Gives all of them up, for DRAM that others need; returns whether there were any."""
+        """Gives all of them up for other uses of the DRAM; returns whether there were any."""
         for block_id in list(self._copies):
             self._give_up(block_id)
         found = bool(self._stale)

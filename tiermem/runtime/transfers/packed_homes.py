@@ -1,7 +1,7 @@
-"""Homes in DRAM that lie packed, which what is trained is written to and brought up from.
+"""Homes in DRAM that are stored packed: trained blocks are written there and fetched from there.
 
-See :mod:`tiermem.core.packedhome`. A home is packed as its block is written there, and unpacked as
-the host looks at it. :attr:`tiermem.runtime.memory.homes.Homes.packed` says which homes lie packed.
+See :mod:`tiermem.core.packedhome`. A home is packed when its block is written there, and unpacked
+when the host reads it. :attr:`tiermem.runtime.memory.homes.Homes.packed` lists the packed homes.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ class PackedHomes:
     """The packed form of homes; under the manager's lock.
 
     Attributes:
-        packs: Whether blocks are written home packed; homes that are stay so without.
+        packs: Whether blocks are written home packed; if not, packed homes stay packed.
     """
 
     def __init__(self, homes: Homes, copy: CopyEngine) -> None:
-        """Packs nothing yet."""
+        """Starts with packing off."""
         self.packs = False
         self._homes = homes
         self._copy = copy
         self._flags: Extent | None = None  # says which tiles of homes are raw
-        self._raw = self._seen = 0  # its address, and where kernels look at it
+        self._raw = self._seen = 0  # its address, and where kernels see it
         self._forms: dict[tuple[int, int], PackedHome] = {}
         homes.owners.append(self._owned)
         homes.unpack = self._unpack
 
     @property
     def has_dram(self) -> bool:
-        """Whether it has room there, which says what it has to know of homes."""
+        """Whether it has its DRAM, which records the state of homes."""
         return self._flags is not None
 
     def begin(self, seen: int | None) -> bool:
-        """Has blocks written home packed from now on, if that can be done.
+        """Begins to write blocks home packed, if that is possible.
 
         Args:
-            seen: Address of device memory, ``flags_nbytes`` of DRAM's capacity, for what kernels
-                are to know of homes; none where they look at what the host knows.
+            seen: Address of device memory, ``flags_nbytes`` of DRAM's capacity, for the
+                flags that kernels read; None if they read those of the host.
 
         Returns:
-            Whether it can: not where DRAM has no room to spare, or kernels do not see it at the
-            addresses that the host has for it.
+            Whether it is possible: not if DRAM has no room to spare, or kernels do not see it at
+            the addresses that the host has for it.
         """
         if self._flags is None:
             extent = self._homes.lend(flags_nbytes(self._homes.dram.capacity), spare=True)
             if extent is None:
                 return False
             flags = self._homes.arena.bytes_of(extent)
-            if self._copy.seen(flags) is None:  # kernels look at homes as well
+            if self._copy.seen(flags) is None:  # kernels read homes as well
                 self._homes.release(Tier.DRAM, extent)
                 return False
             self._flags, self._raw = extent, flags.data_ptr()
@@ -66,13 +66,13 @@ class PackedHomes:
         return True
 
     def stop(self) -> None:
-        """Has blocks written home as they are from now on, without device memory."""
+        """Writes blocks home unpacked from now on, and uses no device memory."""
         self.packs = False
         self._seen = self._raw
         self._forms.clear()
 
     def end(self) -> None:
-        """Unpacks all homes, and gives back what it has."""
+        """Unpacks all homes, and gives its memory back."""
         for offset, nbytes in list(self._homes.packed.items()):
             self._homes.open(Extent(offset, nbytes))
         self.stop()
@@ -82,14 +82,14 @@ class PackedHomes:
             self._homes.release(Tier.DRAM, extent)
 
     def form_for(self, record: Record, home: Extent) -> PackedHome | None:
-        """Returns where a block is written to, packed, and notes that its home is to lie so.
+        """Returns the packed form in which a block is written, and marks its home as packed.
 
         Args:
             record: The block, which is about to be written home.
             home: Its home.
 
         Returns:
-            None where it is written as it is, which is noted as well.
+            None if it is written unpacked, which is noted as well.
         """
         nbytes = record.block.nbytes
         if not self.packs or not record.packs or nbytes % ALIGNED:
@@ -99,7 +99,7 @@ class PackedHomes:
         return self._form(home.offset, nbytes)
 
     def form_of(self, home: Extent) -> PackedHome:
-        """Returns the form of a home that lies packed."""
+        """Returns the form of a home that is stored packed."""
         return self._form(home.offset, self._homes.packed[home.offset])
 
     # -- inside ----------------------------------------------------------
@@ -117,7 +117,7 @@ class PackedHomes:
         return form
 
     def _unpack(self, home: Extent) -> None:
-        """Unpacks a home, once nothing is copied any more."""
+        """Unpacks a home, after all copies have ended."""
         form = self.form_of(home)
         self._copy.synchronize()
 
@@ -125,7 +125,7 @@ class PackedHomes:
             self._copy.open_home(form)
             del self._homes.packed[home.offset]
 
-        undisturbed(open_it)  # cut short, it would be neither packed nor as it is
+        undisturbed(open_it)  # interrupted, it would be neither packed nor unpacked
 
     def _owned(self) -> Iterator[tuple[Tier, Extent]]:
         if self._flags is not None:

@@ -1,4 +1,4 @@
-"""What has been read, or is being read, of a file before HBM has room for it."""
+"""What has been read, or is being read, from a file before HBM has room for it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tiermem.transfer.file.mover import FileMover, FileTransfer
 
 @dataclass(slots=True, eq=False)
 class Staged:
-    """A block's bytes in DRAM, or on their way there.
+    """A block's bytes in DRAM, or being read to it.
 
     Attributes:
         extent: Where in DRAM.
         home: Where in the files.
-        version: Of the bytes there when the read was asked for.
-        transfer: The read; None where a Ctrl-C came while it was asked for, so that its bytes
+        version: The version of the bytes there when the read was requested.
+        transfer: The read; None if a Ctrl-C occurred while it was requested, so that its bytes
             may still be written to and are not used again.
-        copied: Event of the last copy up.
-        risen: Whether it has gone up since it was read.
-        leaves: Whether the plan has no place for it: it goes once it has gone up.
-        passes: How many have begun since.
+        copied: Event of the last copy to HBM.
+        risen: Whether it has been copied to HBM since it was read.
+        leaves: Whether the plan has no place for it: it is dropped after its copy to HBM.
+        passes: How many passes have begun since.
     """
 
     extent: Extent
@@ -36,20 +36,20 @@ class Staged:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing writes or reads these bytes any more."""
+        """Whether no transfer writes or reads these bytes."""
         there = self.transfer is not None and self.transfer.finished
         return there and (self.copied is None or self.copied.done())
 
 
 @dataclass(slots=True, eq=False)
 class Parked:
-    """A read straight into HBM that has begun, and has no place there yet.
+    """A read directly into HBM that has begun, and has no place there yet.
 
     Attributes:
         transfer: The read.
         mover: Makes it.
         home: Where in the files.
-        version: Of the bytes there when it was asked for.
+        version: The version of the bytes there when it was requested.
         taken: Whether it was about to get a place; if it did not (Ctrl-C), it is not used again.
     """
 

@@ -21,14 +21,14 @@ class TransferLog:
     """
 
     def __init__(self, counters: Counters, timeline: Timeline, pass_timer: PassTimer) -> None:
-        """Enters what it is told into all three."""
+        """Stores the three; transfers are entered into all of them."""
         self.counters = counters
         self.pass_timer = pass_timer
         self._timeline = timeline
         self.enter = timeline.enter
 
     def landed(self, link: str, block: Block, transfer: FileTransfer) -> None:
-        """Enters a file transfer that has finished, well or not."""
+        """Enters a file transfer that has finished, with or without an error."""
         if transfer.error is not None:
             self.counters.errors += 1
             return

@@ -1,9 +1,9 @@
-"""Blocks under way: begins copies, takes up their ends, and waits where it has to.
+"""Transfers of blocks: begins copies, completes them, and waits where necessary.
 
-A copy between HBM and DRAM counts as made once it is submitted (streams order
+A copy between HBM and DRAM counts as complete once it is submitted (streams order
 it); one between HBM and a file is a *flight* until its transfer has finished:
 a read when all of it has been submitted, a write when the disk has it.
-Completions come up only when something here polls; no transfer calls back.
+Completions are noticed only when something here polls; there are no callbacks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STAGED = "nvme->dram"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A file transfer under way, and the move that it makes."""
+    """A file transfer in progress, and the change of residency that it makes."""
 
     transfer: FileTransfer
     move: Move
@@ -47,18 +47,18 @@ class Transfers:
     """Moves blocks between HBM and their homes, and keeps the table informed.
 
     Attributes:
-        flights: File transfers under way, by block.
-        ready: Event of the last copy up of a block, where there is something to wait for.
-        home_ready: The same of the last copy down.
+        flights: File transfers in progress, by block.
+        ready: Event of the last copy of a block to HBM, if there is something to wait for.
+        home_ready: Event of the last copy of a block to its home.
         failing: Blocks whose last write-back failed; they are not written ahead of need.
         departures: Which blocks have left HBM.
-        log: Where what was done is entered.
-        waste: Knows of fetches ahead of use, and of blocks that leave without it.
+        log: The statistics of transfers.
+        waste: Tracks prefetches, and blocks that leave without being used.
         ahead: What has been read from files and waits in DRAM for room.
         packed: Packed copies of homes in DRAM.
-        packed_homes: Homes in DRAM that lie packed themselves.
+        packed_homes: Homes in DRAM that are stored packed.
         unclaimed: Blocks without data that have a place which compute has not waited for yet.
-        poisons: Whether the bytes of what has left HBM are overwritten.
+        poisons: Whether the bytes of blocks that have left HBM are overwritten.
     """
 
     def __init__(
@@ -96,13 +96,13 @@ class Transfers:
     def fill(
         self, record: Record, extent: Extent, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Begins to bring a block up into ``extent``, which is freed again if that fails.
+        """Begins to fetch a block into ``extent``, which is freed again if that fails.
 
         Args:
             record: The block.
             extent: Room for it in HBM.
             meanwhile: For a block that a caller waits for: what to do before the host waits for
-                a disk. Without it, a block whose read into DRAM is under way must not come here.
+                a disk. Without it, a block whose read into DRAM is in progress must not be passed.
         """
         block, block_id = record.block, record.block.id
         asked = False
@@ -134,7 +134,7 @@ class Transfers:
             raise
 
     def in_dram(self, record: Record) -> torch.Tensor | None:
-        """Returns a block's bytes in DRAM, 1-D uint8: its home's, or those read from its file."""
+        """Returns a block's bytes in DRAM, 1-D uint8: of its home, or read from its file."""
         extent = record.home_extent
         if record.home is not Tier.DRAM:
             extent = self.ahead.at_rest(record)
@@ -142,7 +142,7 @@ class Transfers:
         return None if extent is None else self._home_bytes(extent)
 
     def _home_bytes(self, extent: Extent) -> torch.Tensor:
-        """Returns the bytes of a home in DRAM, 1-D uint8; as a rule they are known already."""
+        """Returns the bytes of a home in DRAM, 1-D uint8; usually cached."""
         source = self.homes.bytes.get(extent.offset)
         return self.homes.bytes_of(extent) if source is None else source
 
@@ -160,11 +160,11 @@ class Transfers:
 
         Args:
             record: The block, being filled.
-            slot: Where it goes.
+            slot: The target.
             source: Its bytes in DRAM, 1-D uint8.
-            again: An event that nothing waits for any more, to be recorded anew.
-            staged: Whether ``source`` is no home, but what was read ahead from a file.
-            copied: Whether nothing but copies out of the slot has used it since compute did.
+            again: An event that nothing waits for any more, to be recorded again.
+            staged: Whether ``source`` is not a home, but was read ahead from a file.
+            copied: Whether only copies from the slot have used it since the last compute.
         """
         block, started = record.block, time.perf_counter_ns()
         after, timer = self.home_ready.get(block.id), self.log.pass_timer
@@ -206,8 +206,8 @@ class Transfers:
         Args:
             record: The block.
             extent: Room for it in HBM.
-            ahead: Whether it is written later: compute does not wait for what else uses the place
-                before :meth:`claim`.
+            ahead: Whether it is written later: until :meth:`claim`, compute does not wait for other
+                users of the place.
         """
         block = record.block
         try:
@@ -225,7 +225,7 @@ class Transfers:
             raise
 
     def claim(self, record: Record) -> None:
-        """Makes compute wait for what else uses a block's place, where it has not done so yet.
+        """Makes compute wait for other users of a block's place, if it has not done so yet.
 
         Args:
             record: The block; it is in HBM, and about to be used.
@@ -237,8 +237,9 @@ class Transfers:
     def drain(self, record: Record) -> None:
         """Begins to write a dirty block back to its home.
 
-        One whose home is in a checkpoint is given another home, unless it has the bytes of the
-        files still: then it is clean again, and nothing is written.
+        A block whose home is in a checkpoint gets another home, unless it still has the bytes of
+        the
+        files: then it is clean again, and nothing is written.
 
         Raises:
             CapacityError: If there is no room for another home; the block stays dirty.
@@ -249,7 +250,7 @@ class Transfers:
             if self.homes.read_only(record.home_extent):
                 if self._is_as_in_files(record):
                     record.at_home = State.VALID
-                    record.in_hbm = State.VALID  # last: cut short before it, it is dirty still
+                    record.in_hbm = State.VALID  # last: if interrupted before it, it is still dirty
                     self.failing.discard(block.id)
                     return
                 self._make_writable(record)
@@ -261,7 +262,7 @@ class Transfers:
             if record.home is Tier.DRAM:
                 event = self._copy_down(record, slot, move.target_extent)
                 record.at_home = State.VALID  # ResidencyTable.end_drain, in line
-                record.in_hbm = State.VALID  # last: cut short before it, it drains still
+                record.in_hbm = State.VALID  # last: if interrupted before it, it still drains
                 record.copied = event is not None and _is_alone(slot)
                 self.log.counters.write_backs += 1
                 self.failing.discard(block.id)
@@ -270,15 +271,15 @@ class Transfers:
                 transfer = self.need_mover().write(move.target_extent, slot.bytes, label=block.name)
                 self.flights[block.id] = Flight(transfer, move)
         except BaseException:
-            # A write that was handed over all the same (Ctrl-C at that very moment) does no
-            # harm: the home copy is stale, and later writes of these bytes go after it.
+            # A write that was submitted in spite of this (Ctrl-C at that very moment) does no
+            # harm: the home copy is stale, and later writes of these bytes are ordered after it.
             if record.in_hbm is State.DRAINING and block.id not in self.flights:
                 self.copy.synchronize()
                 self.table.end_drain(block.id, ok=False)
             raise
 
     def copy_home(self, record: Record) -> None:
-        """Copies a leased block home as it is; for the table the copy in HBM stays the newer one.
+        """Copies a leased block home as it is; in the table the copy in HBM remains the newer one.
 
         Later writes at the home wait for the copy.
 
@@ -313,10 +314,10 @@ class Transfers:
         return event
 
     def rehome(self, record: Record, home: Tier, extent: Extent | None) -> None:
-        """Gives a block whose home is in a checkpoint a home that may be written.
+        """Gives a block whose home is in a checkpoint a writable home.
 
         Args:
-            record: The block; it is in HBM, at rest.
+            record: The block; it is in HBM, not in transfer.
             home: Its new home.
             extent: Address there, which is the block's from now on.
         """
@@ -326,25 +327,25 @@ class Transfers:
             self.homes.keeper.before_write(record)
         self.ahead.drop(record.block.id)
         former = record.home_extent
-        # tier and address change together, so that a Ctrl-C finds the one home or the other
+        # tier and address change together, so that after a Ctrl-C it has one home or the other
         undisturbed(partial(self.table.rehome, record.block.id, home, extent))
         if former is not None:
             self.homes.release(Tier.NVME, former)
-        self.departures.add_move()  # plans for its former home are made anew
+        self.departures.add_move()  # plans for its former home are dropped
 
     def _make_writable(self, record: Record) -> None:
-        """Gives a block at home in a checkpoint that was written a home wherever there is room."""
+        """Gives a modified block of a checkpoint another home wherever there is room."""
         request = HomeRequest(record.block.name, record.block.nbytes, "auto")
         [(tier, extent)] = self.homes.reserve([request])
         self.rehome(record, tier, extent)
 
     def _is_as_in_files(self, record: Record) -> bool:
-        """Whether a block at home in a checkpoint that counts as written has the bytes of that.
+        """Whether a block of a checkpoint that is marked as written is in fact unchanged.
 
-        As a rule nobody has written it: it was shown to somebody who could have, in a
-        ``state_dict()`` for one. The read that tells costs as much as a later fetch, while another
-        home would take DRAM for good. A block that was written has a home that can be, after this,
-        and comes here no more.
+        Usually nobody has written it: it was only exposed to code that could have, such as
+        a ``state_dict()``. Comparing requires a read that costs as much as a later fetch, while
+        another home would take DRAM permanently. If the block was written, it gets a writable home
+        after this, so this is not called for it again.
         """
         block, extent = record.block, record.home_extent
         if extent is None:
@@ -356,16 +357,16 @@ class Transfers:
             return False  # the copy in HBM is all there is: it is written elsewhere
         slot = self.slots.current[block.id]
         self.copy.use(self.ready.get(block.id))
-        self.copy.claim(slot.extent)  # whatever stream may write it is waited for
+        self.copy.claim(slot.extent)  # every stream that may write it is waited for
         return same_bytes(block, slot.bytes, home)
 
     # -- ending ----------------------------------------------------------
 
     def poll(self) -> None:
-        """Takes up every transfer that has finished."""
+        """Completes every transfer that has finished."""
         if self.mover is None:
             return
-        self.mover.poll()  # what it returns may get lost to a Ctrl-C: the flights are what counts
+        self.mover.poll()  # a Ctrl-C may lose the result, so only the flights count
         for block_id, flight in list(self.flights.items()):
             if flight.transfer.finished:
                 self._land(block_id, flight)
@@ -384,16 +385,17 @@ class Transfers:
         return flight.transfer.error
 
     def settle_all(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until no transfer is in progress."""
         for block_id in list(self.flights):
             self.settle(block_id)
         self.ahead.settle()
         self.poll()
 
     def repair(self) -> None:
-        """Waits until nothing moves, and ends what is under way by the table alone.
+        """Waits until no transfer runs, and completes those in progress by the table alone.
 
-        After an exception anywhere, with the table repaired; see :mod:`tiermem.runtime.repair`.
+        For use after an exception anywhere, with the table repaired; see
+        :mod:`tiermem.runtime.repair`.
         """
         self._patient = False
         if self.mover is not None:
@@ -423,10 +425,10 @@ class Transfers:
 
     @contextmanager
     def sharing_disk(self) -> Iterator[None]:
-        """Gives transfers that are waited for no precedence over others, inside ``with``.
+        """Gives transfers that are waited for no priority over others, inside ``with``.
 
-        In a sweep that reads and writes every block, whatever goes first holds up what has to be
-        made as well.
+        In a sweep that reads and writes every block, prioritized transfers only delay others that
+        have to be made as well.
         """
         before, self._patient = self._patient, True
         try:
@@ -445,7 +447,7 @@ class Transfers:
             self.log.stalled(started)
 
     def wait_or_raise(self, transfer: FileTransfer) -> None:
-        """Waits for a transfer that is no flight, and raises its error."""
+        """Waits for a transfer that is not a flight, and raises its error."""
         self.wait(transfer)
         self.poll()
         if transfer.error is not None:
@@ -453,7 +455,7 @@ class Transfers:
             raise transfer.error
 
     def leave(self, block_id: int, *, seen: bool = False) -> None:
-        """Drops the slot of a block that leaves HBM, and overwrites its bytes.
+        """Drops the slot of a block that has left HBM, and overwrites its bytes.
 
         Args:
             block_id: The block.
@@ -468,11 +470,11 @@ class Transfers:
         self.unclaimed.discard(block_id)
         self.departures.count += 1
         self.departures.unread.add(block_id)
-        if block_id in self.waste.pending:  # it was fetched ahead for nothing
+        if block_id in self.waste.pending:  # its prefetch was useless
             self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def left_unused(self, block_id: int, slot: Slot, extent: Extent) -> None:
-        """Overwrites the bytes of a block that has left, and counts it if nothing has used it.
+        """Overwrites the bytes of a block that has left, and counts it if it was never used.
 
         Args:
             block_id: The block.
@@ -485,7 +487,7 @@ class Transfers:
             self.log.counters.prefetch_wasted += self.waste.left(block_id)
 
     def relocated(self, block_id: int) -> None:
-        """Notifies the observers that a block was moved within HBM, with its bytes."""
+        """Notifies observers that a block was moved within HBM, with its bytes."""
         self.ready.pop(block_id, None)
         self.departures.add_move()
 
@@ -505,10 +507,10 @@ class Transfers:
         """Enters a copy between HBM and DRAM that has just been submitted.
 
         Args:
-            link: Over which link.
-            block: What was copied.
-            started: When, by the host's clock in nanoseconds.
-            nbytes: How many bytes that are; by default all of the block.
+            link: The link.
+            block: The block.
+            started: Begin, by the host's clock in nanoseconds.
+            nbytes: Bytes copied; by default those of the whole block.
         """
         ended, nbytes = time.perf_counter_ns(), block.nbytes if nbytes is None else nbytes
         counters, elapsed = self.log.counters, ended - started
@@ -522,7 +524,7 @@ class Transfers:
     def _land(self, block_id: int, flight: Flight) -> None:
         """Enters one finished transfer into the table.
 
-        The flight goes last: cut short by a Ctrl-C, this is done again at the next poll.
+        The flight is removed last: after a Ctrl-C in between, the next poll repeats this.
         """
         transfer, move = flight.transfer, flight.move
         state = self.table[block_id].in_hbm
@@ -548,7 +550,7 @@ class Transfers:
         self.log.landed(link, move.block, transfer)
 
     def _staged(self, record: Record, meanwhile: Callable[[], None] | None) -> Extent | None:
-        """Returns where in DRAM a block's bytes have been read to, once they are all there."""
+        """Returns where in DRAM a block has been read to, once all of it is there."""
         entry = self.ahead.look(record)
         if entry is None or entry.transfer is None:
             return None
@@ -556,7 +558,7 @@ class Transfers:
             meanwhile()
         self.wait(entry.transfer)
         if self.ahead.look(record) is None:
-            return None  # the read has failed: made again, it says why
+            return None  # the read has failed: when repeated, it raises
         return Extent(entry.extent.offset, record.block.nbytes)
 
     def unfill(self, block_id: int, *, lost: bool = False) -> None:
@@ -564,7 +566,7 @@ class Transfers:
 
         Args:
             block_id: The block.
-            lost: Whether a transfer into it may be under way all the same, without a record of it
+            lost: Whether a transfer into it may be in progress, without a record of it
                 (Ctrl-C while it was submitted): then its bytes are not used again.
         """
         self.copy.synchronize()
@@ -572,9 +574,9 @@ class Transfers:
         self.leave(block_id, seen=lost)
 
     def _mend(self, block_id: int) -> None:
-        """Repairs a block that is under way by the table while nothing moves it.
+        """Repairs a block that is in transfer according to the table while nothing moves it.
 
-        Only a second Ctrl-C, amid the handling of the first, leaves one like that.
+        Only a second Ctrl-C, during the handling of the first, leaves a block in that state.
         """
         state = self.table[block_id].in_hbm
         if state is State.FILLING:
@@ -583,7 +585,7 @@ class Transfers:
             self.table.end_drain(block_id, ok=False)
 
     def _give_back(self, extent: Extent) -> None:
-        """Frees space that was taken for a block and that it did not get."""
+        """Frees space that was allocated for a block which did not get it."""
         if self.table.at(extent.offset) is None and self.table.hbm.holds(extent):
             self.table.hbm.free(extent)
 
@@ -591,7 +593,7 @@ class Transfers:
 def _is_alone(slot: Slot) -> bool:
     """Whether nothing uses the bytes of a block without a lease, now or until it is leased again.
 
-    An alias may have the place of a parameter that was given other data in the count of aliases.
+    The count of aliases may hide one if a parameter was given other data.
     """
     if slot.wanted or slot.aliased:
         return False

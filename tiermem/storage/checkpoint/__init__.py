@@ -1,4 +1,4 @@
 """Safetensors files: which bytes belong to which tensor.
 
-Decides what a valid file, folder and index are. Opens those files alone, and only to read.
+Defines what a valid file, folder and index are. Opens only those files, and only for reading.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint: one safetensors file, or a folder of them, looked at and not yet read."""
+"""A checkpoint: one safetensors file, or a folder of them; only the headers have been read."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tiermem.storage.checkpoint.header import (
 )
 
 INDEX_SUFFIX = ".json"
-"""Of an index: ``model.safetensors.index.json``, or ``model.safetensors.index.fp16.json``."""
+"""Suffix of an index: ``model.safetensors.index.json``, ``model.safetensors.index.fp16.json``."""
 
 PIPELINE = "model_index.json"
-"""What a folder of diffusers has whose models are in folders of their own."""
+"""The file in a folder of diffusers whose models are in folders of their own."""
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -41,23 +41,23 @@ WEIGHT_FILES = (
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
 )
-"""What is looked for in a folder; the first that is there counts.
+"""The files that are looked for in a folder; the first that exists counts.
 
-Of one file and an index side by side transformers takes the file, diffusers the index.
+If there are one file and an index, transformers takes the file, diffusers the index.
 """
 
 _STEMS = ("model.", "model-", "diffusion_pytorch_model.", "diffusion_pytorch_model-")
 
 ADAPTERS = "adapter_config.json"
-"""What a folder of peft's adapters has."""
+"""The file in a folder of peft's adapters."""
 
 PICKLED_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin")
-"""What a folder has that was saved without safetensors."""
+"""Files in a folder that was saved without safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Identifies a file, to see that it is still the one whose header was read.
+    """Identifies a file, to check that it is still the one whose header was read.
 
     Attributes:
         device: Number of its file system (``st_dev``).
@@ -83,10 +83,10 @@ class CheckpointFiles:
     """The files of a checkpoint and the tensors in them. No file stays open.
 
     Attributes:
-        paths: The files; symbolic links are not resolved, so that messages say what users know.
-        tensors: Every tensor by name, by file and by where it lies there.
-        metadata: The files' ``__metadata__`` together; of keys that differ the first file's counts.
-        identities: Of each file, when its header was read.
+        paths: The files; symbolic links are not resolved, so that messages show the user's paths.
+        tensors: Every tensor by name, with its file and its place there.
+        metadata: The merged ``__metadata__`` of the files; for keys that differ, the first file's.
+        identities: The identity of each file when its header was read.
     """
 
     paths: tuple[Path, ...]
@@ -101,7 +101,8 @@ class CheckpointFiles:
         Args:
             path: A safetensors file, an index (``*.json``), or a folder with one of
                 :data:`WEIGHT_FILES`. Symbolic links are followed.
-            variant: Of a folder's files, such as ``"fp16"`` for ``model.fp16.safetensors``.
+            variant: The variant of a folder's files, such as ``"fp16"`` for
+                ``model.fp16.safetensors``.
 
         Raises:
             CheckpointError: If there is none, or a file or the index is not valid.
@@ -141,7 +142,7 @@ class CheckpointFiles:
     def _check_index(self, index: Path, named: dict[str, str], names: list[str]) -> None:
         """Checks that each tensor of an index is in its file.
 
-        Tensors of these files that the index does not name count like the others: transformers
+        Tensors of these files that the index does not name are included: transformers
         takes the list of files from an index, and the tensors from their headers.
         """
         for name, file in named.items():
@@ -158,19 +159,19 @@ class CheckpointFiles:
                 )
 
     def check_unchanged(self, fd: int, index: int) -> None:
-        """Checks that an open file is the one whose header was read, as it was then.
+        """Checks that an open file is the one whose header was read, unchanged.
 
         Args:
-            fd: The file as opened since.
+            fd: The file, opened later.
             index: Which of the files it should be.
 
         Raises:
-            StorageError: If it was replaced, written or cut meanwhile.
+            StorageError: If it was replaced, written or truncated since.
         """
         path = str(self.paths[index])
         try:
             before, now = self.identities[index], FileIdentity.of(fd)
-        except OSError as error:  # a network file system forgets what was replaced
+        except OSError as error:  # a network file system forgets replaced files
             raise StorageError(
                 "the file is gone", kind="checkpoint", path=path, errno=error.errno
             ) from error
@@ -191,7 +192,7 @@ class CheckpointFiles:
         )
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Reads one tensor into fresh memory of the host; for small ones.
+        """Reads one tensor into new host memory; for small ones.
 
         Raises:
             CheckpointError: If there is no such tensor, or the file is gone.
@@ -201,7 +202,7 @@ class CheckpointFiles:
         if stored is None:
             raise CheckpointError(f"{self.paths[0].parent}: there is no tensor {shown(name)}")
         path = self.paths[stored.file]
-        # As bytes first: an empty one may have a shape that no other call takes.
+        # As bytes first: an empty tensor may have a shape that no other call accepts.
         flat = torch.empty(stored.nbytes, dtype=torch.uint8, device="cpu")
         with open_to_read(path) as fd:
             self.check_unchanged(fd, stored.file)
@@ -212,11 +213,11 @@ class CheckpointFiles:
     def read_view(
         self, shape: Sequence[int], dtype: torch.dtype, runs: Iterable[tuple[int, int, int]]
     ) -> torch.Tensor:
-        """Reads a contiguous tensor from runs of bytes into fresh memory of the host.
+        """Reads a contiguous tensor from runs of bytes into new host memory.
 
         Args:
             shape: Sizes.
-            dtype: Of the elements.
+            dtype: Dtype of the elements.
             runs: Index of the file, first byte and length of each run, in the tensor's order.
 
         Raises:
@@ -238,7 +239,7 @@ class CheckpointFiles:
         return flat.view(dtype).reshape(tuple(shape))
 
     def map_file(self, index: int) -> torch.UntypedStorage:
-        """Maps a file into memory, privately: what is written there does not reach the file.
+        """Maps a file into memory privately: writes to the memory do not change the file.
 
         Raises:
             CheckpointError: If the file is gone.
@@ -256,7 +257,7 @@ def open_to_read(path: Path) -> Iterator[int]:
     """Opens a file of a checkpoint; yields its descriptor.
 
     Raises:
-        CheckpointError: If it is not there, not readable, or no file.
+        CheckpointError: If it does not exist, is not readable, or is not a file.
         StorageError: If the disk fails.
     """
     try:
@@ -273,7 +274,7 @@ def open_to_read(path: Path) -> Iterator[int]:
 
 
 def _check_there(index: Path, paths: Sequence[Path]) -> None:
-    """Names the files of an index that are missing, all of them at once."""
+    """Raises if files of an index are missing; names all of them."""
     missing = [str(path) for path in paths if not os.path.lexists(path)]
     if missing:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
@@ -317,13 +318,13 @@ def _weight_file(path: Path, variant: str | None) -> Path:
 
 
 def _of(variant: str, name: str) -> str:
-    """Returns the name of a variant's file: the variant stands before the name's last part."""
+    """Returns the name of a variant's file: the variant precedes the name's last part."""
     stem, _, suffix = name.rpartition(".")
     return f"{stem}.{variant}.{suffix}"
 
 
 def _what_instead(path: Path) -> str:
-    """Returns what a message says of a folder's other files."""
+    """Returns the text of a message about a folder's other files."""
     try:
         names = sorted(os.listdir(path))
     except OSError:
@@ -361,13 +362,13 @@ def _what_instead(path: Path) -> str:
 
 
 def _models_in(path: Path, names: Sequence[str], said: str = "") -> str:
-    """Returns which folders in a folder have weights; nothing for none."""
+    """Returns which folders in a folder have weights; "" for none."""
     folders = [name for name in names if _has_weights(path / name)]
     return f"{said} ({', '.join(folders)})" if folders else ""
 
 
 def _base_said(path: Path) -> str:
-    """Returns what to do with adapters, whose configuration is given."""
+    """Returns the advice for a folder of adapters, given their configuration."""
     base = base_of(path)
     on = f" on {shown(base)}" if base else ""
     return (
@@ -390,7 +391,7 @@ def _has_weights(path: Path) -> bool:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Returns the file's name of each tensor, as an index has it."""
+    """Returns the file name of each tensor, from an index."""
     with open_to_read(path) as fd:
         size = os.fstat(fd).st_size
         if size > MAX_HEADER_NBYTES:

@@ -1,13 +1,13 @@
-"""The header of one safetensors file: which bytes are which tensor's.
+"""The header of one safetensors file: which bytes belong to which tensor.
 
 The format is that of https://github.com/huggingface/safetensors: the length of the header
 (8 bytes, little-endian), the header (a JSON object, padded with spaces), the tensors' bytes
-without holes. What that library refuses is refused here. Beyond that, these are refused, which
-no writer makes and the library happens to take: keys that come twice, white space before the
+without gaps. What that library refuses is refused here. These are also refused, which
+no writer produces and the library happens to accept: duplicate keys, white space before the
 object, fields by position instead of by name, and numbers of less than a byte (F4).
 
-The library itself hands out tensors, not offsets, and maps the file into memory: a file that is
-made shorter meanwhile then ends the process.
+The library returns tensors, not offsets, and maps the file into memory: if the file is
+then truncated, the process is killed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import torch
 from tiermem.errors import CheckpointError, StorageError
 
 MAX_HEADER_NBYTES = 100_000_000
-"""Longest header that is read, as in the library."""
+"""Maximal length of a header, as in the library."""
 
 LFS_POINTER = b"version https://git-lfs"
-"""What a file begins with that Git LFS left in the place of a large one."""
+"""First bytes of the pointer file that Git LFS leaves instead of a large file."""
 
 POINTER_SAID = (
     "it is a pointer of Git LFS and not the file itself; run `git lfs pull` in its folder, or "
@@ -40,7 +40,7 @@ _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _LARGEST = 2**64 - 1
 _LARGEST_FLOAT = 1.79e308
-_INTEGER_DIGITS = 20  # more are past 64 bits
+_INTEGER_DIGITS = 20  # more do not fit in 64 bits
 _DEEPEST = 125  # levels within a tensor's fields; the library's parser stops there
 _SHOWN = 200
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -78,15 +78,15 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies.
+    """Where a tensor is stored.
 
     Attributes:
         name: Its key in the file.
         file: Index of the file.
         dtype: Its dtype in the file.
         shape: Its shape.
-        offset: First byte, from the beginning of the file; any number, aligned to nothing.
-        nbytes: Length in bytes; 0 where the shape has a zero.
+        offset: First byte, from the beginning of the file; not necessarily aligned.
+        nbytes: Length in bytes; 0 if the shape has a zero.
     """
 
     name: str
@@ -102,8 +102,8 @@ class Header:
     """The contents of one file's header.
 
     Attributes:
-        tensors: Its tensors by name, in the order in which they lie.
-        metadata: The free text under ``__metadata__``; empty where there is none.
+        tensors: Its tensors by name, in the order of their offsets.
+        metadata: The free text under ``__metadata__``; empty if there is none.
     """
 
     tensors: dict[str, StoredTensor]
@@ -117,7 +117,7 @@ class BadJsonError(ValueError):
 def read_header(fd: int, path: Path, file: int = 0) -> Header:
     """Reads and checks the header of an open file.
 
-    Nothing is allocated for a length that the file has not got, and no header of more than 100 MB
+    No memory is allocated for a length that exceeds the file, and no header of more than 100 MB
     is read; time grows with its length, and memory to thirty times that at worst.
 
     Args:
@@ -126,7 +126,7 @@ def read_header(fd: int, path: Path, file: int = 0) -> Header:
         file: Its index, which the tensors get.
 
     Raises:
-        CheckpointError: If it is no valid safetensors file, naming the file and the tensor.
+        CheckpointError: If it is not a valid safetensors file, naming the file and the tensor.
         StorageError: If reading fails.
     """
     size = os.fstat(fd).st_size
@@ -145,7 +145,7 @@ def read_header(fd: int, path: Path, file: int = 0) -> Header:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Reads a JSON object as strictly as the library's parser does, and refuses double keys.
+    """Reads a JSON object as strictly as the library's parser does, and refuses duplicate keys.
 
     Returns:
         The object. Integers that 64 bits cannot hold, and ``-0``, are floats.
@@ -167,7 +167,7 @@ def parse_object(text: str) -> dict[str, Any]:
         raise BadJsonError("it is nested too deeply") from None
     except UnicodeEncodeError:
         raise BadJsonError("it has half of a surrogate pair in a text") from None
-    except json.JSONDecodeError as error:  # which holds the whole text: it must not live on
+    except json.JSONDecodeError as error:  # it holds the whole text, which must be freed
         raise BadJsonError(f"{error.msg} at character {error.pos}") from None
     if not isinstance(found, dict):
         raise BadJsonError("it is no object")
@@ -175,7 +175,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def shown(name: str) -> str:
-    """Returns a name as a message shows it: quoted, and never very long."""
+    """Returns a name as a message shows it: quoted, and shortened if long."""
     return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
 
 
@@ -183,7 +183,7 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path, what: str)
     """Fills ``view`` with the file's bytes from ``offset`` on.
 
     Raises:
-        StorageError: If reading fails, or the file ends before.
+        StorageError: If reading fails, or the file is too short.
     """
     done = 0
     while done < view.nbytes:
@@ -213,7 +213,7 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path, what: str)
 
 
 def _header_text(fd: int, path: Path, size: int) -> tuple[str, int]:
-    """Returns the header, and the first byte behind it."""
+    """Returns the header, and the offset after it."""
     if size < _LENGTH_NBYTES:
         why = f"it has {size} bytes, fewer than the length of a header; it was cut off"
         _refuse(path, why + _AGAIN)
@@ -248,7 +248,7 @@ def _header_text(fd: int, path: Path, size: int) -> tuple[str, int]:
 
 
 def _metadata(path: Path, found: object) -> dict[str, str]:
-    if found is None:  # `null` counts as none at all, as in the library
+    if found is None:  # `null` counts as absent, as in the library
         return {}
     if not isinstance(found, dict):
         _refuse(path, f"{_METADATA} is no object")
@@ -259,7 +259,7 @@ def _metadata(path: Path, found: object) -> dict[str, str]:
 
 
 def _stored(path: Path, file: int, begin: int, name: str, entry: object) -> StoredTensor:
-    """Returns where a tensor lies, having checked all that concerns it alone."""
+    """Returns where a tensor is stored, after all checks that concern it alone."""
     if not isinstance(entry, dict):
         _refuse(path, f"tensor {shown(name)} is no object with the fields {', '.join(_FIELDS)}")
     for field in _FIELDS:
@@ -307,7 +307,7 @@ def _nbytes(path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -
     elements = 1
     for length in shape:
         elements *= length
-        if elements > _LARGEST:  # from the left, so that a zero further right does not help
+        if elements > _LARGEST:  # from the left, so that a zero further right does not hide it
             break
     nbits = elements * dtype.itemsize * 8
     if nbits > _LARGEST:
@@ -321,7 +321,7 @@ def _nbytes(path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -
 
 
 def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, size: int) -> None:
-    """Checks that tensors by ascending offset lie one behind the other up to the file's end."""
+    """Checks that tensors, by ascending offset, cover the file to its end without gaps."""
     at = begin
     for stored in tensors:
         if stored.offset != at:
@@ -339,7 +339,7 @@ def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, size: int)
 
 
 def _check_depth(path: Path, name: str, entry: dict[str, Any]) -> None:
-    """Refuses what is nested deeper, in fields that mean nothing, than the library reads."""
+    """Refuses unused fields that are nested deeper than the library reads."""
     level: list[object] = [value for field, value in entry.items() if field not in _FIELDS]
     for _ in range(_DEEPEST + 1):
         level = [inner for value in level for inner in _inside(value)]
@@ -349,7 +349,7 @@ def _check_depth(path: Path, name: str, entry: dict[str, Any]) -> None:
 
 
 def _inside(value: object) -> Iterator[object]:
-    """Yields the containers' contents, and an empty container's stand-in."""
+    """Yields the containers' contents, and a placeholder for an empty container."""
     if isinstance(value, dict):
         yield from value.values() or (None,)
     elif isinstance(value, list):
@@ -371,7 +371,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int | float:
-    # Short ones only: Python takes time with the square of the digits.
+    # Only short ones: Python's time grows with the square of the digits.
     if len(text) <= _INTEGER_DIGITS and text != "-0":
         value = int(text)
         if -(2**63) <= value <= _LARGEST:

@@ -1,4 +1,4 @@
-"""Copies of pieces of files between staging chunks and where a tensor lives."""
+"""Copies pieces of files between staging chunks and the memory of a tensor."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Fence(Protocol):
     """The end of a copy that may complete later.
 
     Attributes:
-        event: For streams to wait for; None where only the host can. Copies into targets that
-            have one end in the order in which they were started.
+        event: The event for streams to wait for; None if only the host can wait. Copies into
+            targets that have one end in the order in which they were started.
     """
 
     event: Signal | None
@@ -29,7 +29,7 @@ class Fence(Protocol):
 
 
 class ChunkCopier(Protocol):
-    """Copies between a staging chunk (host memory) and where a tensor lives."""
+    """Copies between a staging chunk (host memory) and the memory of a tensor."""
 
     def to_target(
         self, target: torch.Tensor, staging: torch.Tensor, after: Sequence[Signal] = ()
@@ -37,9 +37,9 @@ class ChunkCopier(Protocol):
         """Starts a copy out of staging; the chunk is reused once the fence is done.
 
         Args:
-            target: Where to.
+            target: The target.
             staging: The chunk.
-            after: Events that it waits for, as the read was given them.
+            after: Events that the copy waits for, as they were passed to the read.
         """
 
     def from_source(self, staging: torch.Tensor, source: torch.Tensor) -> Fence:
@@ -62,10 +62,10 @@ _DONE = _Done()
 
 
 class HostCopier:
-    """Copies between host tensors, at once.
+    """Copies between host tensors, synchronously.
 
-    A plain ``memmove``: torch's own copy would start a team of threads, and would raise the
-    version counter of tensors that autograd has saved. Such a copy takes as long as it takes,
+    A plain ``memmove``: torch's own copy would start several threads, and would raise the
+    version counter of tensors that autograd has saved. Such a copy is synchronous,
     so a file mover leaves it (and any subclass's) to its helper threads.
     """
 
@@ -83,7 +83,7 @@ class HostCopier:
 
 
 def check_tensor(tensor: torch.Tensor, nbytes: int) -> None:
-    """Refuses a tensor that is no run of ``nbytes`` bytes.
+    """Refuses a tensor that is not a run of ``nbytes`` bytes.
 
     Raises:
         ValueError: If it is not 1-D, contiguous, uint8 and that long.

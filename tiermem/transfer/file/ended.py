@@ -1,4 +1,4 @@
-"""Which transfers have ended, told to the threads that wait for it."""
+"""Which transfers have ended; notifies the threads that wait for them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Ended:
     """The transfers of one pump that have ended.
 
     Attributes:
-        lock: Guards what a transfer says of itself, and what else the pump shares.
-        changed: Notified when one has ended, or rests.
-        finished: Those that nobody has asked for yet.
+        lock: Guards the state of transfers, and other state that the pump shares.
+        changed: Notified when a transfer has ended, or rests.
+        finished: Those that have not been returned by a poll yet.
         failed: How many have failed so far.
     """
 
@@ -37,7 +37,7 @@ class Ended:
             self.changed.notify_all()
 
     def rest(self, transfer: FileTransfer) -> None:
-        """Marks a transfer as waiting for its target alone."""
+        """Marks a transfer as waiting for its target only."""
         with self.lock:
             transfer.rests = True
             self.changed.notify_all()

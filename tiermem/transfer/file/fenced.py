@@ -1,4 +1,4 @@
-"""Copies between chunks and tensors that run by themselves, and which are not over."""
+"""Asynchronous copies between chunks and tensors, and which of them are in progress."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from tiermem.transfer.file.jobs import Chunk, Job
 
 
 class FencedCopies:
-    """Starts copies, and has the chunks in which one is under way.
+    """Starts copies, and keeps the chunks whose copies are in progress.
 
     Attributes:
-        chunks: Those, in the order in which their copies were started.
+        chunks: Those chunks, in the order in which their copies were started.
     """
 
     def __init__(self, copier: ChunkCopier) -> None:
-        """Starts with no copy under way.
+        """Starts without copies.
 
         Args:
-            copier: How chunks are copied on.
+            copier: Makes the copies of chunks.
         """
         self.chunks: list[Chunk] = []
         self._copier = copier
@@ -25,15 +25,15 @@ class FencedCopies:
         self._device_only = getattr(copier, "device_only", False)
 
     def in_host(self, job: Job) -> bool:
-        """Whether the bytes of a job lie where a helper thread copies them."""
+        """Whether the bytes of a job are where a helper thread copies them."""
         if job.tensor is None:
             return False
         return self._on_host or (self._device_only and job.tensor.device.type == "cpu")
 
     def start(self, chunk: Chunk) -> Fence:
-        """Starts a chunk's copy, and returns the fence of it."""
+        """Starts a chunk's copy, and returns its fence."""
         if chunk.job.transfer.is_read:
-            for target, source in chunk.parts():  # on one stream: the last is over last
+            for target, source in chunk.parts():  # on one stream: the last one ends last
                 fence = self._copier.to_target(target, source, chunk.job.after)
             chunk.job.transfer.event = fence.event
         else:
@@ -41,13 +41,13 @@ class FencedCopies:
         return fence
 
     def note(self, chunk: Chunk, fence: Fence) -> None:
-        """Notes that a copy that was started is under way, unless it is over already."""
+        """Notes that a copy that was started is in progress, unless it has already ended."""
         if not fence.done():
             chunk.fence = fence
             self.chunks.append(chunk)
 
     def take_done(self) -> list[Chunk]:
-        """Returns the chunks whose copies are over, and has them no longer."""
+        """Returns the chunks whose copies have ended, and removes them."""
         if not self.chunks:
             return []
         done = [c for c in self.chunks if c.fence is None or c.fence.done()]

@@ -1,7 +1,7 @@
 """Helper threads of the pump: checksums and host copies, beside the thread that drives the disk.
 
-Both run without the GIL for a tenth of a millisecond or more at a time, so that a helper
-and the pump get into each other's way only between two chunks.
+Both run without the GIL for a tenth of a millisecond or more at a time, so a helper
+and the pump compete for it only between two chunks.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ _CORES_PER_HELPER = 4
 
 
 class Helpers(Protocol):
-    """Works on chunks while the pump goes on. All calls are the pump's.
+    """Works on chunks while the pump continues. Only the pump makes calls.
 
     Attributes:
-        eager: Whether the pump is to be woken for every chunk that is done. If not, it
-            looks by itself before long.
+        eager: Whether the pump has to be woken for every chunk that is done. If not, it
+            checks by itself before long.
     """
 
     eager: bool
 
     def start(self) -> None:
-        """Gets ready.
+        """Prepares for work.
 
         Raises:
             CapacityError: If the system has no thread left.
         """
 
     def give(self, chunk: Chunk) -> None:
-        """Hands over a chunk, whose ``task`` says what to do; never blocks."""
+        """Passes a chunk, whose ``task`` says what to do; never blocks."""
 
     def collect(self) -> list[Chunk]:
         """Returns the chunks done since the last call; never blocks.
 
         Raises:
-            BaseException: Whatever went wrong with one of them.
+            BaseException: The error of any of them.
         """
 
     def close(self) -> None:
-        """Drops what is not begun, waits for the rest and ends the threads."""
+        """Drops chunks that are not begun, waits for the rest and ends the threads."""
 
 
 HelperFactory = Callable[[Callable[[Chunk], None], Callable[[], None]], Helpers]
-"""Makes helpers of what they do with a chunk, and what wakes the pump."""
+"""Creates helpers from a function that processes a chunk, and one that wakes the pump."""
 
 
 def carry_out(chunk: Chunk, copier: ChunkCopier) -> None:
     """Does a chunk's task; only the caller uses the chunk meanwhile.
 
-    Wrong bytes are never copied on: each piece is checked while it is in the core's cache,
-    and copied out of it.
+    Wrong bytes are never copied further: each piece is checked while it is in the core's cache,
+    and copied from there.
 
     Args:
-        chunk: ``check`` and the times are entered there.
+        chunk: The chunk; ``check`` and the times are stored in it.
         copier: Makes the copies.
     """
     started = time.perf_counter_ns()
@@ -85,7 +85,7 @@ def carry_out(chunk: Chunk, copier: ChunkCopier) -> None:
 
 
 def usual_count() -> int:
-    """Returns how many helpers suit this machine: one for every four cores, one to four."""
+    """Returns how many helpers suit this machine: one per four cores, one to four."""
     cores = len(os.sched_getaffinity(0))
     return min(_MOST_HELPERS, max(1, cores // _CORES_PER_HELPER))
 
@@ -94,7 +94,7 @@ class HelperThreads:
     """Helpers that are daemon threads.
 
     Args:
-        work: What they do with a chunk.
+        work: Processes a chunk.
         wake: Wakes the pump; any thread may call it.
         count: How many threads.
     """
@@ -126,7 +126,7 @@ class HelperThreads:
 
     def collect(self) -> list[Chunk]:
         """See :meth:`Helpers.collect`."""
-        self._woken = False  # before looking: what is done after this wakes the pump again
+        self._woken = False  # before the check: what is done after this wakes the pump again
         if self._failure is not None:
             raise self._failure
         return [self._done.popleft() for _ in range(len(self._done))]
@@ -151,7 +151,7 @@ class HelperThreads:
             except BaseException as error:
                 self._failure = error
             self._done.append(chunk)
-            del chunk  # whose tensor is its owner's alone while this thread sleeps
+            del chunk  # only its owner refers to its tensor while this thread sleeps
             if (self.eager or self._failure is not None) and not self._woken:
                 self._woken = True
                 self._wake()

@@ -1,4 +1,4 @@
-"""File transfers, their pieces in staging chunks, and which goes next: bookkeeping of the pump."""
+"""File transfers, their pieces in staging chunks, and their order: bookkeeping of the pump."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from tiermem.transfer.file.copiers import Fence
 READS_PER_WRITE = 1
 """Read pieces that may start while a write waits, before one write piece goes first.
 
-One: neither of them is waited for, both have to be made, and a disk moves most while it does both.
+One: nobody waits for either, both have to be made, and a disk moves most with both.
 """
 URGENT_PER_WRITE = 16
 """The same for urgent pieces, which a caller waits for."""
 
 
 class FileTransfer:
-    """A copy between the file and memory, under way or done.
+    """A copy between the files and memory, in progress or done.
 
     Attributes:
         label: Name of the block, for messages.
         is_read: Whether bytes go from the file to memory.
-        in_place: Whether the disk may read straight into the target.
+        in_place: Whether the disk may read directly into the target.
         nbytes: Bytes to move.
-        extent: Where in the store.
-        urgent: Whether it goes before others.
-        error: What went wrong, or ``None``; valid once ``finished``.
-        event: Of the last copy into a target that streams wait for; ``None`` where every byte is
-            there once it has ``finished`` well. After an error nothing is under way in any case.
-        submitted_ns: When it was asked for (``time.perf_counter_ns``).
+        extent: The extent in the store.
+        urgent: Whether it has priority over others.
+        error: The error, or ``None``; valid once ``finished``.
+        event: Event of the last copy into a target that streams wait for; ``None`` if all bytes are
+            there when it has ``finished`` without an error. After an error no copy is in progress.
+        submitted_ns: When it was requested (``time.perf_counter_ns``).
         started_ns: When its first piece was begun; 0 before.
-        rests: Whether it waits for a target, the disk having done what it may without.
-        rested_ns: For how long it did, once it has one.
+        rests: Whether it waits for a target only, as the disk has done what is possible without.
+        rested_ns: For how long it waited so, once it has a target.
         finished_ns: When it ended; 0 before.
-        finished: Whether it has ended, well or badly.
+        finished: Whether it has ended, with or without an error.
     """
 
     __slots__ = (
@@ -94,19 +94,19 @@ class FileTransfer:
 
 
 class Job:
-    """A transfer with what the pump needs to carry it out.
+    """A transfer with the state that the pump needs.
 
     Attributes:
-        transfer: What the caller holds.
-        tensor: Target or source, 1-D uint8; None for a read that has no target yet.
+        transfer: The object that the caller holds.
+        tensor: Target or source, 1-D uint8; None for a read without a target yet.
         parked: Chunks that wait for the target.
-        rests_ns: Since when nothing else is done for it; 0 before.
+        rests_ns: Since when nothing else can be done for it; 0 before.
         pieces: Parts in the files.
         next_piece: Index of the first piece not begun.
         active: Pieces begun and not ended.
-        rising: Pieces that have ended but for a copy that streams wait for.
-        error: First failure; pieces not begun are then left out.
-        generation: Of the write, for the checksum index; 0 before it begins.
+        rising: Pieces that have ended except for a copy that streams wait for.
+        error: First failure; pieces not begun are then skipped.
+        generation: Generation of the write, for the checksum index; 0 before it begins.
         blockers: Earlier transfers of the same bytes that must end first.
         after: Events that copies into the target wait for.
     """
@@ -157,17 +157,17 @@ class Job:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to begin or to end; after an error, nothing at all."""
+        """Whether nothing is left to begin or to end; after an error, including copies."""
         return self.exhausted and self.active == 0 and (self.error is None or not self.rising)
 
     def stop(self, error: StorageError) -> None:
-        """Records a failure (the first one counts) and leaves out what was not begun."""
+        """Records a failure (the first one counts) and skips pieces that were not begun."""
         if self.error is None:
             self.error = error
         self.next_piece = len(self.pieces)
 
     def conflicts(self, other: Job) -> bool:
-        """Returns whether the order of the two matters: same bytes, and one of them writes."""
+        """Returns whether the order of the two jobs matters: same bytes, and one of them writes."""
         mine, theirs = self.transfer, other.transfer
         if mine.is_read and theirs.is_read:
             return False
@@ -185,17 +185,17 @@ class Task(enum.Enum):
     FILL = "fill"
     """Copy the source into staging, then compute the checksum."""
     LAND = "land"
-    """Compute the checksum and, where it is right, copy on to the target."""
+    """Compute the checksum and, if it is right, copy to the target."""
 
 
 @dataclass(slots=True, eq=False)
 class Check:
-    """Whether the checksum of a piece is computed, and what came of it.
+    """Whether the checksum of a piece is computed, and its result.
 
     Attributes:
-        wanted: Whether it is.
-        expected: What it has to be, or ``None`` for a write.
-        found: What it is, once computed.
+        wanted: Whether it is computed.
+        expected: The expected value, or ``None`` for a write.
+        found: The value, once computed.
         ns: Time spent on it.
     """
 
@@ -206,7 +206,7 @@ class Check:
 
     @property
     def wrong(self) -> bool:
-        """Whether the bytes read are known to be others than were written."""
+        """Whether the bytes that were read are known to differ from those written."""
         return self.expected is not None and self.wanted and self.found != self.expected
 
 
@@ -216,17 +216,17 @@ class Chunk:
 
     Attributes:
         index: Number of the chunk; the token of its requests.
-        memory: Staging, as long as the piece.
+        memory: Staging memory, as long as the piece.
         address: Where the disk reads or writes: staging, or the source itself.
-        job: Whose piece it is.
-        piece: Where that is in the file and in the extent.
+        job: The job of the piece.
+        piece: Its place in the file and in the extent.
         check: Its checksum.
-        on_disk: Whether the I/O engine reads or writes it.
+        on_disk: Whether the I/O engine is reading or writing it.
         task: What a helper is doing with it.
-        fence: Of the copy under way.
-        written: Whether the disk has taken all of it.
+        fence: The fence of the current copy.
+        written: Whether the disk has written all of it.
         parked: Whether it waits for a target.
-        ended: Whether its piece has ended; a copy out of it that streams wait for may go on.
+        ended: Whether its piece has ended; a copy from it that streams wait for may continue.
         copy_ns: Time spent in the copy.
     """
 
@@ -246,12 +246,12 @@ class Chunk:
 
     @property
     def rising(self) -> bool:
-        """Whether all that is left of its piece is a copy that streams wait for."""
+        """Whether only a copy that streams wait for is left of its piece."""
         fence = self.fence
         return fence is not None and fence.event is not None
 
     def part(self) -> torch.Tensor:
-        """Returns the part of the target or source that belongs to a piece in one run."""
+        """Returns the part of the target or source that belongs to a contiguous piece."""
         return self._whole().narrow(0, self.piece.extent_offset, self.piece.nbytes)
 
     def parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -274,7 +274,7 @@ class Chunk:
 class JobQueue:
     """Jobs by class: urgent, reads, writes; conflicting ones in the order of submission.
 
-    Reads that have no target yet go when nothing else does.
+    Reads without a target come last.
     """
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class JobQueue:
         self._since_write = 0
 
     def add(self, job: Job) -> None:
-        """Adds a job, behind the earlier ones that it conflicts with."""
+        """Adds a job, after the earlier ones with which it conflicts."""
         for earlier in self.jobs.values():
             if job.conflicts(earlier):
                 job.blockers.add(earlier)
@@ -299,7 +299,7 @@ class JobQueue:
             self._enqueue(job)
 
     def pending(self, *, may_park: bool) -> bool:
-        """Whether a piece could be begun, were there a chunk for it.
+        """Whether a piece could be begun if there was a chunk for it.
 
         Args:
             may_park: See :meth:`next_piece`.
@@ -308,7 +308,7 @@ class JobQueue:
         return any(may_park or job.tensor is not None for job in left)
 
     def without_target(self) -> list[Job]:
-        """Returns the reads that have none yet."""
+        """Returns the reads that have no target yet."""
         return [job for job in self.jobs.values() if job.tensor is None]
 
     def _enqueue(self, job: Job) -> None:
@@ -328,21 +328,21 @@ class JobQueue:
             self._enqueue(job)
 
     def hurry(self, job: Job) -> None:
-        """Makes a job urgent that was not, and what it waits for."""
+        """Makes a job urgent, and the jobs for which it waits."""
         if job.urgent:
             return
         job.urgent = True
         if job.blockers:
             self._hurry(job)
         elif job.tensor is not None:
-            self._urgent.append(job)  # its old place is passed over once it is exhausted
+            self._urgent.append(job)  # its old entry is skipped once it is exhausted
 
     def _hurry(self, job: Job) -> None:
         for blocker in job.blockers:
             self.hurry(blocker)
 
     def remove(self, job: Job) -> None:
-        """Removes a job that is over, and enqueues jobs that waited for it."""
+        """Removes a job that has ended, and enqueues jobs that waited for it."""
         del self.jobs[job.transfer]
         for later in job.dependents:
             later.blockers.discard(job)

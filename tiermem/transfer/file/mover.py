@@ -1,4 +1,4 @@
-"""Moves extents between the swap file and memory, on threads of its own."""
+"""Moves extents between the swap file and memory, on its own threads."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MoverStats:
-    """Statistics of a file mover since it was made.
+    """Statistics of a file mover since its creation.
 
     Attributes:
         engine: Name of the I/O engine.
         engine_detail: How it runs (flags, registrations, threads).
         bytes_read: Bytes read from the files.
         bytes_written: Bytes written to the files.
-        bytes_direct: Those of them that went straight between file and host memory.
+        bytes_direct: Those of them that were transferred directly between file and host memory.
         failed: Transfers that ended with an error.
-        checksum_seconds: Time of the helper threads in checksums, added up.
+        checksum_seconds: Time of the helper threads in checksums, summed.
         copy_seconds: Time of the helper threads in copies, and of the pump in starting
-            those that run by themselves.
-        wait_seconds: Time of the pump waiting for I/O, fences or work.
+            asynchronous ones.
+        wait_seconds: Time that the pump waited for I/O, fences or work.
     """
 
     engine: str
@@ -64,27 +64,27 @@ _LOOK = 0.01
 
 
 class FileMover:
-    """The pump between a swap file and memory. Close it before its store.
+    """Moves extents between a swap file and memory. Close it before its store.
 
-    One thread makes and owns the I/O engine; helper threads compute checksums and copy
-    host memory beside it. Pieces of several transfers are in flight at once; each goes on
-    to its target as soon as it is in. A read has finished well only if every checksum was
-    right; if not, bytes on a GPU may be wrong, host memory has right ones only. Transfers
-    that touch the same bytes run in the order of submission.
+    One thread creates and owns the I/O engine; helper threads compute checksums and copy
+    host memory. Pieces of several transfers are in flight at once; each is copied
+    to its target as soon as it has been read. A read has succeeded only if every checksum was
+    right; if not, bytes on a GPU may be wrong, while host memory never gets wrong ones. Transfers
+    of the same bytes run in the order of submission.
 
     Args:
         store: The swap file, or several stores in one.
-        engine_factory: Makes the engine (see :func:`tiermem.io.choose_engine`).
+        engine_factory: Creates the engine (see :func:`tiermem.io.choose_engine`).
         staging: Host memory, uint8, 1-D, page-aligned, a whole number of chunks.
         chunk_nbytes: Bytes of a staging chunk, at least the store's chunk.
-        copier: How chunks are copied on; host memory by default.
+        copier: Copies chunks to targets; host memory by default.
         verify: Whether every piece is checked against the checksum of its write.
-        helpers: Makes the threads for checksums and host copies; one to four by default,
+        helpers: Creates the threads for checksums and host copies; one to four by default,
             by the number of cores.
 
     Raises:
         ConfigError: If the staging memory does not fit.
-        OSError: If the engine cannot be made.
+        OSError: If the engine cannot be created.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class FileMover:
         copier = HostCopier() if copier is None else copier
         self._parks = not isinstance(copier, HostCopier)
         self._pump = Pump(store, engine_factory, staging, chunk_nbytes, copier, verify, helpers)
-        # The thread holds the pump, not this object: a forgotten mover still ends it, and so
-        # does one that a Ctrl-C kept from coming about.
+        # The thread refers to the pump, not to this object: freeing a forgotten mover ends it, also
+        # one whose creation a Ctrl-C interrupted.
         self._finalizer = weakref.finalize(self, self._pump.ask_to_close)
         self._finalizer.atexit = False
         self._pump.start()
@@ -130,19 +130,19 @@ class FileMover:
 
         Args:
             extent: Where the bytes are, as allocated and written.
-            target: 1-D contiguous uint8, ``extent.nbytes`` long; not to be touched until
+            target: 1-D contiguous uint8, ``extent.nbytes`` long; must not be used until
                 the transfer has finished.
             label: Name of the block, for messages.
-            urgent: Whether it goes before everything that is not.
-            in_place: Whether the disk may read straight into the target, which is host memory
-                then, and has wrong bytes in it when the transfer ends with an error.
-            after: Events of what still uses the target, for the copier to wait for.
+            urgent: Whether it has priority over those that are not urgent.
+            in_place: Whether the disk may read directly into the target, which must be host
+                memory, and has wrong bytes if the transfer ends with an error.
+            after: Events of other users of the target, for the copier to wait for.
 
         Returns:
-            The transfer under way.
+            The transfer in progress.
 
         Raises:
-            ValueError: If the target does not fit, or is no host memory to read into in place.
+            ValueError: If the target does not fit, or is not host memory for a read in place.
             ClosedError: If the mover is closed or belongs to another process.
         """
         if in_place and target.device.type != "cpu":
@@ -152,13 +152,13 @@ class FileMover:
 
     @property
     def parks(self) -> bool:
-        """Whether reads may begin without a target: where a copier takes them on."""
+        """Whether reads may begin without a target: if the copier supports it."""
         return self._parks
 
     def park(self, extent: Extent, *, label: str) -> FileTransfer:
         """Starts reading an extent that has no target yet.
 
-        The disk turns to it when it has nothing else to do. Half the staging chunks, at most, hold
+        The disk reads it when it has no other work. At most half of the staging chunks hold
         such reads; the rest is read once there is a target. A later write of the same bytes
         cancels it.
 
@@ -167,10 +167,10 @@ class FileMover:
             label: Name of the block, for messages.
 
         Returns:
-            The transfer under way, for :meth:`land` or :meth:`cancel`.
+            The transfer in progress, for :meth:`land` or :meth:`cancel`.
 
         Raises:
-            ValueError: If the mover copies between host tensors alone.
+            ValueError: If the mover copies between host tensors only.
             ClosedError: If the mover is closed or belongs to another process.
         """
         if not self._parks:
@@ -186,16 +186,16 @@ class FileMover:
         urgent: bool = False,
         after: Sequence[Signal] = (),
     ) -> FileTransfer:
-        """Gives a parked read its target; from here it is like any other.
+        """Gives a parked read its target; then it is like any other.
 
         Args:
-            transfer: As :meth:`park` returned it.
+            transfer: The result of :meth:`park`.
             target: See :meth:`read`.
-            urgent: Whether the rest of it goes before everything that is not.
-            after: Events of what still uses the target, for the copier to wait for.
+            urgent: Whether the rest of it has priority over those that are not urgent.
+            after: Events of other users of the target, for the copier to wait for.
 
         Returns:
-            The same transfer; one that has ended with an error stays as it is.
+            The same transfer; one that has ended with an error is not changed.
 
         Raises:
             ValueError: If the target does not fit.
@@ -211,7 +211,7 @@ class FileMover:
         """Starts writing an extent; see :meth:`read`.
 
         The source must not change until the transfer has finished: host memory aligned to
-        4,096 bytes is written from where it lies. A change would be seen when it is read.
+        4,096 bytes is written in place. A change would be detected when it is read.
         """
         transfer = FileTransfer(extent, is_read=False, label=label, urgent=False)
         return self._start(transfer, source)
@@ -238,27 +238,27 @@ class FileMover:
         return [finished.popleft() for _ in range(len(finished))]
 
     def wait(self, transfer: FileTransfer, *, hurry: bool = True) -> None:
-        """Blocks, without the GIL, until a transfer has finished; Ctrl-C gets through.
+        """Blocks, without the GIL, until a transfer has finished; Ctrl-C interrupts it.
 
         Its error is not raised: see ``transfer.error``.
 
         Args:
-            transfer: What to wait for.
-            hurry: Whether it goes before others from now on.
+            transfer: The transfer.
+            hurry: Whether it has priority over others from now on.
 
         Raises:
             ClosedError: If the mover belongs to another process.
         """
         self._check_process()
         if hurry and not (transfer.finished or transfer.urgent or self._closed):
-            with contextlib.suppress(ClosedError):  # closing finishes it as well
+            with contextlib.suppress(ClosedError):  # closing finishes it, too
                 self._pump.hurry(transfer)
-        with self._pump.ended.lock:  # taken in any case: by then poll() knows of it as well
+        with self._pump.ended.lock:  # always taken: after it, poll() returns the transfer, too
             while not transfer.finished:
                 self._pump.ended.changed.wait()
 
     def rest(self, transfer: FileTransfer) -> None:
-        """Blocks, without the GIL, until a parked read waits for its target alone, or has ended.
+        """Blocks, without the GIL, until a parked read waits for its target only, or has ended.
 
         Raises:
             ClosedError: If the mover belongs to another process.
@@ -269,9 +269,9 @@ class FileMover:
                 self._pump.ended.changed.wait()
 
     def wait_all(self) -> None:
-        """Blocks, without the GIL, until nothing is under way but reads that wait for a target.
+        """Blocks, without the GIL, until only reads that wait for a target are in progress.
 
-        Also for transfers that the caller has no reference to, because an exception came between.
+        This includes transfers to which the caller has no reference because of an exception.
 
         Raises:
             ClosedError: If the mover belongs to another process.
@@ -282,7 +282,7 @@ class FileMover:
                 self._pump.ended.changed.wait(_LOOK)
 
     def wait_any(self, transfers: Sequence[FileTransfer]) -> None:
-        """Blocks, without the GIL, until one of several has finished; hurries none.
+        """Blocks, without the GIL, until one of several has finished; changes no priorities.
 
         Raises:
             ClosedError: If the mover belongs to another process.
@@ -293,7 +293,7 @@ class FileMover:
                 self._pump.ended.changed.wait()
 
     def cancel(self, transfer: FileTransfer) -> None:
-        """Leaves out the pieces not begun; it then finishes with ECANCELED, or in whole.
+        """Skips the pieces not begun; the transfer then finishes with ECANCELED, or completely.
 
         Raises:
             ClosedError: If the mover is closed or belongs to another process.
@@ -304,11 +304,11 @@ class FileMover:
 
     @property
     def engine(self) -> tuple[str, str]:
-        """Name of the I/O engine in use, and why it is not the one that was chosen, or ""."""
+        """Name of the I/O engine in use, and why another one than chosen is used, or ""."""
         return self._pump.engine_now()
 
     def stats(self) -> MoverStats:
-        """Returns what was done so far."""
+        """Returns the statistics so far."""
         self._check_process()
         counters = self._pump.pieces.counters
         return MoverStats(
@@ -324,7 +324,7 @@ class FileMover:
         )
 
     def close(self) -> None:
-        """Cancels what is under way, ends the thread and its engine.
+        """Cancels all transfers, ends the thread and its engine.
 
         Works in any state and any number of times; in a forked child it does nothing.
         """

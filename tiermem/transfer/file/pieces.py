@@ -1,12 +1,12 @@
 """What happens to each piece of a file transfer, from its staging chunk to its end.
 
-A piece that is read: disk, then checksum and copy. Copies that run by themselves (to a GPU)
-begin at once and are checked while under way; host copies wait for the checksum. Where streams
+A piece that is read: disk, then checksum and copy. Asynchronous copies (to a GPU)
+begin immediately and are checked while in progress; host copies wait for the checksum. If streams
 can wait for such copies, a read ends when the last one has been submitted, and its chunks are
-used again when theirs are over. A read may begin before it has a target: its first pieces wait
+reused when the copies have ended. A read may begin before it has a target: its first pieces wait
 in their chunks until it has one. A piece that is written: copy into staging, then disk and
-checksum side by side. Host memory that the disk can take as it lies is written from there,
-without a copy, and read into where that is asked for.
+checksum in parallel. Host memory with suitable alignment is written directly,
+without a copy, and read into directly if that is requested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tiermem.transfer.file.staging import Shares, Staging
 
 @dataclass(slots=True)
 class Counters:
-    """Counters, written by the pump's thread alone."""
+    """Counters, written only by the pump's thread."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -43,20 +43,20 @@ class Counters:
 
 
 class Pieces:
-    """The pieces under way. Used by the pump's thread alone.
+    """The pieces in progress. Used only by the pump's thread.
 
     Args:
         store: The files.
         staging: The chunks.
-        copier: How chunks are copied on.
+        copier: Copies chunks to targets.
         verify: Whether checksums are computed and compared.
-        ended: Called with every transfer that is over.
-        rests: Called with every read that waits for nothing but a target.
+        ended: Called with every transfer that has ended.
+        rests: Called with every read that waits only for a target.
 
     Attributes:
         busy: Chunks in use, by number.
-        counters: What was done so far.
-        copies: Those that run by themselves.
+        counters: Counts of what was done so far.
+        copies: The asynchronous copies.
         queue: Jobs with pieces to begin.
         verify: As given.
     """
@@ -88,7 +88,7 @@ class Pieces:
     # Whole transfers -----------------------------------------------------------------
 
     def add(self, job: Job) -> None:
-        """Adds a job; a read without a target of bytes that it writes is given up."""
+        """Adds a job; a read without a target of bytes that it writes is cancelled."""
         for earlier in self.queue.without_target():
             if job.conflicts(earlier):
                 self.cancel(earlier)
@@ -97,7 +97,7 @@ class Pieces:
             self._finish(job)
 
     def cancel(self, job: Job) -> None:
-        """Leaves out the pieces of a job that were not begun."""
+        """Skips the pieces of a job that were not begun."""
         if job.exhausted and job.tensor is not None:
             return
         piece = job.pieces[min(job.next_piece, len(job.pieces) - 1)]
@@ -117,14 +117,14 @@ class Pieces:
 
     @staticmethod
     def _unpark(job: Job) -> list[Chunk]:
-        """Returns the chunks that waited for a target, which wait no longer."""
+        """Removes and returns the chunks that waited for a target."""
         chunks, job.parked = job.parked, []
         for chunk in chunks:
             chunk.parked = False
         return chunks
 
     def _stop(self, job: Job, error: StorageError) -> None:
-        """Records a failure; nothing waits for a target any more."""
+        """Records a failure; no chunk waits for a target any more."""
         job.stop(error)
         for chunk in self._unpark(job):
             self._end(chunk)
@@ -152,9 +152,9 @@ class Pieces:
 
     @property
     def needs_helpers(self) -> bool:
-        """Whether a transfer cannot go on until a helper is done.
+        """Whether a transfer cannot continue until a helper is done.
 
-        Not while the disk has all it may have: its next completion comes soon enough.
+        Not while the disk has its maximum of requests: its next completion comes soon enough.
         """
         if self.engine.in_flight < self._most.on_disk:
             return True
@@ -162,7 +162,7 @@ class Pieces:
 
     @property
     def needs_fence(self) -> bool:
-        """Whether a transfer, or the disk, waits for nothing but copies that run by themselves."""
+        """Whether a transfer, or the disk, waits for asynchronous copies only."""
         if self._starved and self.copies.chunks:
             return True
         held = {c.job for c in self.busy.values() if c.on_disk or c.task is not None}
@@ -170,7 +170,7 @@ class Pieces:
         return any(not held or (job.exhausted and job not in held) for job in left)
 
     def last_fence(self) -> Fence | None:
-        """Returns a fence, if nothing else can happen before it is done, save a cancellation."""
+        """Returns a fence, if nothing else can happen before it is done, except a cancellation."""
         if self._staging.spare or not self.needs_fence:
             return None
         if any(c.on_disk or c.task is not None for c in self.busy.values()):
@@ -181,7 +181,7 @@ class Pieces:
 
     @property
     def _starved(self) -> bool:
-        """Whether the disk has less than it may have for want of a chunk."""
+        """Whether the disk has less than its maximum of requests as no chunk is free."""
         if self._staging.spare or self.engine.in_flight >= self._most.on_disk:
             return False
         return self.queue.pending(may_park=self._may_park(self.queue.without_target()))
@@ -218,12 +218,12 @@ class Pieces:
         return sum(job.active for job in waiting) < self._most.parked
 
     def _note_rests(self, waiting: Sequence[Job], all_begun: bool) -> None:
-        """Reports reads without a target for which nothing is under way and nothing can be begun.
+        """Reports reads without a target that have no work in progress and can begin none.
 
         Args:
             waiting: The reads without a target.
-            all_begun: Whether there was a chunk for more than there is to do. Where there is none,
-                such a read may still go on later, unless it has all it may have.
+            all_begun: Whether a chunk is left after all work was begun. If there is none,
+                such a read may still continue later, unless it has its maximum.
         """
         most = not self._may_park(waiting)
         for job in waiting:
@@ -234,7 +234,7 @@ class Pieces:
 
     @property
     def at_work(self) -> bool:
-        """Whether there is more to do than to wait for targets."""
+        """Whether there is more work than waiting for targets."""
         return any(not job.rests_ns or job.tensor is not None for job in self.queue.jobs.values())
 
     def _begin_read(self, job: Job, piece: Piece) -> IoRequest | None:
@@ -265,7 +265,7 @@ class Pieces:
         if source % ALIGNMENT or piece.nbytes % ALIGNMENT:
             self._give(chunk, Task.FILL)
             return None
-        # The kernel only reads the source. Should it be changed meanwhile, the checksum shows
+        # The kernel only reads the source. If it is changed meanwhile, the checksum detects
         # that when it is read back.
         chunk.address = source
         self.counters.bytes_direct += piece.nbytes
@@ -282,7 +282,7 @@ class Pieces:
         self.helpers.give(chunk)
 
     def _copy(self, chunk: Chunk) -> None:
-        """Starts a copy that runs by itself; leaves a fence unless that is done already."""
+        """Starts an asynchronous copy; leaves a fence unless it has already ended."""
         before = time.perf_counter_ns()
         fence = self.copies.start(chunk)
         self.counters.copy_ns += time.perf_counter_ns() - before
@@ -305,7 +305,7 @@ class Pieces:
     # Going on ------------------------------------------------------------------------
 
     def complete(self, completions: Sequence[IoCompletion]) -> None:
-        """Goes on with the chunks whose disk operations have completed."""
+        """Continues with the chunks whose disk operations have completed."""
         for completion in completions:
             chunk = self.busy[completion.token]
             chunk.on_disk = False
@@ -326,7 +326,7 @@ class Pieces:
             self._end(chunk)
 
     def _arrived(self, chunk: Chunk) -> None:
-        """Checks a piece that was read and copies it on, or hands both to a helper."""
+        """Checks a piece that was read and copies it to the target, or leaves both to a helper."""
         entry = self._store.written(chunk.job.transfer.extent, chunk.piece)
         chunk.check.expected = entry.checksum if entry is not None else None
         known = entry is not None and (entry.checksum is not None or entry.learns)
@@ -344,7 +344,7 @@ class Pieces:
             self._copy(chunk)
 
     def helped(self, chunks: Sequence[Chunk]) -> None:
-        """Goes on with the chunks that helpers have done."""
+        """Continues with the chunks that helpers have processed."""
         requests: list[IoRequest] = []
         for chunk in chunks:
             task, chunk.task = chunk.task, None
@@ -376,7 +376,7 @@ class Pieces:
         )
 
     def look_at_fences(self) -> bool:
-        """Goes on with the chunks whose copies have completed; returns whether there was one."""
+        """Continues with the chunks whose copies have completed; returns whether there were any."""
         done = self.copies.take_done()
         if not done:
             return False
@@ -394,7 +394,7 @@ class Pieces:
     # Ending --------------------------------------------------------------------------
 
     def _end(self, chunk: Chunk) -> None:
-        """Ends a piece that is no longer worked on; frees its chunk once that is unused."""
+        """Ends a piece that needs no more work; frees its chunk once it is unused."""
         if chunk.on_disk or chunk.task is not None or chunk.parked:
             return
         job, rising = chunk.job, chunk.rising
@@ -423,7 +423,7 @@ class Pieces:
             )
 
     def clear(self) -> list[Job]:
-        """Clears everything, once no memory is accessed any more; returns the jobs left."""
+        """Clears everything, once no memory is accessed any more; returns the remaining jobs."""
         left = list(self.queue.jobs.values())
         self.queue = JobQueue()
         self.busy.clear()

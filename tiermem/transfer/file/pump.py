@@ -1,4 +1,4 @@
-"""The pump: the one thread that owns the I/O engine and keeps the disk supplied."""
+"""The pump: the one thread that owns the I/O engine and keeps the disk busy."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ class Message(enum.Enum):
 
 
 class Pump:
-    """Thread of a :class:`~tiermem.transfer.file.mover.FileMover`, and what is asked of it.
+    """Thread of a :class:`~tiermem.transfer.file.mover.FileMover`, and requests to it.
 
-    What begins with ``_`` and is not guarded by the lock of ``ended`` belongs to the thread.
+    Attributes that begin with ``_`` and are not guarded by the lock of ``ended`` belong to the
+    thread.
 
     Attributes:
         ended: The transfers that have ended.
         workers: The engine and the helpers.
-        pieces: The transfers under way.
-        dead: Why the thread has ended, if it was not asked to.
+        pieces: The transfers in progress.
+        dead: Why the thread has ended, unless it was asked to.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class Pump:
         """Starts the thread and waits for its engine.
 
         Raises:
-            BaseException: Whatever kept the engine from being made.
+            BaseException: The error that prevented the creation of the engine.
         """
-        # The kernel must be done with staging before the interpreter frees it.
+        # The kernel must have finished with staging before the interpreter frees it.
         atexit.register(self.close)
         try:
             start_threads([self._thread])
@@ -98,19 +99,19 @@ class Pump:
             raise self.dead
 
     def start_job(self, job: Job) -> bool:
-        """Hands over a job; returns whether the pump still runs."""
+        """Passes a job to the pump; returns whether the pump still runs."""
         return self._post(Message.START, job.transfer, job)
 
     def cancel(self, transfer: FileTransfer) -> None:
-        """Asks for a transfer to be stopped."""
+        """Requests that a transfer be stopped."""
         self._post(Message.CANCEL, transfer, None)
 
     def land(self, job: Job) -> None:
-        """Gives a read that had no target that of ``job``."""
+        """Gives a read without a target that of ``job``."""
         self._post(Message.LAND, job.transfer, job)
 
     def hurry(self, transfer: FileTransfer) -> None:
-        """Asks for a transfer to go before the others, because a caller waits for it."""
+        """Requests priority for a transfer, because a caller waits for it."""
         self._post(Message.HURRY, transfer, None)
 
     def _post(self, message: Message, transfer: FileTransfer, job: Job | None) -> bool:
@@ -120,19 +121,19 @@ class Pump:
             if self.dead is not None:
                 return False
             if not self._inbox:
-                # First: a Ctrl-C after it costs a look. The other way round it would leave
+                # First: a Ctrl-C after it costs one check. In the other order it would leave
                 # a message that is never read.
                 self.workers.engine.wake()
             self._inbox.append((message, transfer, job))
             return True
 
     def at_work(self) -> bool:
-        """Whether any transfer has not ended that has somewhere to go; asked under the lock."""
+        """Whether a transfer that has a target has not ended; called under the lock."""
         if self.dead is not None or not self._thread.is_alive():
             return False
         if self._inbox or self._taking:
             return True
-        # one that is over has no target any more, and is about to be told that it has ended
+        # one that has ended has no target any more, and is about to be marked as ended
         jobs = list(self.pieces.queue.jobs.values())
         return any(job.tensor is not None or job.over for job in jobs)
 
@@ -154,7 +155,7 @@ class Pump:
             self._thread.join()
 
     def engine_now(self) -> tuple[str, str]:
-        """Returns the engine's name, and why it is not the one that was chosen, or ""."""
+        """Returns the engine's name, and why another one than chosen is used, or ""."""
         engine = self.workers.engine
         return engine.name, engine.note
 
@@ -196,15 +197,15 @@ class Pump:
             moved = self._end_turn(look)
 
     def _begin_turn(self) -> bool:
-        """Does what others have asked for; returns whether to go on."""
+        """Processes the requests of others; returns whether to continue."""
         self._read_inbox()
         return not self._closing
 
     def _end_turn(self, look: float) -> bool:
-        """Begins what can be begun and waits for what ends next; returns whether anything has.
+        """Begins what can be begun and waits for the next end; returns whether anything has ended.
 
         Args:
-            look: Seconds until the next look at copies, where something waits for one.
+            look: Seconds until the next check of copies, if something waits for one.
         """
         pieces, helpers = self.pieces, self.workers.helpers
         pieces.begin()
@@ -219,10 +220,10 @@ class Pump:
         return bool(completions or helped)
 
     def _wait(self, look: float) -> list[IoCompletion]:
-        """Waits for what ends next: an operation, a helper's work, or a copy by itself.
+        """Waits for the next end: of an operation, a helper's work, or an asynchronous copy.
 
-        The last cannot wake the engine. So such copies are looked at whenever something else
-        ends, now and then where something waits for them, and waited for where nothing else can
+        The latter cannot wake the engine. So such copies are checked whenever something else
+        ends, from time to time if something waits for them, and waited for if nothing else can
         happen.
         """
         before = time.perf_counter_ns()
@@ -262,9 +263,9 @@ class Pump:
     # The end -------------------------------------------------------------------------
 
     def _end(self, cause: BaseException | None) -> None:
-        """Ends the helpers and the engine, then fails what was under way.
+        """Ends the helpers and the engine, then fails the remaining transfers.
 
-        No memory is touched after.
+        After that no memory is accessed.
         """
         failed = self.workers.close()
         cause = cause or failed

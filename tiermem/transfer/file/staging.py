@@ -1,4 +1,4 @@
-"""Staging chunks: the page-locked memory that pieces of files pass through."""
+"""Staging chunks: the page-locked memory for pieces of files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FEW_CHUNKS = 8
 
 @dataclass(frozen=True)
 class Shares:
-    """How many chunks may be used for what, at most.
+    """The maximal numbers of chunks for different uses.
 
     Attributes:
-        on_disk: By the disk at once: what it ends all at once is followed by the other half
-            straight away.
-        writing: By writes: an urgent read shall not wait behind writes alone.
-        parked: By reads without a target: what has one never waits for a chunk of theirs.
+        on_disk: Used by the disk at once: if it ends all of them together, the other half
+            follows immediately.
+        writing: Used by writes, so that an urgent read need not wait for writes only.
+        parked: Used by reads without a target, so that others never wait for a chunk of theirs.
     """
 
     on_disk: int
@@ -38,15 +38,15 @@ class Shares:
 
 
 class Staging:
-    """The staging chunks, and which of them are spare.
+    """The staging chunks, and which of them are free.
 
     Args:
         memory: uint8, 1-D, a whole number of chunks.
-        chunk_nbytes: Bytes of one.
+        chunk_nbytes: Bytes of one chunk.
 
     Attributes:
         count: How many chunks there are.
-        spare: Numbers of those not in use.
+        spare: Numbers of the free ones.
     """
 
     def __init__(self, memory: torch.Tensor, chunk_nbytes: int) -> None:
@@ -57,7 +57,7 @@ class Staging:
         self.spare = list(range(self.count))[::-1]
 
     def take(self, job: Job, piece: Piece) -> Chunk:
-        """Returns a spare chunk with ``piece`` in it."""
+        """Returns a free chunk, assigned to ``piece``."""
         index = self.spare.pop()
         memory = self._chunks[index]
         if piece.nbytes != self._chunk_nbytes:
@@ -66,10 +66,10 @@ class Staging:
 
 
 def check_staging(staging: torch.Tensor, chunk_nbytes: int, store_chunk: int) -> None:
-    """Refuses staging memory that cannot serve.
+    """Refuses staging memory that cannot be used.
 
     Raises:
-        ConfigError: If the chunk is too small or the memory no whole number of them.
+        ConfigError: If the chunk is too small or the memory is not a whole number of them.
         ValueError: If the memory is not 1-D, contiguous and uint8.
     """
     if chunk_nbytes < store_chunk or chunk_nbytes % ALIGNMENT:

@@ -1,4 +1,4 @@
-"""How long a busy Python thread may keep the GIL while transfers are under way."""
+"""How long a busy Python thread may keep the GIL while transfers are in progress."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 import threading
 
 SWITCH_SECONDS = 0.0005
-"""Longest time that a busy Python thread keeps the GIL while transfers are under way."""
+"""Longest time that a busy Python thread keeps the GIL while transfers are in progress."""
 
 
 class SwitchInterval:
     """Shortens the interpreter's switch interval while any pump has work.
 
-    A pump takes the GIL back three times a chunk. At the usual 5 ms a thread busy
-    in pure Python would hold it to a fifth of the disk's speed.
+    A pump takes the GIL three times per chunk. With the usual 5 ms, a thread busy
+    in pure Python would limit it to a fifth of the disk's speed.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class SwitchInterval:
                 sys.setswitchinterval(self._usual)
 
     def forked(self) -> None:
-        """Starts anew in a forked child, where no pump works."""
-        self._lock = threading.Lock()  # a thread of the parent may have had it
+        """Resets the count in a forked child, which has no pumps."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
         if self._users:
             self._users = 1
             self.restore()
 
 
 switch_interval = SwitchInterval()
-"""The one of this process."""
+"""The instance of this process."""

@@ -1,4 +1,4 @@
-"""What a pump gives work to: the I/O engine, and the threads that help it."""
+"""What a pump uses for its work: the I/O engine, and the helper threads."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Workers:
     """The I/O engine and the helpers of one pump.
 
     Attributes:
-        engine: There once it has been made.
-        helpers: The same.
-        name: Of the engine; "" until it is open.
+        engine: Set once it has been created.
+        helpers: Likewise.
+        name: Name of the engine; "" until it is open.
         detail: How it runs.
     """
 
@@ -34,7 +34,7 @@ class Workers:
         self._copier = copier if isinstance(copier, HostCopier) else HostCopier()
 
     def make(self) -> None:
-        """Makes both; neither does anything yet."""
+        """Creates both; neither is started yet."""
         self.engine = self._make_engine()
         self.helpers = self._make_helpers(self._help, self.engine.wake)
 
