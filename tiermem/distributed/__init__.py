@@ -1,1 +1,1 @@
-"""."""
+"""Sharding over processes; empty so far. Replicas need none: see ``tiermem.nn``."""
