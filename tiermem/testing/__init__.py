@@ -1,1 +1,1 @@
-"""Test doubles for I/O engines, disks, devices and streams, and the conformance suite of engines."""
+"""Test doubles for I/O engines, disks, devices and streams; a conformance suite of engines."""
