@@ -480,6 +480,18 @@ def test_steps(tmp_path) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
 @pytest.mark.thorough
+def test_steps_of_masters(tmp_path) -> None:
+    """Where compute binds, steps in the next forward take longer than inside backward."""
+    line = "layers --masters --computes 0.15+0.4 --steps 8 --out out.json"
+    (inside,) = check_rows(run("bench_steps.py", tmp_path, *line.split()), "step ms")
+    (later,) = check_rows(
+        run("bench_steps.py", tmp_path, *line.split(), "--overlap", "forward"), "step ms"
+    )
+    assert inside["step ms"] < later["step ms"]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="it compiles what stands for the driver")
+@pytest.mark.thorough
 def test_steps_of_stacked_experts(tmp_path) -> None:
     """They are link-bound: a step takes as long as the copies of at least what cannot stay."""
     line = "experts --computes 0.045+0.09 --steps 6 --out out.json"
