@@ -46,7 +46,7 @@ def size(
     """
     manager, policy = plan.manager, plan.manager["policy"]
     found = _budgets(plan, model, made, groups)
-    free = "hbm" not in manager and plan.optimizer["where"] in ("auto", "device")
+    free = "hbm" not in manager and _has_device_bits(plan)
     if policy["grads"] == "dram" and free and found.all_in_hbm <= found.hbm:
         policy["grads"] = "hbm"
         found = _budgets(plan, model, made, groups)
@@ -112,9 +112,14 @@ def _budgets(
 
 def _may_step_ahead(plan: Plan) -> bool:
     """Whether steps may be made inside backward: what they change is in DRAM, and can be undone."""
-    made, policy = plan.optimizer, plan.manager["policy"]
+    policy = plan.manager["policy"]
     at_home = policy["params"] == policy["optimizer"] == "dram"
-    return at_home and made["overlap"] == "auto" and made["where"] in ("auto", "device")
+    return at_home and plan.optimizer["overlap"] == "auto" and _has_device_bits(plan)
+
+
+def _has_device_bits(plan: Plan) -> bool:
+    """Whether no step is performed on the host that would round differently."""
+    return plan.optimizer["where"] in ("auto", "device")
 
 
 def _wanted(plan: Plan, model: nn.Module, found: tiermem.Budgets) -> int:

@@ -24,6 +24,20 @@ _MOST = 1 << 62  # torch takes no larger sizes
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK, MADV_KEEPONFORK: not in Python's mmap
 
 
+def unmapped(tier: Tier, nbytes: int, error: Exception) -> CapacityError:
+    """Returns the error about memory of the host that cannot be mapped.
+
+    Args:
+        tier: What it was to be.
+        nbytes: How many bytes were requested.
+        error: Says why.
+    """
+    return CapacityError(
+        f"tier {tier.value}: no {exact_size(nbytes)} of host memory: {error}",
+        f"give {tier.value}= less, or raise the limit of addresses (ulimit -v) where there is one",
+    )
+
+
 class Arena:
     """One run of bytes in one tier.
 
@@ -135,11 +149,7 @@ class HostArena(Arena):
         try:
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
         except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(
-                f"tier {self.tier.value}: no {exact_size(nbytes)} of host memory: {error}",
-                f"give {self.tier.value}= less, or raise the limit of addresses (ulimit -v) where "
-                "there is one",
-            ) from error
+            raise unmapped(self.tier, nbytes, error) from error
 
     @property
     def parts(self) -> list[tuple[int, int]]:

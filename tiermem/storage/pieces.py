@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Protocol
 
-from tiermem.config import exact_size
-from tiermem.core.block import Extent
+from tiermem.core.block import Extent, Tier
 from tiermem.errors import CapacityError, TierError
+from tiermem.storage.arena import unmapped
 
 CHUNK = 16 << 20
 """Bytes mapped at a time.
@@ -293,10 +293,7 @@ class HostPieceCalls:
         try:
             self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
         except (OSError, ValueError, OverflowError) as error:
-            raise CapacityError(
-                f"tier hbm: no {exact_size(nbytes)} of host memory: {error}",
-                "give hbm= less, or raise the limit of addresses (ulimit -v) where there is one",
-            ) from error
+            raise unmapped(Tier.HBM, nbytes, error) from error
         self._first = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         return self._first
 

@@ -165,3 +165,8 @@ def make_first(pending: list[Pending], found: dict[int, torch.Tensor]) -> None:
     first = pending[0]
     first.make(found)
     del pending[0]
+
+
+def units_of(entries: Iterable[Entry]) -> list[GradUnit]:
+    """Returns the units of parameters, each once."""
+    return [*{id(e.unit): e.unit for e in entries if e.unit is not None}.values()]

@@ -25,6 +25,7 @@ from tiermem.core.parts import at_once, gradient_parts, parts_of
 from tiermem.errors import CapacityError
 from tiermem.nn.groups.above import Passes
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
+from tiermem.nn.groups.gradunit import GradUnit, units_of
 from tiermem.nn.groups.inspect import Found
 from tiermem.nn.groups.resident import is_resident
 from tiermem.runtime.base.functorch import outside_inference
@@ -32,7 +33,6 @@ from tiermem.runtime.memory.homes import staging_size
 
 if TYPE_CHECKING:
     from tiermem.nn.groups.entry import Entry
-    from tiermem.nn.groups.gradunit import GradUnit
 
 _NONE: Mapping[str, int] = MappingProxyType({})
 _GRADIENTS = (
@@ -575,10 +575,8 @@ def check_gradients(runtime: Passes) -> list[GradUnit]:
     made: list[GradUnit] = []
     try:
         made = runtime.grads.homes.reserve(runtime.groups)
-        units = {
-            id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None
-        }
-        loose = [b for u in units.values() for b in u.blocks if not table[b.id].fixed]
+        units = units_of(entry for group in runtime.groups for entry in group.entries)
+        loose = [block for u in units for block in u.blocks if not table[block.id].fixed]
         if any(table[block.id].fixed for unit in made for block in unit.blocks):
             for keeper in runtime.keepers:  # what stays leaves less to steps
                 keeper.check_steps()
@@ -606,8 +604,7 @@ def _of_frozen(runtime: Passes) -> list[tuple[Home, int]]:
     table = runtime.manager.parts.table
     policy = runtime.manager.parts.settings.policy.home(Role.GRAD)
     found: list[tuple[Home, int]] = []
-    units = {id(e.unit): e.unit for g in runtime.groups for e in g.entries if e.unit is not None}
-    for unit in units.values():
+    for unit in units_of(entry for group in runtime.groups for entry in group.entries):
         frozen = [e.param.numel() for e in unit.entries if not e.param.requires_grad]
         if frozen:
             share = sum(frozen) / max(1, sum(entry.param.numel() for entry in unit.entries))

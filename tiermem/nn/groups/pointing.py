@@ -129,9 +129,7 @@ class Pointing:
         if is_inference_mode_enabled():
             with outside_inference():
                 return self.point(slot, plain=plain)
-        views = slot.views
-        if self._indices is not None:
-            views = [views[index] for index in self._indices]
+        views = self._views_of(slot)
         if self.alone:
             views = [in_own_storage(view) for view in views]
         if plain:
@@ -154,9 +152,7 @@ class Pointing:
             forms: Whether to compare shapes and strides, too (``weight.data = weight.data.t()``
                 does not change the memory).
         """
-        views = slot.views
-        if self._indices is not None:
-            views = [views[index] for index in self._indices]
+        views = self._views_of(slot)
         return list(map(_address, self.tensors)) == list(map(_address, views)) and not (
             forms
             and any(
@@ -164,6 +160,11 @@ class Pointing:
                 for a, b in zip(self.tensors, views, strict=True)
             )
         )
+
+    def _views_of(self, slot: Slot) -> Sequence[torch.Tensor]:
+        """Returns the views in a slot that belong to the tensors, in their order."""
+        views = slot.views
+        return views if self._indices is None else [views[index] for index in self._indices]
 
     def has_bytes_of(self, member: Member) -> bool:
         """Whether a tensor points at its bytes in the block, and was not given other memory.

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tiermem.nn.groups.gradunit import units_of
+
 if TYPE_CHECKING:
     from tiermem.nn.groups.entry import Entry
     from tiermem.nn.passes.runtime import ModuleRuntime
@@ -18,7 +20,7 @@ def finish_changes(runtime: ModuleRuntime) -> None:
     Called before anything else is written to the gradients.
     """
     for group in runtime.groups:
-        for unit in {id(e.unit): e.unit for e in group.entries if e.unit is not None}.values():
+        for unit in units_of(group.entries):
             for pending in [pending for part in unit.parts for pending in part.pending]:
                 pending.note_written()
 

@@ -18,6 +18,7 @@ from tiermem.nn.compat.compiler import hide_from_compiler
 from tiermem.nn.compat.outside import OUTSIDE
 from tiermem.nn.groups.blocks import BlockPlan, Inventory
 from tiermem.nn.groups.entry import Entry, Member
+from tiermem.nn.groups.gradunit import units_of
 from tiermem.nn.groups.group import Group
 from tiermem.nn.groups.hostbound import rate_up
 from tiermem.nn.groups.inspect import (
@@ -444,8 +445,8 @@ class WrappedModel:
         for entry in self.entries:
             owners.pop(entry.param, None)
         self.modules.uninstall()
-        units = {id(e.unit): e.unit for e in self.entries if e.unit is not None}
-        blocks = [b for u in units.values() for b in u.blocks] + [g.block for g in self.groups]
+        gradients = [block for unit in units_of(self.entries) for block in unit.blocks]
+        blocks = gradients + [group.block for group in self.groups]
         if self.resident is not None:
             if self.resident.holds:  # otherwise it was interrupted there
                 self.resident.let_go()

@@ -234,7 +234,8 @@ class Homes:
             try:
                 return self._reserve(requests)
             except CapacityError:
-                if not self._reclaim() and self._reclaimed == before:
+                self._reclaim()
+                if self._reclaimed == before:
                     raise
 
     def _reclaim(self) -> bool:
