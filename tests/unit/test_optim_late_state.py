@@ -171,7 +171,7 @@ def test_a_call_cut_short_is_made_again(call: str, monkeypatch: pytest.MonkeyPat
             pair.optimizers[0].zero_grad()
             found |= cut("zero_grad", number)
             pair.train(range(number, number + 2))
-            number += 61
+            number += 37
         assert number > 50
         pair.check()
 
